@@ -87,7 +87,8 @@ def starts_processes(file: Path, *readers: Path) -> bool:
         return True
     names = re.findall(r"^ *(?:from|import) (\w+)", text, re.MULTILINE)
     imported = [BUILDERS[name] for name in names if name in BUILDERS]
-    imported += [file.with_name(f"{name}.py") for name in re.findall(r"^from \.(\w+) import", text, re.MULTILINE)]
+    modules = re.findall(r"^ *from (tests\.[\w.]+) import", text, re.MULTILINE)
+    imported += [Path(__file__).parents[1] / f"{module.replace('.', '/')}.py" for module in modules]
     read = (file, *readers)
     return any(starts_processes(other, *read) for other in imported if other not in read and other.exists())
 

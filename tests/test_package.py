@@ -18,7 +18,7 @@ import pytest
 from doc_pages import PAGES
 from programs import environment, known
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[1]
 
 
 def run(*command: str | Path, folder: Path = ROOT, **variables: str) -> str:

@@ -18,7 +18,7 @@ import pytest
 from espalier.cli import main as cli
 from espalier.recipe import recipe_errors
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "espalier"
 
 # The surface of the product. A change here is a decision: each new one needs a reason in CHANGELOG.md.

@@ -18,7 +18,7 @@ import doc_pages
 from espalier.cli import main as cli
 
 ROOT = next(folder for folder in Path(__file__).parents if (folder / "pyproject.toml").exists())
-NOTED = ROOT / "tests" / "pages.json"
+NOTED = ROOT / "tests" / "docs" / "pages.json"
 PAGES = {**doc_pages.PAGES, **doc_pages.MEASURED}
 FENCE = re.compile(r"^ *```\w*\n.*?^ *```", re.DOTALL | re.MULTILINE)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import programs
 import pytest
 
-ROOT = Path(__file__).parent.parent.parent
+ROOT = Path(__file__).parents[2]
 
 
 def run(*command: str) -> str:

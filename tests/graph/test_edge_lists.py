@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from tests.graph.conftest import load
 
 from espalier.recipe.errors import UserError
-
-from .conftest import load
 
 
 def test_names_stand_for_nodes(tmp_path):

@@ -7,13 +7,12 @@ import sys
 import numpy as np
 import pytest
 import torch
+from tests.graph.conftest import made
 
 from espalier.graph.workload import GraphWorkload
 from espalier.parallel.workload import Shard
 from espalier.recipe import defaults, recipe_file
 from espalier.recipe.errors import UserError
-
-from .conftest import made
 
 CODE = """
 import torch

@@ -12,6 +12,8 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from tests.graph.conftest import made
+from tests.mechanisms.halo_exchange.test_halo_parallel import STEPS, close, plan_of, train
 from torch import nn
 
 from espalier import recipe as config
@@ -22,9 +24,6 @@ from espalier.graph.sampling.subgraphs import infer
 from espalier.graph.workload import GraphWorkload, open_graph
 from espalier.recipe import defaults, recipe_file
 from espalier.recipe.errors import UserError
-
-from .conftest import made
-from .test_halo_parallel import STEPS, close, plan_of, train
 
 CODE = '''
 import torch

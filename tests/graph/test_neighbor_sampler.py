@@ -9,14 +9,13 @@ import torch
 from awkward import pretend_threads
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.graph.conftest import made
 
 from espalier import recipe as config
 from espalier.graph.data.graph import Graph
 from espalier.graph.networks import compiled_aggregate, gnn
 from espalier.graph.sampling import neighbor_sampler
 from espalier.graph.sampling.neighbor_sampler import ALL, Sampler, Style
-
-from .conftest import made
 
 NETWORKS = {"gcn": config.Gcn, "sage": config.Sage, "gat": config.Gat, "gin": config.Gin}
 

@@ -9,6 +9,8 @@ import shutil
 import numpy as np
 import pytest
 import torch
+from tests.graph.conftest import made
+from tests.graph.test_workload import recipe_of
 
 from espalier import recipe as config
 from espalier.graph.data import sources
@@ -24,9 +26,6 @@ from espalier.recipe import defaults, recipe_file
 from espalier.recipe.errors import UserError
 from espalier.sparse import partition
 from espalier.track import progress
-
-from .conftest import made
-from .test_workload import recipe_of
 
 NODES, WIDTH, CLASSES = 41, 6, 4
 STYLES = {

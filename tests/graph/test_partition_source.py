@@ -9,6 +9,9 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from tests.graph.conftest import made
+from tests.graph.test_workload import recipe_of
+from tests.mechanisms.halo_exchange.test_halo_parallel import HALO, close, machines, train
 
 from espalier import recipe as config
 from espalier.graph import workload_row
@@ -21,10 +24,6 @@ from espalier.graph.workload import GraphWorkload, open_graph
 from espalier.plan import decide
 from espalier.recipe.errors import UserError
 from espalier.train import request_from_recipe
-
-from .conftest import made
-from .test_halo_parallel import HALO, close, machines, train
-from .test_workload import recipe_of
 
 SAGE = {"kind": "sage", "depth": 3}
 

@@ -10,6 +10,12 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from tests.graph.conftest import made
+from tests.graph.test_foreign import CODE
+from tests.graph.test_workload import many, recipe_of
+from tests.mechanisms.disk_batches.test_mini_batches import losses as losses_from_disk
+from tests.mechanisms.disk_batches.test_mini_batches import recipe_of as disk_recipe
+from tests.mechanisms.halo_exchange.test_halo_parallel import close, train
 
 from espalier.graph import workload_row
 from espalier.graph.data import kept_graph
@@ -26,13 +32,6 @@ from espalier.recipe import defaults, recipe_file
 from espalier.recipe.errors import UserError
 from espalier.sparse.partition import clusters
 from espalier.train.workload_row import Sampling
-
-from .conftest import made
-from .diskgnn.test_mini_batches import losses as losses_from_disk
-from .diskgnn.test_mini_batches import recipe_of as disk_recipe
-from .test_foreign import CODE
-from .test_halo_parallel import close, train
-from .test_workload import many, recipe_of
 
 RATE = {"optimizer": {"learning_rate": 0.02, "weight_decay": 0.0}, "schedule": {"kind": "constant"}, "clip": 1e9}
 

@@ -9,11 +9,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from tests.graph.conftest import load, made
 
 from espalier.graph.data import import_graph, ogb, planetoid, pyg
 from espalier.recipe.errors import UserError
-
-from .conftest import load, made
 
 
 def same(left, right):

@@ -6,6 +6,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from tests.graph.conftest import made
 
 from espalier.graph import workload_row
 from espalier.graph.data.graph import Graph, divided
@@ -23,8 +24,6 @@ from espalier.recipe.errors import UserError
 from espalier.train import rank_spec as launch
 from espalier.train import request_from_recipe, trainer, worker
 from espalier.train.rank_setup import RankSetup
-
-from .conftest import made
 
 STEPS = 4
 

@@ -11,14 +11,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.story.test_hosts import command_line, environment, espalier, events, lab, none_left, pytestmark
 
 from espalier import recipe as config
 from espalier.graph.networks.gnn import Gnn
 from espalier.graph.parts import partition_folder
 from espalier.mechanisms.halo_exchange.quantized_exchange import step_bytes
 from espalier.plan import base as plans
-
-from .test_hosts import command_line, environment, espalier, events, lab, none_left, pytestmark
 
 __all__ = ["lab", "pytestmark"]
 STEPS = 24

@@ -12,7 +12,7 @@ import torch
 
 from espalier.launch.testing import same
 
-ROOT = Path(__file__).parent.parent.parent
+ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "loop.py"
 CLUSTER = '[[nodes]]\ndevice = "cpu"\ncores = 2\nmemory = "8GiB"\n'
 

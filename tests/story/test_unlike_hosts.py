@@ -15,11 +15,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
+from tests.story.programs import MACHINE
+from tests.story.test_hosts import RECIPE, command_line, environment, espalier, events, netlab_of, none_left, processes
 
 from espalier.plan import base as plans
-
-from .programs import MACHINE
-from .test_hosts import RECIPE, command_line, environment, espalier, events, netlab_of, none_left, processes
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 CORES = (1.0, 0.5, 0.25)

@@ -16,14 +16,13 @@ from typing import Any, NamedTuple
 import msgspec
 import pytest
 import torch
+from tests.mechanisms.pipeline.runs import Trained, recipe_of, train
 
 from espalier.checkpoint.save_and_restore import Checkpoints
 from espalier.language.workload import open_language
 from espalier.plan import base as plans
 from espalier.recipe import Recipe
 from espalier.train import table
-
-from ..stages.runs import Trained, recipe_of, train
 
 TOLERANCE = 1e-9
 HEADS = ((4, 1), (4, 2), (4, 4), (6, 2), (8, 2), (8, 8))

@@ -7,12 +7,11 @@ import itertools
 import msgspec
 import pytest
 from struck import Struck, recipe_of, same, write_corpus
+from tests.together.test_rounds import close, plan_of, train
+from tests.together.test_rounds import recipe_of as rounds_recipe
 
 from espalier.launch.testing.faults import Fault
 from espalier.plan import base as plans
-
-from .test_rounds import close, plan_of, train
-from .test_rounds import recipe_of as rounds_recipe
 
 
 @pytest.fixture(scope="module")

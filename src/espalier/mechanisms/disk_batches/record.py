@@ -15,7 +15,7 @@ RECORD = Record(
         "features to pack"
     ),
     law="rows from every tier are the graph's, and losses those of training in memory with the same pool, to the bit",
-    law_test="tests/graph/diskgnn/test_mini_batches.py::test_training_from_disk_is_training_in_memory_with_the_same_pool_bitwise",
+    law_test="tests/mechanisms/disk_batches/test_mini_batches.py::test_training_from_disk_is_training_in_memory_with_the_same_pool_bitwise",
     bench="bench/diskgnn.py",
     headline="an epoch of a graph of 5,000,000 nodes is 31.00 times as fast as DGL's reader of disks (n=3)",
     state="works",

@@ -21,7 +21,7 @@ RECORD = Record(
         "outputs and gradients equal those of the experts run on one rank, for every map of "
         "experts, with the same bits in whatever order messages come"
     ),
-    law_test="tests/experts/test_flashmoe.py::test_ranks_equal_all_experts_on_one",
+    law_test="tests/mechanisms/expert_parallel/test_flashmoe.py::test_ranks_equal_all_experts_on_one",
     bench="bench/flashmoe.py",
     headline=(
         "a layer of 16 experts over 200 Mbit/s is 1.54 times as fast as a plain all-to-all "

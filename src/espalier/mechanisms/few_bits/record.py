@@ -17,7 +17,7 @@ RECORD = Record(
         " step; one more gradient for step and bits per row"
     ),
     law="unpacked codes times step equal the fake-quantized values bit for bit, for every width from 1 to 8",
-    law_test="tests/quant/test_a2q.py::test_unpacked_codes_times_steps_are_the_quantized_values_bit_for_bit",
+    law_test="tests/mechanisms/few_bits/test_a2q.py::test_unpacked_codes_times_steps_are_the_quantized_values_bit_for_bit",
     bench="bench/a2q.py",
     headline=(
         "on Cora (64 columns) hidden features take 17.47 times fewer bytes than fp32 and 1.14"

@@ -24,7 +24,7 @@ RECORD = Record(
         "the exact codec without staleness equals the single-process run; stale halos equal a"
         " simulator of them bit for bit"
     ),
-    law_test="tests/graph/test_sylvie.py::test_late_rows_give_the_bits_of_a_simulator_of_stale_halos",
+    law_test="tests/mechanisms/halo_exchange/test_sylvie.py::test_late_rows_give_the_bits_of_a_simulator_of_stale_halos",
     bench="bench/sylvie.py",
     headline=(
         "10,000 nodes over four links of 100 Mbit/s: an epoch with late 1-bit rows is 12.06 "

@@ -19,7 +19,7 @@ RECORD = Record(
         "data parallel; a checkpoint in flight resumes to the bit; what is dead is dropped "
         "from the mean, and may come back at a round"
     ),
-    law_test="tests/sync/test_outer_loop.py::test_twenty_rounds_are_those_of_the_recurrence_to_the_bit",
+    law_test="tests/mechanisms/local_rounds/test_outer_loop.py::test_twenty_rounds_are_those_of_the_recurrence_to_the_bit",
     bench="bench/co2.py",
     headline=(
         "at 50 Mbit/s rounds of 4 steps train 3.30 times as many tokens a second as DDP and "

@@ -21,7 +21,7 @@ RECORD = Record(
         "parameters after n steps equal those of an optimizer in memory to the bit; a run "
         "goes on from the node's files to the bit; several workers end with the same bits"
     ),
-    law_test="tests/shard/luwu/test_run.py::test_one_worker_and_its_nodes_train_to_the_last_bit_as_plain_adamw",
+    law_test="tests/mechanisms/optimizer_node/test_run.py::test_one_worker_and_its_nodes_train_to_the_last_bit_as_plain_adamw",
     bench="bench/luwu.py",
     headline=(
         "a node's AdamW is 11.13 times as fast as torch's default one on a core; fed by 4 "

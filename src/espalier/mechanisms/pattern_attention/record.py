@@ -14,7 +14,7 @@ RECORD = Record(
         "rank and layer for the all-to-alls"
     ),
     law="edge, block and hybrid attention equal dense attention under the same mask, outputs and gradients",
-    law_test="tests/graph/torchgt/test_attention.py::test_every_plan_is_dense_masked_attention_in_float64",
+    law_test="tests/mechanisms/pattern_attention/test_attention.py::test_every_plan_is_dense_masked_attention_in_float64",
     bench="bench/torchgt.py",
     headline=(
         "at 65,536 tokens of degree 20 a step is 4.30 times as fast as PyG's TransformerConv "

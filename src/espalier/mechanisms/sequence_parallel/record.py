@@ -24,7 +24,7 @@ RECORD = Record(
         "outputs and gradients equal attention over the whole sequence, for every grid of "
         "heads and context, and the ledger's bytes are the formula's"
     ),
-    law_test="tests/sequence/test_loongtrain.py::test_every_cut_equals_one_device",
+    law_test="tests/mechanisms/sequence_parallel/test_loongtrain.py::test_every_cut_equals_one_device",
     bench="bench/loongtrain.py",
     headline=(
         "on 2 nodes of 4 ranks at 50 Mbit/s the double ring is 1.50 times as fast as a single"

@@ -27,7 +27,7 @@ RECORD = Record(
         "the ledger's bytes are the formula's; the search over all triples finds what trying "
         "each of them finds"
     ),
-    law_test="tests/shard/test_amsp.py::test_every_triple_on_four_gloo_ranks_trains_as_one_rank_does",
+    law_test="tests/mechanisms/sharding/test_amsp.py::test_every_triple_on_four_gloo_ranks_trains_as_one_rank_does",
     bench="bench/amsp.py",
     headline=(
         "over 200 Mbit/s the planned layout is 1.46 times as fast as DDP, 2.95 times FSDP2 "

@@ -15,7 +15,7 @@ RECORD = Record(
         "backward passes and of what crosses links, then the sums of gradients"
     ),
     law="any plan of waves gives the loss and gradients of running the tasks one after the other",
-    law_test="tests/stages/test_spindle.py::test_waves_give_the_loss_and_gradients_of_one_task_after_the_other",
+    law_test="tests/mechanisms/task_waves/test_spindle.py::test_waves_give_the_loss_and_gradients_of_one_task_after_the_other",
     bench="bench/spindle.py",
     headline=(
         "three tasks on three towers, 2 ranks at 200 Mbit/s: 1.34 times as fast as fixed "

@@ -15,7 +15,7 @@ RECORD = Record(
         "per layer between its holders"
     ),
     law="layers and shares are those of brute force; gradients weighted by samples equal those of one device",
-    law_test="tests/stages/test_flashflex.py::test_unequal_pipelines_train_as_one_rank_does",
+    law_test="tests/mechanisms/unequal_pipelines/test_flashflex.py::test_unequal_pipelines_train_as_one_rank_does",
     bench="bench/flashflex.py",
     headline=(
         "on four hosts of speeds 1/4 to 1, 1,000 Mbit/s, 1.62 times as fast as an equal split and 1.66 times DDP (n=5)"

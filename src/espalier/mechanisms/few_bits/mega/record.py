@@ -21,7 +21,7 @@ RECORD = Record(
         "read per source of a cross-part edge"
     ),
     law="decoding a stream gives back every code; every cross-part edge is served exactly once",
-    law_test="tests/quant/test_package.py::test_decoding_gives_back_every_code",
+    law_test="tests/mechanisms/few_bits/test_package.py::test_decoding_gives_back_every_code",
     bench="bench/mega.py",
     headline=(
         "on Cora hidden features of 128 columns take 15.22 times fewer bytes than fp32 and 2.02 times fewer than int4"

@@ -1,0 +1,293 @@
+"""docs/advice.md is what the planner says today, its numbers are those of the predictions, and an expert would agree.
+
+What an expert would accept is written as facts: the layout's shape, memory under its limit, a step within an interval
+of MFU, and which hardware the words name.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from espalier.plan.base import Plan, Predicted
+from espalier.recipe import units
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "bench"))
+import advice  # noqa: E402
+
+PAGE = (ROOT / "docs" / "advice.md").read_text(encoding="utf-8")
+QUESTIONS = {one.title: one for one in advice.QUESTIONS}
+PLANTED = [title for title, one in QUESTIONS.items() if "planted:" in one.recipe]
+LIMIT = {
+    "V100-16GB": 16,
+    "A100-80GB": 80,
+    "H100": 80,
+    "RTX 3060": 12,
+    "RTX 3090": 24,
+    "RTX 4090": 24,
+    "T4": 16,
+    "cpu": 64,
+}
+"""GB that a device of this name has, at most what a plan may hold."""
+
+
+def planned(title: str) -> tuple[Plan, Predicted]:
+    """The plan that answers a question."""
+    plan = QUESTIONS[title].answer.taken
+    assert plan.predicted is not None
+    return plan, plan.predicted
+
+
+def said(title: str, *words: str) -> bool:
+    """Whether one sentence of the answer has all these words."""
+    return any(all(word in sentence for word in words) for sentence in QUESTIONS[title].answer.plan.why)
+
+
+# --- the page --------------------------------------------------------------------------------------------------------
+
+
+def test_the_page_has_all_questions_and_no_other() -> None:
+    assert len(QUESTIONS) == 15
+    assert re.findall(r"^## (.*)$", PAGE, re.M) == list(QUESTIONS)
+    assert PAGE.startswith(advice.HEAD)
+
+
+@pytest.mark.parametrize("title", QUESTIONS)
+def test_the_page_says_what_the_planner_says(title: str) -> None:
+    _, _, rest = PAGE.partition(f"## {title}\n")
+    shown = rest.partition("\n## ")[0].strip()
+    fresh = answered(title).partition(f"## {title}\n")[2].strip()
+    assert shown == fresh, "make pages"
+
+
+def answered(title: str) -> str:
+    """What the planner says."""
+    return answered_apart()[title] if title in PLANTED else "\n".join(advice.section(QUESTIONS[title]))
+
+
+@cache
+def answered_apart() -> dict[str, str]:
+    """Of graphs: an order begins where NumPy's argsort puts the first node of least degree, as SciPy's does. Which of
+    several that is depends on the processor's vector instructions, so a program of its own goes without them."""
+    program = (
+        f"import json, sys; sys.path.insert(0, {str(ROOT / 'bench')!r}); import advice\n"
+        f"told = [one for one in advice.QUESTIONS if one.title in {PLANTED!r}]\n"
+        "print(json.dumps({one.title: '\\n'.join(advice.section(one)) for one in told}))"
+    )
+    plain = {**os.environ, "NPY_DISABLE_CPU_FEATURES": "X86_V3 X86_V4 AVX512_ICL AVX512_SPR"}
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=plain, capture_output=True, text=True, timeout=150, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    told: dict[str, str] = json.loads(done.stdout)
+    return told
+
+
+# --- text = numbers --------------------------------------------------------------------------------------------------
+
+SIZE, SECONDS = r"\d[\d,.]* (?:[KMGTP]i)?B", r"(?:\d+ h )?(?:\d+ min )?\d[\d,.]* (?:h|min|s|ms|µs)"
+QUANTITY = re.compile(rf"(?<![\w.])(?:{SIZE}|{SECONDS})(?![\w/])")
+
+
+BESIDE = (
+    "2 copies", "4 copies", "1 copy", "No copies", "Copies in memory",  # of a state, in host memory
+    "Format:",  # of one sparse product
+    "The exchange of all parameters", "Over the link",  # a round's flight, and other plans
+    "Gradients are exchanged in pieces",  # of a bucket
+    "Experts are spread over",  # steps of plans with other groups
+)  # fmt: skip
+"""How sentences begin that tell of something else than the step and memory of a rank."""
+
+
+def counted(predicted: Predicted) -> set[str]:
+    """Every byte and second that the prediction has, as it is shown."""
+    sizes = [*predicted.memory_bytes.values(), predicted.memory_limit]
+    shown = {units.show_size(size) for size in sizes}
+    return shown | {units.show_seconds(one) for one in (*predicted.terms.values(), predicted.step_seconds)}
+
+
+@pytest.mark.parametrize("title", QUESTIONS)
+def test_every_byte_and_second_that_is_said_of_a_plan_is_one_of_its_prediction(title: str) -> None:
+    found = QUESTIONS[title].answer
+    assert found.plan.predicted is not None
+    known = counted(found.plan.predicted)
+    told = [said for said in found.plan.why if not said.startswith(BESIDE)]
+    quantities = [one for said in told for one in QUANTITY.findall(said)]
+    assert len(quantities) >= 4
+    assert not set(quantities) - known
+
+
+@pytest.mark.parametrize("title", QUESTIONS)
+def test_the_bytes_in_the_text_sum_to_the_peak(title: str) -> None:
+    plan = QUESTIONS[title].answer.plan
+    assert plan.predicted is not None
+    (sentence,) = [one for one in plan.why if one.startswith("Memory per ")]
+    total, limit, *parts = re.findall(SIZE, sentence)
+    assert (total, limit) == tuple(
+        map(units.show_size, (plan.predicted.memory_bytes["peak"], plan.predicted.memory_limit))
+    )
+    assert sum(units.size(part) for part in parts) == pytest.approx(units.size(total), rel=0.01)
+
+
+# --- what an expert would accept -------------------------------------------------------------------------------------
+
+
+def test_every_answer_fits_and_runs_or_says_in_its_first_line_that_none_does() -> None:
+    for title, one in QUESTIONS.items():
+        found = one.answer
+        if found.fits:
+            plan, predicted = planned(title)
+            assert plan.executable
+            assert predicted.memory_bytes["peak"] <= predicted.memory_limit, title
+            names = {table.device.name for table in one.machines.nodes}
+            assert predicted.memory_limit <= max(LIMIT[name] for name in names) * 1e9 * 1.08, title
+            assert found.request.refuses is not None
+            assert found.request.refuses(plan) is None, "train runs it"
+        else:
+            assert str(found.refusal()).startswith("The model does not fit")
+
+
+def test_tensors_and_heads_are_cut_inside_machines_only() -> None:
+    for title, one in QUESTIONS.items():
+        plan = one.answer.plan
+        for stage in plan.stages:
+            width = stage.tensor * stage.heads
+            for first in range(0, len(stage.ranks), width):
+                assert len({plan.ranks[rank].node for rank in stage.ranks[first : first + width]}) == 1, title
+
+
+def test_no_answer_is_faster_than_its_hardware_or_absurdly_slow() -> None:
+    for title, one in QUESTIONS.items():
+        if one.answer.fits:
+            slow = "Mbit/s" in one.cluster or "1Gbit/s" in one.cluster
+            least = 0.002 if slow else 0.08
+            assert least < planned(title)[1].mfu < 0.9, title
+
+
+def test_seven_billion_on_eight_4090_is_cut_over_all_of_them() -> None:
+    plan, predicted = planned("7B on eight RTX 4090")
+    layout = plan.layout
+    assert len(plan.ranks) == 8
+    assert layout.pp * layout.tp * layout.sp * max(layout.shard.values()) >= 4, "one card holds no replica"
+    assert said("7B on eight RTX 4090", "RTX 4090")
+    assert said("7B on eight RTX 4090", "over PCI Express")
+    assert 2e3 < predicted.tokens_per_second < 4e4
+
+
+def test_two_laptops_agree_rarely_or_hand_on_activations_and_name_the_network() -> None:
+    plan, predicted = planned("1B on two laptops")
+    assert plan.outer is not None or plan.layout.pp == 2 or len({rank.node for rank in plan.ranks}) == 1
+    assert len({rank.node for rank in plan.ranks}) == 1 or said("1B on two laptops", "1 Gbit/s between machines")
+    assert predicted.tokens_per_second < 2e3
+
+
+def test_four_hosts_at_100_mbit_exchange_no_gradients_at_every_step() -> None:
+    title = "7B on four hosts at 100 Mbit/s"
+    plan, predicted = planned(title)
+    assert plan.outer is not None or plan.layout.dp == 1 or len({rank.node for rank in plan.ranks}) == 1
+    assert said(title, "100 Mbit/s between machines") or said(title, "Rounds")
+    waits = sum(predicted.terms.get(name, 0.0) for name in ("send", "pipeline", "outer"))
+    assert waits == 0 or said(title, units.show_seconds(predicted.terms.get("send") or predicted.terms["outer"]))
+    assert advice.compared(QUESTIONS[title]).startswith("What would be better: `--what-if links.between=10Gbit/s`")
+
+
+@pytest.mark.parametrize("title", ["70B on 64 H100", "1,024 A100"])
+def test_seventy_billion_are_cut_by_layers_or_states_and_use_every_device(title: str) -> None:
+    plan, predicted = planned(title)
+    layout = plan.layout
+    assert len(plan.ranks) == QUESTIONS[title].machines.nodes[0].count * 8
+    assert layout.pp * layout.tp * max(layout.shard.values()) >= 16, "70B of states need that many cards"
+    assert layout.recompute != "block" or layout.pp == 1
+    assert 0.3 < predicted.mfu < 0.8
+    assert said(title, "over NVLink")
+
+
+def test_a_mixture_says_that_its_experts_are_sharded() -> None:
+    plan, predicted = planned("A mixture of eight 7B experts")
+    assert len(plan.ranks) == 16
+    assert plan.layout.shard["optimizer"] * plan.layout.pp >= 8
+    assert said("A mixture of eight 7B experts", "States sharded")
+    assert predicted.mfu > 0.15
+
+
+def test_long_sequences_are_cut_over_heads_or_context_or_recomputed() -> None:
+    plan, _ = planned("128 Ki tokens of context")
+    assert plan.layout.sp == 8 or (plan.layout.sp >= 2 and plan.recompute != "none")
+    assert plan.micro_batch == 1
+
+
+def test_gpt2_on_a_3060_is_one_plain_rank() -> None:
+    plan, predicted = planned("GPT-2 on one RTX 3060")
+    assert (len(plan.ranks), plan.layout.cut, plan.layout.split) == (1, (), ())
+    assert plan.recompute == "none"
+    assert 5e3 < predicted.tokens_per_second < 6e4
+
+
+def test_where_nothing_fits_the_refusal_names_cards_of_the_same_kind_and_what_is_not_there() -> None:
+    for title, name in (("Fine-tuning 8B on one RTX 4090", "RTX 4090"), ("13B on one A100", "A100-80GB")):
+        found = QUESTIONS[title].answer
+        assert not found.fits
+        told = str(found.refusal()).splitlines()
+        assert told[0].startswith("The model does not fit")
+        (more,) = [line for line in told if f"{name} in the machine instead of 1" in line]
+        assert 2 <= int(re.search(rf"(\d+) {name}", more)[1]) <= 8  # type: ignore[index]
+        assert "machines of 1" not in str(found.refusal())
+        (lora,) = [line for line in told if 'tune.kind="lora"' in line]
+        assert re.search(r"[\d.]+ GiB of [\d.]+ GiB", lora)
+        assert lora.strip().removeprefix("try: ") in PAGE
+        assert told[-1].strip() == "not in Espalier: optimizer states in 8 bits"
+
+
+def test_a_mixed_lab_leaves_out_the_slow_card_or_gives_it_less() -> None:
+    plan, _ = planned("A mixed lab")
+    shares = [rank.share[1] - rank.share[0] for rank in plan.ranks]
+    assert len(plan.ranks) < 4 or min(shares) < 0.7 * max(shares)
+    assert said("A mixed lab", "left out") or said("A mixed lab", "Devices differ in speed")
+
+
+def test_a_graph_on_a_laptop_is_small_and_runs_in_one_process_or_few() -> None:
+    plan, predicted = planned("A graph on a laptop")
+    assert len(plan.ranks) * plan.ranks[0].threads <= 8
+    assert predicted.step_seconds < 1
+    assert predicted.memory_bytes["peak"] < 2**30 * len(plan.ranks)
+
+
+def test_a_residual_network_on_two_gpus_is_data_parallel() -> None:
+    plan, predicted = planned("A residual network on two GPUs")
+    assert (plan.layout.dp, plan.layout.cut) == (2, ())
+    assert 300 < predicted.tokens_per_second < 5000, (
+        "published: about 400 images/s in fp32 and 900 in half on one RTX 3090"
+    )
+
+
+def test_two_old_machines_keep_their_slow_network_quiet() -> None:
+    title = "Two old machines with V100"
+    plan, predicted = planned(title)
+    assert plan.precision != "bf16", "a V100 has none"
+    assert plan.outer is not None or plan.layout.pp > 1 or len({rank.node for rank in plan.ranks}) == 1
+    assert said(title, "over 1 Gbit/s between machines") or plan.outer is not None
+    assert predicted.memory_limit < 16 * 2**30
+
+
+def test_a_small_model_on_a_processor_stays_whole() -> None:
+    plan, predicted = planned("A small model without a GPU")
+    assert (plan.layout.cut, plan.layout.split) == ((), ())
+    assert plan.precision in ("fp32", "bf16")
+    assert predicted.memory_bytes["peak"] < 4 * 2**30
+    assert len(plan.ranks) * plan.ranks[0].threads <= 16
+
+
+def test_the_planner_is_silent_of_what_the_product_does_not_have() -> None:
+    """When one of these is built, the ladder of changes has to offer it instead."""
+    from espalier.recipe import Adamw, Muon, Recipe
+
+    keys = repr(Recipe.__struct_fields__) + repr(Adamw.__struct_fields__) + repr(Muon.__struct_fields__)
+    assert not re.search("lora|offload|8bit", keys, re.I)

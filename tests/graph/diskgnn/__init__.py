@@ -1,1 +1,0 @@
-"""Packing for training with features on disk (DiskGNN)."""

@@ -1,0 +1,166 @@
+"""The planner says over how many ranks experts are spread, by links and memory, and which rank holds how many."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import msgspec
+import numpy as np
+import pytest
+from tests.plan import asked
+
+from espalier import recipe as config
+from espalier.machine import cluster as clusters
+from espalier.plan import decide
+from espalier.plan.axes.experts import ExpertLoad, Routed, cost, expected, placed, sent_bytes
+from espalier.recipe.errors import UserError
+
+EXPERTS = 16
+
+
+def mixture(batch=16, width=256, **more):
+    """A decoder most of whose parameters are in experts."""
+    plain = asked.decoder(width=width, layers=4, batch=batch)
+    each = 3.0 * width * 4 * width * EXPERTS
+    total = plain.parameters + int(4 * each)
+    return replace(
+        plain,
+        parameters=total,
+        trainable=total,
+        experts=EXPERTS,
+        active=2,
+        expert_parameters=each,
+        codec="exact",
+        **more,
+    )
+
+
+FOUR = config.Pin(ranks=4, pp=1)
+WHOLE = config.Pin(ranks=4, pp=1, shard=config.ShardPin(params=1, grads=1, optimizer=1))
+
+
+def decided(request, *cluster, **more):
+    return decide.decide(request, asked.processor(*cluster, **more))
+
+
+def test_spread_experts_where_their_gradients_cost_more_than_their_tokens():
+    found = decided(mixture(pin=FOUR), count=4, between="1Gbit/s")
+    assert found.plan.layout.ep > 1
+    assert any("Experts are spread over" in why for why in found.plan.why)
+    assert found.plan.predicted.terms["experts"] > 0
+    assert found.plan.predicted.sent_bytes["experts"] > 0
+
+
+def test_every_rank_holds_all_where_tokens_cost_more():
+    few = mixture(batch=4096, pin=FOUR)
+    found = decided(few, count=4, between="50Mbit/s")
+    assert found.plan.layout.ep == 1
+    assert any("with every expert on each rank, spread over" in why for why in found.plan.why)
+
+
+@pytest.mark.slow
+def test_the_choice_is_that_of_the_best_pin():
+    for batch, between in ((16, "1Gbit/s"), (1024, "200Mbit/s")):
+        request = mixture(batch=batch, pin=FOUR)
+        free = decided(request, count=4, between=between)
+        pinned = [
+            decided(
+                replace(request, pin=config.Pin(ranks=4, pp=1, ep=ep)), count=4, between=between
+            ).plan.predicted.step_seconds
+            for ep in (1, 2, 4)
+        ]
+        assert free.plan.predicted.step_seconds <= min(pinned) * 1.031
+
+
+def test_memory_asks_for_ranks_where_one_cannot_hold_all():
+    request = mixture(batch=64, memory=700e6, pin=WHOLE)
+    found = decided(request, count=4, between="1Gbit/s")
+    assert found.fits
+    assert found.plan.layout.ep > 1
+    assert any("Experts are spread over" in why and "with every expert on each rank" in why for why in found.plan.why)
+    held = found.plan.predicted.memory_bytes
+    everyone = replace(request, memory=None, pin=msgspec.structs.replace(WHOLE, ep=1))
+    assert held["params"] < decided(everyone, count=4).plan.predicted.memory_bytes["params"]
+
+
+def test_experts_wait_in_the_store_where_links_are_too_slow_for_their_tokens():
+    request = mixture(batch=512, memory=900e6, free=1e12, pin=msgspec.structs.replace(WHOLE, ranks=2))
+    found = decide.decide(request, named("1Mbit/s", "1Mbit/s"))
+    told = " ".join(found.plan.why)
+    assert found.plan.layout.ep == 1
+    assert found.request.offload.optimizer != "device" or found.request.offload.parameters != "device"
+    assert "with every expert on each rank and states that wait outside the devices, spread over" in told
+
+
+def named(*links):
+    """Two machines of one core, which both take part."""
+    nodes = "".join(
+        f'[[nodes]]\nname = "host{at}"\ndevice = "cpu"\ncores = 1\nmemory = "8GiB"\nbetween = "{link}"\n'
+        '[[nodes.disks]]\npath = "/scratch"\nwrite = 1e9\nread = 1e9\niops = 1e4\n'
+        for at, link in enumerate(links)
+    )
+    return clusters.loads(nodes + f'[links]\nbetween = "{links[0]}"\n')
+
+
+def test_one_machine_is_not_asked():
+    assert decided(mixture(), count=1).plan.layout.ep == 1
+
+
+def test_ranks_with_faster_links_hold_more_experts_within_their_memory():
+    assert placed((4.0, 4.0, 4.0, 1.0), [1.0] * 16) == (
+        tuple(range(5)),
+        tuple(range(5, 10)),
+        tuple(range(10, 15)),
+        (15,),
+    )
+    assert list(map(len, placed((4.0, 1.0), [1.0] * 10, [6, 9]))) == [6, 4]
+    assert list(map(len, placed((1.0, 1.0, 1.0), [1.0] * 8))) == [3, 3, 2]
+    assert list(map(len, placed((9.0, 1.0), [1.0] * 4))) == [4, 0]
+    with pytest.raises(UserError, match="do not fit into memory for 7"):
+        placed((1.0, 1.0), [1.0] * 8, [3, 4])
+
+
+def test_placement_is_near_the_best_of_all():
+    rng = np.random.default_rng(0)
+
+    def slowest(held, rates, loads):
+        return max(sum(loads[e] for e in one) / rate for one, rate in zip(held, rates, strict=True))
+
+    for _ in range(40):
+        rates, loads = rng.uniform(0.2, 1, 3), rng.uniform(0.1, 1, 6).tolist()
+        every = (
+            tuple(tuple(e for e in range(6) if code // 3**e % 3 == rank) for rank in range(3)) for code in range(3**6)
+        )
+        best = min(slowest(held, rates, loads) for held in every)
+        assert slowest(placed(rates.tolist(), loads), rates, loads) <= 1.34 * best
+
+
+def test_unequal_machines_of_a_plan_hold_unequal_numbers_of_experts():
+    found = decide.decide(mixture(pin=config.Pin(ep=2, ranks=2, pp=1)), named("1Gbit/s", "100Mbit/s"))
+    first, second = map(len, found.plan.experts)
+    assert first > second
+    assert first + second == EXPERTS
+    assert any("faster hold more" in why for why in found.plan.why)
+
+
+def test_a_pass_takes_as_long_as_the_fuller_direction():
+    load, routed = ExpertLoad(8, 4), [Routed(2, 10, 5, 20)]
+    found = cost(load, routed, lambda operation, size, ranks, *_: size / ranks, 1.0)
+    there, again = 2 * 4 * 2 + 4 * 5 + 10 * 32, 4 * 15 + 10 * 32
+    assert found.seconds["experts"] == 2 * max(there, 640) + max(again, 640)
+    assert found.sent["experts"] == sent_bytes(load, routed, 2.0)
+    many = expected(np.array([10.0, 20.0]), 2, [3, 3])
+    assert sent_bytes(load, many).shape == (2,)
+
+
+def test_ranks_may_share_the_matrices_of_spread_experts():
+    """Two groups of two hold the experts, and each rank half of its own: half the parameters, and the same tokens."""
+    whole, cut = (
+        decided(mixture(pin=config.Pin(ranks=2 * tp, pp=1, ep=2, tp=tp)), count=4, between="1Gbit/s").plan
+        for tp in (1, 2)
+    )
+    assert (cut.layout.ep, cut.layout.tp, cut.layout.dp) == (2, 2, 2)
+    assert cut.stages[0].tensor == 2
+    assert cut.experts == whole.experts
+    assert cut.predicted.memory_bytes["params"] < 0.6 * whole.predicted.memory_bytes["params"]
+    assert cut.predicted.sent_bytes["experts"] == whole.predicted.sent_bytes["experts"]
