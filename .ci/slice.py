@@ -1,6 +1,7 @@
 """Runs one slice of the slow tests and notes in tests/slices.json which commit passed it.
 
-    python .ci/slice.py            the slice of this commit: number of commits modulo the number of slices
+    python .ci/slice.py            the slice of this commit: number of commits modulo the number of slices; where git
+                                   knows no commits, the one that was passed longest ago
     python .ci/slice.py 3          that slice
     python .ci/slice.py --oldest   prints which slice was passed longest ago
 
@@ -49,28 +50,38 @@ def run(number: int, slices: int) -> int:
             os.killpg(tests.pid, signal.SIGKILL)
 
 
-def oldest() -> str:
-    """A sentence on the slice that was passed longest ago."""
-    known = table()
-    never = [number for number in range(known["slices"]) if str(number) not in known["passed"]]
-    if never:
-        return f"slow tests: slice {never[0]} of {known['slices']} has not been passed yet"
-    number, passed = min(known["passed"].items(), key=lambda row: row[1]["date"])
-    return f"slow tests: slice {number} of {known['slices']} was passed longest ago, on {passed['date']}"
+def oldest(known: dict[str, Any]) -> tuple[int, str]:
+    """The slice that was passed longest ago, and when; empty: it was never passed."""
+    dates = {number: known["passed"].get(str(number), {"date": ""})["date"] for number in range(known["slices"])}
+    return min(dates.items(), key=lambda row: row[1])
+
+
+def of_this_commit(known: dict[str, Any]) -> int:
+    """See the module."""
+    try:
+        return int(git("rev-list", "--count", "HEAD")) % int(known["slices"])
+    except (OSError, subprocess.CalledProcessError):
+        return oldest(known)[0]
+
+
+def note(known: dict[str, Any], number: int) -> None:
+    """Writes that this commit has passed the slice."""
+    known["passed"][str(number)] = {"commit": git("rev-parse", "HEAD"), "date": git("show", "-s", "--format=%cI")}
+    FILE.write_text(json.dumps(known, indent=1, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def main(words: list[str]) -> int:
     """See the module."""
-    if words == ["--oldest"]:
-        print(oldest())
-        return 0
     known = table()
-    slices = known["slices"]
-    number = int(words[0]) if words else int(git("rev-list", "--count", "HEAD")) % slices
-    status = run(number, slices)
-    if status == 0:
-        known["passed"][str(number)] = {"commit": git("rev-parse", "HEAD"), "date": git("show", "-s", "--format=%cI")}
-        FILE.write_text(json.dumps(known, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    if words == ["--oldest"]:
+        number, date = oldest(known)
+        passed = f"was passed longest ago, on {date}" if date else "has not been passed yet"
+        print(f"slow tests: slice {number} of {known['slices']} {passed}")
+        return 0
+    number = int(words[0]) if words else of_this_commit(known)
+    status = run(number, known["slices"])
+    if status == 0 and (ROOT / ".git").exists():
+        note(known, number)
     return status
 
 
