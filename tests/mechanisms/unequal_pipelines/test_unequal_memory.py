@@ -88,6 +88,7 @@ def drawn(count: int, seed: int) -> list[tuple[unequal.EngineCosts, UnequalLayou
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("count", "seed"), [(1, 11), *(pytest.param(25, seed, marks=pytest.mark.slow) for seed in range(100, 108))]
 )
