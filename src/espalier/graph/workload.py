@@ -62,7 +62,7 @@ class GraphWorkload(Plain):
         """Of the graph that the run was begun on, where it is another: see `kept_graph.other_nodes`."""
         self.signs: tuple[bool | None, ...] = ()
         """See `Rounding.signs`; of the run, where it was begun before."""
-        self.kept: Path | None = None
+        self.frozen: Path | None = None
         """Where the run keeps what it made of its graph."""
         self.graph = scaled(graph)
         self.network = lookup.network(recipe)

@@ -52,7 +52,7 @@ from espalier.recipe.cost import VALUE_BYTES, Anatomy, Cut, Product, Work
 from espalier.recipe.errors import EspalierError, UserError
 from espalier.recipe.import_function import Author, function, keep_sources
 from espalier.store.artifacts import Artifact
-from espalier.train.workload_row import Opening, Profile, Row
+from espalier.train.workload_row import Freezes, Opening, Profile, Row
 from espalier.train.wrap_policy import blocks_of, profile
 
 
@@ -372,28 +372,34 @@ def open_module(recipe: Recipe, folder: str | Path | None = None, reads: bool = 
 # --- the table of kinds ------------------------------------------------------------------------------------------
 
 
-def _open(recipe: Recipe, opening: Opening) -> ModuleWorkload:
-    return open_module(recipe, opening.folder, opening.reads)
+class ModuleRow(Row, Freezes):
+    """Modules of others."""
+
+    def open(self, recipe: Recipe, opening: Opening) -> ModuleWorkload:
+        """Calls the function that `model.build` names."""
+        return open_module(recipe, opening.folder, opening.reads)
+
+    def profile(self, recipe: Recipe, opened: Callable[[], Workload]) -> Profile:
+        """Of the module, as its `OWN_PLAN` cuts it where the recipe asks for that."""
+        workload = opened()
+        assert isinstance(workload, ModuleWorkload)
+        ranks = recipe.plan.pin.tp or 1
+        if ranks == 1:
+            return profile(workload, workload.anatomy)
+        check_ranks(workload.parts.model, ranks)
+        return replace(profile(workload, workload.anatomy, OWN_PLAN), tensor=ranks)
+
+    def contents(self, recipe: Recipe, workload: ModuleWorkload) -> Mapping[str, str]:
+        """Of each dataset."""
+        return workload.contents()
+
+    def freeze(self, workload: ModuleWorkload, folder: Path) -> None:
+        """The module's code."""
+        keep_sources(workload.author.build, folder)
+
+    def suffices(self, frozen: Path, evaluation: bool) -> bool:
+        """The code builds the model; a validation reads a dataset."""
+        return not evaluation
 
 
-def _freeze(workload: Workload, folder: Path) -> None:
-    assert isinstance(workload, ModuleWorkload)
-    keep_sources(workload.author.build, folder)
-
-
-def _profile(recipe: Recipe, opened: Callable[[], Workload]) -> Profile:
-    workload = opened()
-    assert isinstance(workload, ModuleWorkload)
-    ranks = recipe.plan.pin.tp or 1
-    if ranks == 1:
-        return profile(workload, workload.anatomy)
-    check_ranks(workload.parts.model, ranks)
-    return replace(profile(workload, workload.anatomy, OWN_PLAN), tensor=ranks)
-
-
-def _contents(recipe: Recipe, workload: Workload) -> Mapping[str, str]:
-    assert isinstance(workload, ModuleWorkload)
-    return workload.contents()
-
-
-ROW = Row(open=_open, profile=_profile, contents=_contents, freeze=_freeze)
+ROW = ModuleRow()

@@ -28,7 +28,7 @@ from espalier.recipe.multitask import with_inputs
 from espalier.tasks import answers, sources
 from espalier.tasks import tower_cost as costs
 from espalier.tasks.towers import Figures, MultitaskModel, Shapes, TowerModule
-from espalier.train.workload_row import Answer, Opening, Profile, Row, Sampling
+from espalier.train.workload_row import Answer, Opening, Predicts, Profile, Row, Sampling
 from espalier.train.wrap_policy import profile
 
 
@@ -185,40 +185,37 @@ def open_multitask(recipe: Recipe, folder: Path | None = None) -> MultitaskWorkl
 # --- the table of kinds --------------------------------------------------------------------------------------------
 
 
-def _open(recipe: Recipe, opening: Opening) -> MultitaskWorkload:
-    return open_multitask(recipe, opening.folder)
+class TasksRow(Row, Predicts):
+    """Several tasks on several towers."""
+
+    reading = "Reading the data of all tasks"
+
+    def open(self, recipe: Recipe, opening: Opening) -> MultitaskWorkload:
+        """Reads the data of all tasks."""
+        return open_multitask(recipe, opening.folder)
+
+    def profile(self, recipe: Recipe, opened: Callable[[], Workload]) -> Profile:
+        """Of the towers, with the cost of each part."""
+        workload = opened()
+        assert isinstance(workload, MultitaskWorkload)
+        parts = workload.parts_of(recipe.plan.trial)
+        return replace(
+            profile(workload, workload.anatomy),
+            facts={"task_waves": parts} if parts else {},
+            tokens_per_sample=float(sum(workload.batch)),
+        )
+
+    def contents(self, recipe: Recipe, workload: MultitaskWorkload) -> Mapping[str, str]:
+        """Of each dataset."""
+        return workload.contents()
+
+    def answer(self, workload: MultitaskWorkload, model: nn.Module, text: str | None, sampling: Sampling) -> Answer:
+        """Of the task that `text` names."""
+        return answers.answer(workload.parts.tasks or {}, workload.batch, model, text, sampling)
+
+    def usage(self, recipe: Mapping[str, Any]) -> tuple[str, str]:
+        """The first task."""
+        return "answers", f" {recipe['tasks'][0]['name']}"
 
 
-def _profile(recipe: Recipe, opened: Callable[[], Workload]) -> Profile:
-    workload = opened()
-    assert isinstance(workload, MultitaskWorkload)
-    parts = workload.parts_of(recipe.plan.trial)
-    return replace(
-        profile(workload, workload.anatomy),
-        facts={"task_waves": parts} if parts else {},
-        tokens_per_sample=float(sum(workload.batch)),
-    )
-
-
-def _contents(recipe: Recipe, workload: Workload) -> Mapping[str, str]:
-    assert isinstance(workload, MultitaskWorkload)
-    return workload.contents()
-
-
-def _answer(workload: Workload, model: nn.Module, asked: str | None, sampling: Sampling) -> Answer:
-    assert isinstance(workload, MultitaskWorkload)
-    return answers.answer(workload.parts.tasks or {}, workload.batch, model, asked, sampling)
-
-
-def _usage(recipe: Mapping[str, Any]) -> tuple[str, str]:
-    return "answers", f" {recipe['tasks'][0]['name']}"
-
-
-ROW = Row(
-    open=_open,
-    profile=_profile,
-    contents=_contents,
-    reading="Reading the data of all tasks",
-    answer=_answer,
-    usage=_usage,
-)
+ROW = TasksRow()
