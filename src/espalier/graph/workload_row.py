@@ -22,7 +22,7 @@ from espalier.graph.tasks.graph_classification import GraphTask
 from espalier.graph.tasks.link_prediction import LinkTask
 from espalier.graph.tasks.node_classification import NodeTask
 from espalier.graph.workload import GraphWorkload, open_graph
-from espalier.parallel.workload import PackStart, Shard, Workload
+from espalier.parallel.workload import PackStart, Shard
 from espalier.recipe import Recipe, cache_dir, data_hash
 from espalier.recipe.errors import UserError
 from espalier.recipe.graphs import Batches, with_batches
@@ -148,11 +148,10 @@ class GraphRow(Row, Freezes, Packs, Predicts, Exports, LoadsPacked, CountsEnergy
         workload.frozen, workload.signs = opening.frozen, () if frozen is None else frozen.signs
         return workload
 
-    def profile(self, recipe: Recipe, opened: Callable[[], Workload]) -> Profile:
+    def profile(self, recipe: Recipe, opened: Callable[[], GraphWorkload]) -> Profile:
         """Of the network on the graph."""
         workload = opened()
-        assert isinstance(workload, GraphWorkload)
-        model = profile(workload, workload.anatomy, workload.decisions())
+        model = profile(workload, workload.decisions())
         return replace(model, loaded=LIBRARIES, facts=workload.batching.facts())
 
     def contents(self, recipe: Recipe, workload: GraphWorkload) -> Mapping[str, str]:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 
 from espalier.language import gpt, mixture, row_files, text_sources, token_store
 from espalier.language.decoder_workload import DecoderWorkload, RowBatch, TokenWindows
@@ -84,18 +84,16 @@ class LanguageWorkload(DecoderWorkload):
         assert self.order is not None
         return mixture.documents(self.splits, self.order, first + shard.start, first + shard.stop)
 
-    def loss(self, model: nn.Module, batch: TokenWindows) -> tuple[Tensor, Tensor]:
+    def loss(self, model: gpt.GPT, batch: TokenWindows) -> tuple[Tensor, Tensor]:
         """Sum of cross entropies in nats, and the number of tokens."""
-        assert isinstance(model, gpt.GPT)
         return model.loss_sum(*batch), torch.tensor(batch.targets.numel())
 
     def validation_samples(self) -> int:
         """Held-out windows."""
         return len(self.held_out if self._kept is None else self._kept.windows)
 
-    def evaluate(self, model: nn.Module, shard: Shard) -> Mapping[str, tuple[float, float]]:
+    def evaluate(self, model: gpt.GPT, shard: Shard) -> Mapping[str, tuple[float, float]]:
         """`loss` in nats per token, and `nats_per_byte`: the same sum over the bytes those tokens stand for."""
-        assert isinstance(model, gpt.GPT)
         device = next(model.parameters()).device
         nats = count = length = 0.0
         for start, stop in shard.cuts:
@@ -117,9 +115,8 @@ class LanguageWorkload(DecoderWorkload):
         count = self.validation_samples()
         return self._read_held_out(0, count).numpy() if count else np.zeros((0, self.sequence + 1), np.int64)
 
-    def sample(self, model: nn.Module) -> list[Artifact]:
+    def sample(self, model: gpt.GPT) -> list[Artifact]:
         """A short continuation of `track.sample` (or of the first held-out words)."""
-        assert isinstance(model, gpt.GPT)
         prompt = self.recipe.track.sample
         boundary, ends = self.tokenizer.boundary, (self.tokenizer.boundary, *self.tokenizer.document_end)
         if prompt:

@@ -16,7 +16,6 @@ from espalier.language.decoder_workload import DecoderWorkload, embeddings, new_
 from espalier.language.operation_counts import DecoderLoad
 from espalier.language.tokenizer import Tokenizer, kept_tokenizer, open_tokenizer, prefix_note
 from espalier.language.workload import LanguageWorkload, open_language, thaw
-from espalier.parallel.workload import Workload
 from espalier.recipe import Adapters, Dpo, Gpt, Moe, Recipe, decoder_shapes, defaults
 from espalier.recipe.base import Derivation
 from espalier.recipe.cost import Anatomy, Cut
@@ -237,7 +236,7 @@ class LanguageRow(Row, Freezes, Predicts, Chats, Tokenizes, Exports):
             return LanguageWorkload(recipe, opening.data)
         return open_language(recipe, opening.progress, _frozen_tokenizer(recipe, opening))
 
-    def profile(self, recipe: Recipe, opened: Callable[[], Workload]) -> Profile:
+    def profile(self, recipe: Recipe, opened: Callable[[], Any]) -> Profile:
         """By the options alone: no corpus is opened."""
         return _profile(recipe)
 

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from espalier.parallel.workload import Workload
 from espalier.radiance import energy, scenes, transforms_file
 from espalier.radiance.camera_poses import pose_of
 from espalier.radiance.lens_keys import lens_of
@@ -100,11 +99,10 @@ class SceneRow(Row, Freezes, Predicts, Renders, CountsEnergy):
             return RadianceWorkload(recipe, scenes.of_cameras(json.loads(cameras.read_text(encoding="utf-8"))))
         return RadianceWorkload(recipe, scenes.load(recipe.data[0].path, opening.folder, opening.progress))
 
-    def profile(self, recipe: Recipe, opened: Callable[[], Workload]) -> Profile:
+    def profile(self, recipe: Recipe, opened: Callable[[], RadianceWorkload]) -> Profile:
         """Of the field in the scene."""
         workload = opened()
-        assert isinstance(workload, RadianceWorkload)
-        return replace(profile(workload, workload.anatomy), sparse=workload.sparse_gradients())
+        return replace(profile(workload), sparse=workload.sparse_gradients())
 
     def contents(self, recipe: Recipe, workload: RadianceWorkload) -> Mapping[str, str]:
         """Of each picture."""

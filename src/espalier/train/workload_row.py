@@ -138,7 +138,7 @@ class Row(Protocol):
     def open(self, recipe: Recipe, opening: Opening) -> Workload:
         """The workload of a resolved recipe, its data opened."""
 
-    def profile(self, recipe: Recipe, opened: Callable[[], Workload]) -> Profile:
+    def profile(self, recipe: Recipe, opened: Callable[[], Any]) -> Profile:
         """Of a resolved recipe. `opened` opens the workload; called only if the profile depends on the data."""
 
     def contents(self, recipe: Recipe, workload: Any) -> Mapping[str, str]:

@@ -13,7 +13,7 @@ import msgspec
 import torch
 import xxhash
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from espalier.checkpoint import weight_files
 from espalier.checkpoint.weight_files import StoredTensor
@@ -32,10 +32,9 @@ _BEFORE = "base_model.model."
 _PARTS = {"lora_a": "lora_A.weight", "lora_b": "lora_B.weight", "magnitude": "lora_magnitude_vector.weight"}
 
 
-def export(workload: DecoderWorkload, model: nn.Module, folder: Path) -> str:
+def export(workload: DecoderWorkload, model: gpt.GPT, folder: Path) -> str:
     """Writes the adapters of `model`, reloads and compares them. Raises UserError where there are none, or the folder
     cannot be written."""
-    assert isinstance(model, gpt.GPT)
     adapted = lora.layers(model)
     if not adapted:
         raise UserError("The run has no adapters.", why='tune.kind = "lora" trains them', do="espalier export --to hf")

@@ -24,7 +24,7 @@ from espalier.language.tune.answer_loss import answer_loss, row_log_probability
 from espalier.language.tune.chat_rows import ChatTokens
 from espalier.language.tune.chat_template import FILE, ChatTemplate, open_template
 from espalier.language.tune.conversations import Turn
-from espalier.parallel.workload import Pieces, Progress, Role, Shard, Skeleton, to_device, whole_skeleton
+from espalier.parallel.workload import Pieces, Plain, Progress, Role, Shard, Skeleton, to_device
 from espalier.recipe import Adapters, Dpo, Lora, Recipe, Tuning, data_hash
 from espalier.recipe.cost import Work
 from espalier.recipe.errors import UserError
@@ -68,21 +68,19 @@ class TuneWorkload(DecoderWorkload):
 
     # --- the model -----------------------------------------------------------------------------------------------
 
-    def build(self, device: torch.device, dtype: torch.dtype) -> nn.Module:
+    def build(self, device: torch.device, dtype: torch.dtype) -> gpt.GPT:
         """The decoder of `model.initial`, adapted as the recipe says."""
-        model = super().build(device, dtype)
-        assert isinstance(model, gpt.GPT)
-        return adapted(model, self.recipe)
+        return adapted(super().build(device, dtype), self.recipe)
 
     def skeleton(self) -> Skeleton:
         """As it is built: frozen weights are on every rank."""
-        return whole_skeleton(self.build(torch.device("cpu"), torch.float32))
+        return Plain.skeleton(self)
 
-    def pieces(self, model: nn.Module) -> Pieces | None:
+    def pieces(self, model: gpt.GPT) -> Pieces | None:
         """Of a decoder that is trained on answers; None: of pairs, whose loss calls the model twice."""
         return None if self.pairs else super().pieces(model)
 
-    def roles(self, model: nn.Module) -> Mapping[str, Role] | None:
+    def roles(self, model: gpt.GPT) -> Mapping[str, Role] | None:
         """Of a decoder that is trained whole; None: a frozen part has no optimizer."""
         return None if isinstance(self.tune, Adapters) else super().roles(model)
 
@@ -131,9 +129,8 @@ class TuneWorkload(DecoderWorkload):
         assert self.chats.train is not None
         return [self.chats.train.names[chat] for row in self._chosen(step, shard) for chat in row]
 
-    def loss(self, model: nn.Module, batch: TokenWindows) -> tuple[Tensor, Tensor]:
+    def loss(self, model: gpt.GPT, batch: TokenWindows) -> tuple[Tensor, Tensor]:
         """Sum of cross entropies of the answers' tokens in nats, and their number; of preferences, see `dpo`."""
-        assert isinstance(model, gpt.GPT)
         if isinstance(self.tune, Dpo):
             losses = dpo.losses(model, batch, self.tune.beta).loss
             return losses.sum(), torch.tensor(len(losses))
@@ -144,9 +141,8 @@ class TuneWorkload(DecoderWorkload):
         each = self.sequence * (dpo.ROWS if self.pairs else 1)
         return min(len(self.held_rows), max(1, self.recipe.train.validate_tokens // each))
 
-    def evaluate(self, model: nn.Module, shard: Shard) -> Mapping[str, tuple[float, float]]:
+    def evaluate(self, model: gpt.GPT, shard: Shard) -> Mapping[str, tuple[float, float]]:
         """Of answers `loss` in nats per token and `nats_per_byte`; of preferences `loss`, `margin`, `preferred`."""
-        assert isinstance(model, gpt.GPT)
         device = next(model.parameters()).device
         totals: dict[str, list[float]] = {}
         for start, stop in shard.cuts:
@@ -169,9 +165,8 @@ class TuneWorkload(DecoderWorkload):
         """Of answers loss, bits per byte and perplexity; of preferences what `evaluate` gives."""
         return totals if self.pairs else super().summary(totals)
 
-    def sample(self, model: nn.Module) -> list[Artifact]:
+    def sample(self, model: gpt.GPT) -> list[Artifact]:
         """An answer to the first held-out question, or to `track.sample`."""
-        assert isinstance(model, gpt.GPT)
         held_out, asked = self.chats.held_out, self.recipe.track.sample
         if asked:
             start = self.prompt([("user", asked)])
