@@ -53,7 +53,7 @@ def test_ids_in_training_after_a_resume_in_predict_and_of_every_export_are_those
     trained = workload.chats.held_out
     assert trained.tokens[: trained.starts[1]].tolist() == wanted
     (tmp_path / "kept").mkdir()
-    tuning.freeze(workload, tmp_path / "kept")
+    workload.freeze(tmp_path / "kept")
     resumed = tuning.thaw(workload.recipe, tmp_path / "kept")
     again = workload_of(base, resumed.tokenizer, tmp_path / "kept", config.Lora(rank=2))
     assert again.fingerprint() == workload.fingerprint()
@@ -64,7 +64,7 @@ def test_ids_in_training_after_a_resume_in_predict_and_of_every_export_are_those
 
     model = workload.build(torch.device("cpu"), torch.float32)
     assert isinstance(model, gpt.GPT)
-    tuning.export(evaluated, model, tmp_path / "hf")
+    workload_row.ROW.exports["hf"](evaluated, model, tmp_path / "hf")
     peft.export(evaluated, model, tmp_path / "peft")
     for folder in (tmp_path / "hf", tmp_path / "peft"):
         exported = theirs_of(folder)
@@ -330,7 +330,7 @@ def test_exports_are_the_same_bytes_whenever_they_are_written(tmp_path: Path) ->
     model = workload.build(torch.device("cpu"), torch.float32)
     assert isinstance(model, gpt.GPT)
     for number in "12":
-        tuning.export(workload, model, tmp_path / number / "hf")
+        workload_row.ROW.exports["hf"](workload, model, tmp_path / number / "hf")
         peft.export(workload, model, tmp_path / number / "peft")
         workload_row._to_gguf("Q8_0", workload, model, tmp_path / number / "gguf")
     names = [str(file.relative_to(tmp_path / "1")) for file in (tmp_path / "1").rglob("*") if file.is_file()]

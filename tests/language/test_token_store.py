@@ -213,17 +213,18 @@ def test_a_damaged_store_is_named_and_built_again(data, small_shards, victim, ha
     assert again.fingerprint == first.fingerprint
     assert victim in again.notes[0]
     assert path.read_bytes().startswith(content[:10])
-    again.verify()
+    token_shards.check(again.path, token_shards.read_index(again.path), hashes=True)
 
 
-def test_large_stores_are_hashed_by_verify(data, monkeypatch):
+def test_large_stores_are_hashed_by_check(data, monkeypatch):
     monkeypatch.setattr(token_store, "CHECKED_AT_OPEN", 0)
     store = build(data)
-    store.verify()
+    token_shards.check(store.path, token_shards.read_index(store.path), hashes=True)
     shard = store.path / "train-00000.bin"
     shard.write_bytes(b"!" * shard.stat().st_size)
-    with pytest.raises(UserError, match=r"damaged: train-00000\.bin has changed content"):
-        build(data).verify()
+    assert build(data).path == store.path  # only looked at
+    with pytest.raises(token_shards.Damaged, match=r"train-00000\.bin has changed content"):
+        token_shards.check(store.path, token_shards.read_index(store.path), hashes=True)
 
 
 def test_a_full_disk_leaves_nothing_half_written(data, monkeypatch):

@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from tests.story.programs import forked
 
 from espalier import make_plan
 from espalier.graph.data import import_graph
 from espalier.language import token_store
 from espalier.machine import cluster
-from espalier.parallel.workload import Shard
-from espalier.recipe import model_kinds
+from espalier.module.workload import ROW as MODULES
+from espalier.parallel.workload import Shard, Workload
+from espalier.recipe import Recipe, model_kinds
 from espalier.recipe import recipe_file as recipes
 from espalier.train import request_from_recipe, workload_registry
-from espalier.train.workload_row import Row
+from espalier.train.workload_row import Opening, Profile, Row
 
 MACHINE = '[[nodes]]\ndevice = "cpu"\ncores = 4\nmemory = "8GiB"\n'
 
@@ -33,6 +38,22 @@ def build():
         return ((model(batch[0]) - batch[1]) ** 2).sum(), torch.tensor(len(batch[0]))
     return nn.Linear(8, 1), data, loss
 """
+
+
+class BareRow(Row):
+    """What every kind of model has, and no capability besides."""
+
+    def open(self, recipe: Recipe, opening: Opening) -> Workload:
+        return MODULES.open(recipe, opening)
+
+    def profile(self, recipe: Recipe, opened: Callable[[], Workload]) -> Profile:
+        return MODULES.profile(recipe, opened)
+
+    def contents(self, recipe: Recipe, workload: Any) -> Mapping[str, str]:
+        return MODULES.contents(recipe, workload)
+
+
+ROW = BareRow()
 
 
 def corpus(folder: Path) -> Path:
@@ -74,6 +95,37 @@ assert not found, found
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=150, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_kind_with_only_what_every_kind_has_is_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = model_kinds.tagged("module")
+    assert module is not None
+    monkeypatch.setattr(model_kinds, "KINDS", (replace(module, row=__name__), *model_kinds.KINDS))
+    monkeypatch.setitem(sys.modules, __name__, sys.modules[BareRow.__module__])
+    (tmp_path / "theirs.py").write_text(THEIRS)
+    (tmp_path / "machine.toml").write_text(MACHINE)
+    recipe_file(
+        tmp_path,
+        '[model]\nkind = "module"\nbuild = "theirs:build"\n[train]\nsteps = 3\nbatch_tokens = 16\n'
+        '[plan]\ntrial = false\ncluster = "machine.toml"\npin.ranks = 2\n',
+    )
+    for verb in (("train", "recipe.toml"), ("train", "recipe.toml", "train.steps=5"), ("eval", "runs/recipe")):
+        done = forked(tmp_path, *verb)
+        assert done.returncode == (2 if verb[0] == "eval" else 0), done.stderr
+        assert "Traceback" not in done.stderr
+    refusals = {
+        ("predict", "runs/recipe", "0"): "holds a module of your own",
+        ("predict", "runs/recipe", "--turntable", "x.gif"): "is of no scene",
+        ("predict", "runs/recipe", "--chat"): "does not answer in text",
+        ("export", "runs/recipe", "--to", "hf"): "has no `hf` form",
+        ("explain", "runs/recipe", "--energy"): "is not known",
+        ("plan", "recipe.toml", "--parts", "parts"): "--parts is for graphs",
+        ("eval", "runs/recipe", "--task", "facts=facts.jsonl"): "asks a language model",
+    }
+    for words, reason in refusals.items():
+        refused = forked(tmp_path, *words)
+        assert refused.returncode == 2
+        assert reason in refused.stderr
 
 
 @pytest.mark.parametrize("tokenizer", ["bytes", "bpe:300"])

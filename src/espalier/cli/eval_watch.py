@@ -32,7 +32,7 @@ from espalier.track.progress import Waiting
 from espalier.train import phases, workload_registry
 from espalier.train import run_folder as runs
 from espalier.train.build import DTYPES
-from espalier.train.workload_row import Row
+from espalier.train.workload_row import Row, Tokenizes
 
 HARNESS = "lm-eval:"
 """Begins the name of a task of EleutherAI's lm-evaluation-harness."""
@@ -83,7 +83,7 @@ def tasks(workload: Workload, row: Row, asked: Iterable[str], run: str) -> list[
     """The run's own held-out data, then what `--task` names. Raises UserError."""
     known: list[EvaluationTask] = [HeldOut(workload)] if workload.validation_samples() else []
     for text in asked:
-        if row.tokenizer is None:
+        if not isinstance(row, Tokenizes):
             raise UserError(
                 f"--task {text} asks a language model.", why=f"the run in {run} trains none", do="leave it out"
             )

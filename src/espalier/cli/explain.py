@@ -47,17 +47,18 @@ def _energy(arguments: argparse.Namespace) -> int:
     from espalier.cli.run_open import DataChoice, open_trained
     from espalier.kernels import counts
     from espalier.train import workload_registry
+    from espalier.train.workload_row import CountsEnergy
 
     for name in arguments.names:
         trained = open_trained(name, arguments.trust, DataChoice(predicts=True))
-        energy = workload_registry.row(trained.recipe).energy
-        if energy is None:
+        row = workload_registry.row(trained.recipe)
+        if not isinstance(row, CountsEnergy):
             raise UserError(
                 f"What an inference of {name} takes is not known.",
                 why="it is counted for graph networks and scenes",
                 do="espalier.kernels.counts.Counter(model) around a call of the model, in Python",
             )
-        energies = energy(trained.workload, trained.model)
+        energies = row.energy(trained.workload, trained.model)
         parts = counts.table(energies.parts)
         if arguments.json:
             keys = ("part", "macs", "accumulations", "bytes", "joules", "joules_with_dram")

@@ -19,6 +19,7 @@ from espalier.recipe import Adapters, cache_dir
 from espalier.recipe.errors import UserError
 from espalier.recipe.terminal import say
 from espalier.train import workload_registry
+from espalier.train.workload_row import Exports
 
 WEIGHTS = "model.safetensors"
 
@@ -26,7 +27,8 @@ WEIGHTS = "model.safetensors"
 def run(arguments: argparse.Namespace) -> int:
     """Writes the folder and says where it is."""
     trained = open_trained(arguments.run, arguments.trust, DataChoice(predicts=arguments.to == "embeddings"))
-    known = workload_registry.row(trained.recipe).exports
+    row = workload_registry.row(trained.recipe)
+    known = row.exports if isinstance(row, Exports) else {}
     form = arguments.to or ("hf" if "hf" in known else "safetensors")
     if form not in known and form != "safetensors":
         raise UserError(

@@ -27,6 +27,7 @@ from espalier.recipe.base import Derivation
 from espalier.recipe.errors import UserError
 from espalier.recipe.terminal import say
 from espalier.train import workload_registry
+from espalier.train.workload_row import CutsIntoParts
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -131,15 +132,15 @@ def _tell(
 
 def _write_parts(arguments: argparse.Namespace, resolved: prepare.Resolved, decision: PlanDecision) -> None:
     """Cuts a graph over the ranks of the plan. Raises UserError where there is nothing to cut, or no plan that fits."""
-    cut, plan = workload_registry.row(resolved.recipe).cut, decision.plan
-    if cut is None:
+    row, plan = workload_registry.row(resolved.recipe), decision.plan
+    if not isinstance(row, CutsIntoParts):
         raise UserError("--parts is for graphs.", do="espalier plan RECIPE, without it")
     if not decision.fits:
         raise decision.refusal()
     if len(plan.trainers) == 1:
         raise UserError("The plan has one rank, and a graph for one rank has no parts.", do="plan.pin.ranks=2, or more")
     shares, folder = [plan.ranks[rank].share for rank in plan.trainers], arguments.parts
-    cut(prepare.open_workload(resolved), [stop - start for start, stop in shares], Path(folder))
+    row.cut(prepare.open_workload(resolved), [stop - start for start, stop in shares], Path(folder))
     say(
         f"{folder}: the parts of {len(shares)} ranks. A machine needs manifest.json, nodes.safetensors and those of "
         f"its ranks.\n  espalier train {arguments.recipe} data.path={folder} plan.pin.ranks={len(shares)}",

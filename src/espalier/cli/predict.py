@@ -12,13 +12,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from espalier.cli import infer_over_ranks
-from espalier.cli.run_open import DataChoice, open_trained
+from espalier.cli import chat_server, infer_over_ranks
+from espalier.cli.run_open import DataChoice, Trained, open_trained
 from espalier.recipe.errors import UserError
 from espalier.recipe.terminal import say, visible
 from espalier.train import run_folder as runs
 from espalier.train import workload_registry
-from espalier.train.workload_row import Sampling
+from espalier.train.workload_row import Chats, Predicts, Renders, Row, Sampling, Tokenizes
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -32,12 +32,12 @@ def run(arguments: argparse.Namespace) -> int:
     from espalier.cli.input_check import prompt  # has asked already, without torch, whether it can be read
 
     prompts = _lines() if arguments.input == "-" else [None if arguments.input is None else prompt(arguments.input)]
-    if arguments.data is not None and workload_registry.row(runs.find(arguments.run).read()).tokenizer is not None:
+    if arguments.data is not None and isinstance(_row(arguments), Tokenizes):
         raise UserError("--data is for runs on graphs.", do=f"espalier predict {arguments.run} 'text to go on from'")
     choice = DataChoice(predicts=True, path=arguments.data)
     trained = infer_over_ranks.open_trained(arguments.run, arguments.trust, choice)
-    answer = workload_registry.row(trained.recipe).answer
-    if answer is None:
+    row = workload_registry.row(trained.recipe)
+    if not isinstance(row, Predicts):
         raise UserError(
             f"The run in {arguments.run} holds a module of your own.",
             why="the inputs of the module are not known",
@@ -48,7 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
     failed = False
     for asked in prompts:
         try:
-            reply = answer(trained.workload, trained.model, asked, sampling)
+            reply = row.answer(trained.workload, trained.model, asked, sampling)
             _print({**reply.record(), **trained.checkpoint} if arguments.json else reply.text)
         except UserError as error:
             if arguments.input != "-":
@@ -63,13 +63,14 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _turntable(arguments: argparse.Namespace) -> int:
     """Writes an animation of a way round a scene."""
-    turntable = workload_registry.row(runs.find(arguments.run).read()).turntable
-    if turntable is None or arguments.input is not None:
-        what = f"The run in {arguments.run} is of no scene." if turntable is None else "--turntable takes no input."
-        raise UserError(what, do=f"espalier predict {arguments.run}")
+    row = _row(arguments)
+    if not isinstance(row, Renders):
+        raise UserError(f"The run in {arguments.run} is of no scene.", do=f"espalier predict {arguments.run}")
+    if arguments.input is not None:
+        raise UserError("--turntable takes no input.", do=f"espalier predict {arguments.run}")
     trained = open_trained(arguments.run, arguments.trust, DataChoice(predicts=True))
     trained.say_skipped(arguments.json)
-    written = turntable(trained.workload, trained.model, Path(arguments.turntable))
+    written = row.turntable(trained.workload, trained.model, Path(arguments.turntable))
     _print({"turntable": arguments.turntable, **trained.checkpoint} if arguments.json else iter([f"{written}\n"]))
     return 0
 
@@ -84,13 +85,9 @@ def _chat(arguments: argparse.Namespace) -> int:
         raise UserError(
             "--chat takes its questions from standard input.", do="leave the input out, or leave out --chat"
         )
-    trained = open_trained(arguments.run, arguments.trust)
-    reply = workload_registry.row(trained.recipe).reply
-    if reply is None:
-        raise UserError(f"The run in {arguments.run} does not answer in text.", do=f"espalier predict {arguments.run}")
-    turns: list[tuple[str, str]] = []
-    reply(trained.workload, trained.model, turns, _sampling(arguments))  # refused before anything is asked
+    trained, reply = _chatting(arguments)
     trained.say_skipped(arguments.json)
+    turns: list[tuple[str, str]] = []
     people = sys.stdin.isatty() and not arguments.json
     if people:
         say("Ask; an empty line begins a new chat, Ctrl-D ends.", flush=True)
@@ -99,7 +96,7 @@ def _chat(arguments: argparse.Namespace) -> int:
             turns = []
             continue
         turns.append(("user", line))
-        pieces = list(_shown(reply(trained.workload, trained.model, turns, _sampling(arguments)), arguments.json))
+        pieces = list(_shown(reply(turns, _sampling(arguments)), arguments.json))
         turns.append(("assistant", "".join(pieces)))
         if arguments.json:
             print(json.dumps({"question": line, "text": turns[-1][1], **trained.checkpoint}), flush=True)
@@ -108,19 +105,28 @@ def _chat(arguments: argparse.Namespace) -> int:
 
 def _serve(arguments: argparse.Namespace) -> int:
     """Answers requests until Ctrl-C."""
-    from espalier.cli import chat_server
-
     if arguments.input is not None:
         raise UserError("--serve takes its questions from requests.", do="leave the input out, or leave out --serve")
-    trained = open_trained(arguments.run, arguments.trust)
-    reply = workload_registry.row(trained.recipe).reply
-    if reply is None:
-        raise UserError(f"The run in {arguments.run} does not answer in text.", do=f"espalier predict {arguments.run}")
-    reply(trained.workload, trained.model, [], _sampling(arguments))  # refused before anything is asked
+    trained, reply = _chatting(arguments)
     trained.say_skipped()
-    answers = partial(reply, trained.workload, trained.model)
-    chat_server.serve(trained.folder.path.name, answers, _sampling(arguments), arguments.port)
+    chat_server.serve(trained.folder.path.name, reply, _sampling(arguments), arguments.port)
     return 0
+
+
+def _chatting(arguments: argparse.Namespace) -> tuple[Trained, chat_server.Reply]:
+    """The trained model, and what answers turns. Raises UserError for a run that does not chat."""
+    trained = open_trained(arguments.run, arguments.trust)
+    row = workload_registry.row(trained.recipe)
+    if not isinstance(row, Chats):
+        raise UserError(f"The run in {arguments.run} does not answer in text.", do=f"espalier predict {arguments.run}")
+    reply = partial(row.reply, trained.workload, trained.model)
+    reply([], _sampling(arguments))  # refused before anything is asked
+    return trained, reply
+
+
+def _row(arguments: argparse.Namespace) -> Row:
+    """Of the run's kind of model, which is not opened yet."""
+    return workload_registry.row(runs.find(arguments.run).read())
 
 
 def _asked(people: bool) -> str | None:

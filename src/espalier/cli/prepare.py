@@ -34,8 +34,8 @@ def resolve(path: str | Path, overrides: Sequence[str], trust: bool = False, run
     `run`: its folder, where that is not the recipe's."""
     recipe = run_trust.load(path, overrides, trust)
     existing = RunFolder(path_of(recipe, run))
-    kept = existing.kept() if existing.exists() else None
-    return replace(workload_registry.settle(recipe, Path(path).absolute().parent, waiting, kept), trust=trust)
+    frozen = existing.kept() if existing.exists() else None
+    return replace(workload_registry.settle(recipe, Path(path).absolute().parent, waiting, frozen), trust=trust)
 
 
 def open_workload(resolved: Resolved) -> Workload:

@@ -216,14 +216,15 @@ def finished(folder: Path, page: Path, seconds: float) -> None:
     # Paths and commands stay whole on one line, so that they can be copied.
     say(f"  report    {page}")
     from espalier.train import workload_registry  # loads torch, which diagnosing a log goes without
+    from espalier.train.workload_row import Exports, Predicts
 
     kind = model_kinds.tagged((run.recipe.get("model") or {}).get("kind"))
-    row = None if kind is None else workload_registry.row_of(kind)
-    if row is not None and row.answer is not None:
+    row: object = None if kind is None else workload_registry.row_of(kind)
+    if isinstance(row, Predicts):
         word, question = row.usage(run.recipe)
         say(f"  {word:<8}  espalier predict {folder}{question}")
     say(f"  evaluate  espalier eval {folder}")
-    if row is not None and "hf" in row.exports:
+    if isinstance(row, Exports) and "hf" in row.exports:
         say(f"  export    espalier export {folder} --to hf")
 
 

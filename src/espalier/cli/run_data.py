@@ -64,9 +64,9 @@ class DataHashes:
     changed: Sequence[str] = ()
     notes: Sequence[str] = ()
 
-    def keep(self, folder: RunFolder, freeze: Callable[[Path], None], notes: Sequence[str] = ()) -> None:
-        """Into the run folder, with what preprocessing decided (`freeze` writes it) and the `notes` of the data's
-        readers; what changed into the run log."""
+    def keep(self, folder: RunFolder, freeze: Callable[[Path], None] | None, notes: Sequence[str] = ()) -> None:
+        """Into the run folder, with what preprocessing decided (`freeze` writes it; None: nothing) and the `notes` of
+        the data's readers; what changed into the run log."""
         folder.freeze(freeze)
         record = DataRecord(self.hashes, tuple(notes))
         cache_dir.replace(folder.data, json.dumps(msgspec.to_builtins(record), indent=1))

@@ -57,15 +57,20 @@ class DataChoice:
     trains: bool = False
     path: str | None = None
 
-    def reads(self, recipe: Recipe, kept: Path | None) -> bool:
-        """Whether the data itself is read, of a run that has `kept` this."""
-        if self.trains or self.path is not None or kept is None:
+    def reads(self, recipe: Recipe, frozen: Path | None) -> bool:
+        """Whether the data itself is read. `frozen`: what the run has frozen of it."""
+        if self.trains or self.path is not None or frozen is None:
             return True
-        from espalier.train import workload_registry
-
-        row = workload_registry.row(recipe)
         needed = self.evaluates or self.predicts or recipe.quant is not None  # widths are of all nodes
-        return (self.evaluates and not row.evaluates) or (needed and row.lacks(kept))
+        return needed and not _suffices(recipe, frozen, self.evaluates)
+
+
+def _suffices(recipe: Recipe, frozen: Path, evaluation: bool = False) -> bool:
+    from espalier.train import workload_registry
+    from espalier.train.workload_row import Freezes
+
+    row = workload_registry.row(recipe)
+    return isinstance(row, Freezes) and row.suffices(frozen, evaluation)
 
 
 NOTHING = DataChoice()
@@ -120,6 +125,7 @@ def trained(
     from espalier.kernels import accelerator
     from espalier.train import phases, workload_registry
     from espalier.train.build import DTYPES
+    from espalier.train.workload_row import LoadsPacked
 
     folder = runs.find(path)
     recipe = located_here(folder, trust).announced()
@@ -127,7 +133,8 @@ def trained(
     device = device or accelerator.of_rank(0)
     if not folder.checkpoints.exists():
         model = workload.build(device, DTYPES[recipe.train.precision])
-        if workload_registry.row(recipe).packed(model, folder.path):
+        row = workload_registry.row(recipe)
+        if isinstance(row, LoadsPacked) and row.load_packed(model, folder.path):
             return Trained(folder, recipe, workload, model.eval(), recipe.train.steps or 0)
     saved = phases.checkpoints(recipe, folder)
     saved.trust = trust
@@ -171,19 +178,18 @@ def located_here(folder: runs.RunFolder, trust: bool) -> run_trust.Use:
 def open_workload(folder: runs.RunFolder, recipe: Recipe, trust: bool, data: DataChoice = NOTHING) -> Workload:
     """The run's workload, with all its phases, as its folder keeps it. Raises UserError."""
     from espalier.cli import prepare
-    from espalier.train import workload_registry
 
     run = resolved(folder, recipe, trust, data)
     try:
         workload = prepare.open_workload(run)
     except UserError as error:
-        if run.kept is None or data.path is not None or not workload_registry.row(recipe).lacks(run.kept):
+        if run.frozen is None or data.path is not None or _suffices(recipe, run.frozen):
             raise
         why_not = f"{folder.path} keeps of its data what the model needs; whole it keeps graphs of up to 1 GiB"
         why, do = ([text] if text else [] for text in (error.why, error.do))
         moved = "--data PATH (eval, predict), where the data is now"
         raise UserError(error.what, why="; ".join([*why, why_not]), do="; or ".join([moved, *do])) from None
-    if run.kept is None and data.path is None:
+    if run.frozen is None and data.path is None:
         run_data.refuse_changed(folder, recipe, workload)
     if data.path is not None:
         prepare.say_notes(workload)
@@ -212,7 +218,7 @@ def resolved(folder: runs.RunFolder, recipe: Recipe, trust: bool = False, data: 
     place = origin if frozen is None or unchanged_sources(frozen, origin) else frozen / KEPT_CODE
     if data.path is not None:
         recipe = _with_data(recipe, data.path)
-    return Resolved(recipe, folder=place, trust=trust, kept=frozen, reads=reads)
+    return Resolved(recipe, folder=place, trust=trust, frozen=frozen, reads=reads)
 
 
 def _with_data(recipe: Recipe, path: str) -> Recipe:

@@ -25,11 +25,12 @@ from espalier.parallel.workload import PackStart, Workload
 from espalier.plan import base as plans
 from espalier.plan import device_model
 from espalier.plan.collective_time import used
-from espalier.recipe import Recipe, cache_dir, model_kinds, recipe_file
+from espalier.recipe import Recipe, cache_dir, recipe_file
 from espalier.train import rank_spec as launch
 from espalier.train import run_folder as runs
 from espalier.train import version_check, workload_registry
 from espalier.train.rank_setup import RankSetup
+from espalier.train.workload_row import Packs
 
 
 @dataclass(frozen=True)
@@ -54,12 +55,13 @@ class RunStart:
         """Packs the batches of the ranks on a machine, or opens what is packed. The recipe has a [store]. `waits`: each
         of them does, and they wait for one another."""
         recipe, plan = self.resolved.recipe, self.plan
-        if "store" not in model_kinds.of(recipe.model).sections:
+        row = workload_registry.row(recipe)
+        if not isinstance(row, Packs):
             return
         places = (place for place in launch.places(plan) if plan.ranks[place.rank].node == node)
         shards = [RankSetup(recipe, plan, self.workload, place).shard for place in places]
         with ready.waiting("Packing the features") as progress:
-            workload_registry.row(recipe).pack(self.workload, shards, PackStart(progress, waits))
+            row.pack(self.workload, shards, PackStart(progress, waits))
 
     def setting(self, place: launch.RankSpec) -> RankSetup:
         """What the rank at `place` needs to know, and what the run's first event says of it."""

@@ -36,16 +36,16 @@ _KEY_BYTES = 32
 
 
 class Origin(NamedTuple):
-    """Where the code of a run is looked for: in `folder`, and before it in what the run keeps in `kept`. `reads`:
-    whether its data is read, which may be a pickle."""
+    """Where the code of a run is looked for: in `folder`, and before it in the folder `frozen`. `reads`: whether its
+    data is read, which may be a pickle."""
 
     folder: Path | None
-    kept: Path | None = None
+    frozen: Path | None = None
     reads: bool = True
 
     def signed_part(self) -> list[str | None]:
         """The folder, and the hash of the code that is kept."""
-        hashes = [] if self.kept is None else [hashed(data_hash.in_folder(self.kept / KEPT_CODE))]
+        hashes = [] if self.frozen is None else [hashed(data_hash.in_folder(self.frozen / KEPT_CODE))]
         return [None if self.folder is None else str(self.folder), *hashes]
 
 
@@ -75,7 +75,7 @@ def refuse_code(recipe: Recipe, origin: Origin, sealed: str, run: str, trust: bo
     code = _code(recipe, origin.reads)
     if not code or trust or is_signed([_code(recipe), *origin.signed_part()], sealed):
         return
-    place = origin.kept / KEPT_CODE if origin.kept else origin.folder
+    place = origin.frozen / KEPT_CODE if origin.frozen else origin.folder
     says = ", ".join(f"{key} = {value!r}" for key, value in code.items())
     raise UserError(
         f"The run in {run} was not begun by you on this machine, and opening it runs code.",

@@ -42,6 +42,7 @@ from espalier.train import phases, rejoin_signal, table, worker, workload_regist
 from espalier.train import rank_spec as launch
 from espalier.train import run_folder as runs
 from espalier.train.run_folder import RunFolder
+from espalier.train.workload_row import Freezes
 
 if TYPE_CHECKING:
     from espalier.launch.hosts.announcement import Announcement
@@ -400,7 +401,8 @@ def decided(
         by_plan = Derivation("train.precision", plan.precision, ready.PRECISION)
         resolved = replace(resolved, derivations=[*resolved.derivations, by_plan])
     if begins:
-        freeze = partial(workload_registry.row(recipe).freeze, given.workload)
+        row = workload_registry.row(recipe)
+        freeze = partial(row.freeze, given.workload) if isinstance(row, Freezes) else None
         data.keep(folder, freeze, workload.notes())
         folder.write(recipe, cluster, plan)
         if not given.quiet:

@@ -10,8 +10,6 @@ from collections.abc import Mapping, Sequence
 from itertools import takewhile
 from typing import Any
 
-from torch import nn
-
 from espalier.evaluate.multiple_choice import loglikelihoods
 from espalier.evaluate.tasks import Sums
 from espalier.language import generate, gpt
@@ -112,11 +110,10 @@ class HarnessTask:
             raise missing_extra("lm_eval", "lm-eval", f"--task lm-eval:{task}") from None
         self.content = f"lm-eval-{getattr(lm_eval, '__version__', '')}"
 
-    def evaluate(self, model: nn.Module, record: int) -> Sums:
+    def evaluate(self, model: gpt.GPT, record: int) -> Sums:
         """The harness's own results for its task."""
         import lm_eval
 
-        assert isinstance(model, gpt.GPT)
         answer = lm_eval.simple_evaluate(model=lm(model, self._tokenizer), tasks=[self.name], bootstrap_iters=0)
         return {
             metric.removesuffix(",none"): (float(value), 1.0)

@@ -12,7 +12,6 @@ from pathlib import Path
 import msgspec
 import torch
 import xxhash
-from torch import nn
 
 from espalier.evaluate.tasks import Sums
 from espalier.language import gpt, row_files
@@ -102,9 +101,8 @@ class MultipleChoice:
         """One for each question."""
         return len(self._questions)
 
-    def evaluate(self, model: nn.Module, record: int) -> Sums:
+    def evaluate(self, model: gpt.GPT, record: int) -> Sums:
         """Whether the likeliest choice is the right one, by length and without regard to it."""
-        assert isinstance(model, gpt.GPT)
         question = self._questions[record]
         before = "\n".join(part for part in (question.context, question.question) if part)
         continued = [choice if _spaced(before, choice) else f" {choice}" for choice in question.choices]

@@ -5,7 +5,6 @@ A recipe imports the modules that it asks for and no others; mechanisms are reac
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -33,15 +32,6 @@ def named(name: str) -> Any:
     """What `name`, a module of the package and something in it (`graph.sampling.batch_strategy:Whole`), stands for."""
     module, _, attribute = name.partition(":")
     return getattr(import_module(f"espalier.{module}"), attribute)
-
-
-def calling(name: str) -> Callable[..., Any]:
-    """What calls `named(name)`, which is imported by the first call."""
-
-    def call(*inputs: Any) -> Any:
-        return named(name)(*inputs)
-
-    return call
 
 
 def network(recipe: Recipe) -> NetworkAdapter:

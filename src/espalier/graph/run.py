@@ -41,7 +41,7 @@ class GraphRun(Protocol):
     graph: Graph
     task: Task
     folder: str | Path | None
-    kept: Path | None
+    frozen: Path | None
     trained: tuple[int, Array | None] | None
     signs: tuple[bool | None, ...]
     global_batch: int

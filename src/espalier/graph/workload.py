@@ -27,9 +27,9 @@ from espalier.graph.tasks import answers, link_prediction, metrics
 from espalier.graph.tasks.graph_classification import GraphTask
 from espalier.graph.tasks.link_prediction import Links, LinkTask
 from espalier.graph.tasks.node_classification import NodeTask
-from espalier.parallel.workload import ALONE, PackStart, Plain, Progress, Shard, Skeleton, to_device, whole_skeleton
+from espalier.parallel.workload import ALONE, PackStart, Plain, Progress, Shard, to_device
 from espalier.recipe import Recipe
-from espalier.recipe.cost import Anatomy, Cut, Work
+from espalier.recipe.cost import Work
 from espalier.recipe.errors import UserError
 from espalier.recipe.graphs import Batches
 from espalier.store.artifacts import Artifact, Table
@@ -62,7 +62,7 @@ class GraphWorkload(Plain):
         """Of the graph that the run was begun on, where it is another: see `kept_graph.other_nodes`."""
         self.signs: tuple[bool | None, ...] = ()
         """See `Rounding.signs`; of the run, where it was begun before."""
-        self.kept: Path | None = None
+        self.frozen: Path | None = None
         """Where the run keeps what it made of its graph."""
         self.graph = scaled(graph)
         self.network = lookup.network(recipe)
@@ -94,10 +94,6 @@ class GraphWorkload(Plain):
         model = self.bare()
         self.rounding.equip(model)
         return model.to(device=device, dtype=dtype)
-
-    def skeleton(self) -> Skeleton:
-        """The model as it is built, whole."""
-        return whole_skeleton(self.build(torch.device("cpu"), torch.float32))
 
     def bare(self) -> nn.Module:
         """The network with plain aggregation, seeded, on the CPU."""
@@ -224,11 +220,6 @@ class GraphWorkload(Plain):
     def drawn(self) -> Batches | None:
         """The batches that a plan weighs the whole graph against; None: there are none."""
         return self.batching.drawn()
-
-    def anatomy(self, micro_batch: Any, recompute: str, precision: str, cut: Cut) -> Anatomy:
-        """All of it is one layer: a graph network is not cut."""
-        nothing = Work((), 0.0, 0.0, 0.0, 0.0, 0.0, micro_batch, micro_batch)
-        return Anatomy(1, self.work(micro_batch, recompute, precision), nothing)
 
 
 def _task(recipe: Recipe, network: NetworkAdapter, graph: Graph, links: Links | None) -> Task:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -22,11 +22,25 @@ from espalier.graph.tasks.graph_classification import GraphTask
 from espalier.graph.tasks.link_prediction import LinkTask
 from espalier.graph.tasks.node_classification import NodeTask
 from espalier.graph.workload import GraphWorkload, open_graph
-from espalier.parallel.workload import PackStart, Shard, Workload
+from espalier.parallel.workload import PackStart, Shard
 from espalier.recipe import Recipe, cache_dir, data_hash
 from espalier.recipe.errors import UserError
 from espalier.recipe.graphs import Batches, with_batches
-from espalier.train.workload_row import Answer, Opening, Profile, Row, Sampling
+from espalier.train.workload_row import (
+    Answer,
+    CountsEnergy,
+    CutsIntoParts,
+    EnergyTables,
+    Exports,
+    Freezes,
+    LoadsPacked,
+    Opening,
+    Packs,
+    Predicts,
+    Profile,
+    Row,
+    Sampling,
+)
 from espalier.train.wrap_policy import profile
 
 LIBRARIES = 45 * 2**20
@@ -55,12 +69,12 @@ def answers(
     if text is None:
         return task.answers(model, range(workload.graph.items))
     words = [word.strip() for line in text.splitlines() for word in line.split(",")]
-    found = [word for word in words if word]
-    if not found:
+    named = [word for word in words if word]
+    if not named:
         raise UserError("The input is empty.", do="a node's name or number, such as 0")
     if isinstance(task, GraphTask):
-        return task.answers(model, [_graph(task, word) for word in found])
-    return task.answers(model, [workload.graph.find(word) for word in found])
+        return task.answers(model, [_graph(task, word) for word in named])
+    return task.answers(model, [workload.graph.find(word) for word in named])
 
 
 def _graph(task: GraphTask, word: str) -> int:
@@ -73,85 +87,20 @@ def _pairs(task: LinkTask, text: str | None) -> list[tuple[int, int]]:
     if text is None:
         ids = np.concatenate([task.parts.validation, task.parts.test])
         return [(int(head), int(tail)) for head, tail in task.links.pairs[:, ids].T]
-    found = []
+    pairs = []
     for pair in filter(None, (part.strip() for line in text.splitlines() for part in line.split(";"))):
         ends = [word.strip() for word in pair.split(",")]
         if len(ends) != 2:
             raise UserError(f"{pair!r} is no pair of nodes.", do="two names or numbers with a comma, such as 0,1")
-        found.append((task.graph.find(ends[0]), task.graph.find(ends[1])))
-    if not found:
+        pairs.append((task.graph.find(ends[0]), task.graph.find(ends[1])))
+    if not pairs:
         raise UserError("The input is empty.", do="two nodes, such as 0,1")
-    return found
+    return pairs
 
 
-def _open(recipe: Recipe, opening: Opening) -> GraphWorkload:
-    if recipe.graph is not None and recipe.graph.fanout == "auto":  # what its plan weighs drawn batches against
-        recipe = with_batches(recipe, Batches())
-    kept = None if opening.kept is None else kept_graph.read(opening.kept)
-    if opening.kept is not None and recipe.quant is not None:
-        kept = lookup.named(f"{lookup.PACKED}:with_features")(kept, opening.kept.parent)
-    if kept is not None and not opening.reads:
-        graph = kept.graph if kept.whole else kept.outlined()
-        made = GraphWorkload(recipe, graph, opening.folder, links=kept.links)
-    else:
-        made = open_graph(recipe, opening.folder, opening.progress, kept)
-    made.kept, made.signs = opening.kept, () if kept is None else kept.signs
-    return made
-
-
-def _freeze(workload: Workload, folder: Path) -> None:
-    assert isinstance(workload, GraphWorkload)
-    workload.freeze(folder, workload.graph)
-
-
-def _pack(workload: Workload, shards: Sequence[Shard], packing: PackStart) -> None:
-    assert isinstance(workload, GraphWorkload)
-    workload.pack(shards, packing)
-
-
-def _contents(recipe: Recipe, workload: Workload) -> Mapping[str, str]:
-    """Of each file of the graph; a graph that has none is one by what is in it, in whatever order."""
-    assert isinstance(workload, GraphWorkload)
-    path = recipe.data[0].path
-    place = Path(path).expanduser()
-    if place.is_dir() and partition_folder.is_partition(place):  # the manifest has the checksums of the parts
-        return data_hash.hashes(
-            {str(one): one for one in (place / partition_folder.MANIFEST, place / partition_folder.NODES)}
-        )
-    if place.exists():
-        return data_hash.below(place)
-    found = {str(one): one for one in sorted(place.parent.glob(f"*.{place.name}.*"))}  # one of several in a folder
-    return data_hash.hashes(found) if found else {path: workload.graph.identity or workload.fingerprint()}
-
-
-def _profile(recipe: Recipe, opened: Callable[[], Workload]) -> Profile:
-    workload = opened()
-    assert isinstance(workload, GraphWorkload)
-    model = profile(workload, workload.anatomy, workload.decisions())
-    return replace(model, loaded=LIBRARIES, facts=workload.batching.facts())
-
-
-def _cut(workload: Workload, shares: Sequence[int], folder: Path) -> None:
-    assert isinstance(workload, GraphWorkload)
-    workload.batching.write_parts(folder, shares)
-
-
-def _answer(workload: Workload, model: nn.Module, text: str | None, sampling: Sampling) -> Answer:
-    assert isinstance(workload, GraphWorkload)
-    task = workload.task
-    if (bits := quantizers_of(model)) is not None:
-        bits.packed = next(model.parameters()).device.type == "cpu"
-    if text is None and isinstance(task, NodeTask):  # one by one: there may be more than memory holds
-        each = task.each(model, range(workload.graph.items))
-        return Answer(lines(each), lambda: {"answers": list(each)})
-    found = answers(workload, model, text, sampling.top_k)
-    return Answer(lines(found), lambda: {"answers": found})
-
-
-def _embeddings(workload: Workload, model: nn.Module, folder: Path) -> str:
+def _embeddings(workload: GraphWorkload, model: nn.Module, folder: Path) -> str:
     """`embeddings.npy`, float32 [nodes, width], and `names.txt`: of links what is multiplied, of nodes what the last
     layer reads."""
-    assert isinstance(workload, GraphWorkload)
     if isinstance(workload.task, GraphTask) or not isinstance(model, Gnn) or workload.recipe.store is not None:
         raise UserError(
             "This run has no embeddings to export.",
@@ -173,18 +122,88 @@ def _embeddings(workload: Workload, model: nn.Module, folder: Path) -> str:
     return f"numpy.load({str(folder / 'embeddings.npy')!r})  # float32 {list(shape)}"
 
 
-ROW = Row(
-    open=_open,
-    profile=_profile,
-    contents=_contents,
-    reading="Reading the graph",
-    answer=_answer,
-    exports={"embeddings": _embeddings, "packed": lookup.calling(f"{lookup.PACKED}:write")},
-    freeze=_freeze,
-    evaluates=True,
-    lacks=kept_graph.lacks,
-    pack=_pack,
-    energy=lookup.calling(lookup.ENERGY),
-    cut=_cut,
-    packed=lookup.calling(f"{lookup.PACKED}:load"),
-)
+def _packed(workload: GraphWorkload, model: nn.Module, folder: Path) -> str:
+    loads: str = lookup.named(f"{lookup.PACKED}:write")(workload, model, folder)
+    return loads
+
+
+class GraphRow(Row, Freezes, Packs, Predicts, Exports, LoadsPacked, CountsEnergy, CutsIntoParts):
+    """Networks on graphs: for nodes, links, and graphs."""
+
+    reading = "Reading the graph"
+    exports: ClassVar = {"embeddings": _embeddings, "packed": _packed}
+
+    def open(self, recipe: Recipe, opening: Opening) -> GraphWorkload:
+        """Reads the graph, or what the run has frozen of it."""
+        if recipe.graph is not None and recipe.graph.fanout == "auto":  # what its plan weighs drawn batches against
+            recipe = with_batches(recipe, Batches())
+        frozen = None if opening.frozen is None else kept_graph.read(opening.frozen)
+        if opening.frozen is not None and recipe.quant is not None:
+            frozen = lookup.named(f"{lookup.PACKED}:with_features")(frozen, opening.frozen.parent)
+        if frozen is not None and not opening.reads:
+            graph = frozen.graph if frozen.whole else frozen.outlined()
+            workload = GraphWorkload(recipe, graph, opening.folder, links=frozen.links)
+        else:
+            workload = open_graph(recipe, opening.folder, opening.progress, frozen)
+        workload.frozen, workload.signs = opening.frozen, () if frozen is None else frozen.signs
+        return workload
+
+    def profile(self, recipe: Recipe, opened: Callable[[], GraphWorkload]) -> Profile:
+        """Of the network on the graph."""
+        workload = opened()
+        model = profile(workload, workload.decisions())
+        return replace(model, loaded=LIBRARIES, facts=workload.batching.facts())
+
+    def contents(self, recipe: Recipe, workload: GraphWorkload) -> Mapping[str, str]:
+        """Of each file of the graph; of a graph without files, of its content in whatever order."""
+        path = recipe.data[0].path
+        place = Path(path).expanduser()
+        if place.is_dir() and partition_folder.is_partition(place):  # the manifest has the checksums of the parts
+            files = [place / partition_folder.MANIFEST, place / partition_folder.NODES]
+        elif place.exists():
+            return data_hash.below(place)
+        else:
+            files = sorted(place.parent.glob(f"*.{place.name}.*"))  # a graph among several in a folder
+        if not files:
+            return {path: workload.graph.identity or workload.fingerprint()}
+        return data_hash.hashes({str(file): file for file in files})
+
+    def freeze(self, workload: GraphWorkload, folder: Path) -> None:
+        """The graph or its outline, the split, and what the network needs."""
+        workload.freeze(folder, workload.graph)
+
+    def suffices(self, frozen: Path, evaluation: bool) -> bool:
+        """A graph that is frozen whole does."""
+        return not kept_graph.lacks(frozen)
+
+    def pack(self, workload: GraphWorkload, shards: Sequence[Shard], packing: PackStart) -> None:
+        """Rows of features, batch by batch."""
+        workload.pack(shards, packing)
+
+    def answer(self, workload: GraphWorkload, model: nn.Module, text: str | None, sampling: Sampling) -> Answer:
+        """For each node, link or graph that `text` names."""
+        task = workload.task
+        if (bits := quantizers_of(model)) is not None:
+            bits.packed = next(model.parameters()).device.type == "cpu"
+        if text is None and isinstance(task, NodeTask):  # a node at a time: there may be more than memory holds
+            each = task.each(model, range(workload.graph.items))
+            return Answer(lines(each), lambda: {"answers": list(each)})
+        records = answers(workload, model, text, sampling.top_k)
+        return Answer(lines(records), lambda: {"answers": records})
+
+    def load_packed(self, model: nn.Module, folder: Path) -> bool:
+        """Codes of few bits."""
+        loaded: bool = lookup.named(f"{lookup.PACKED}:load")(model, folder)
+        return loaded
+
+    def energy(self, workload: GraphWorkload, model: nn.Module) -> EnergyTables:
+        """Of all nodes."""
+        tables: EnergyTables = lookup.named(lookup.ENERGY)(workload, model)
+        return tables
+
+    def cut(self, workload: GraphWorkload, shares: Sequence[int], folder: Path) -> None:
+        """As training over parts cuts it."""
+        workload.batching.write_parts(folder, shares)
+
+
+ROW = GraphRow()

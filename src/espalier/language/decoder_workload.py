@@ -51,8 +51,6 @@ class RowBatch(NamedTuple):
 class DecoderWorkload(Plain):
     """The answers of the Workload Protocol that know of the model only. `recipe` is resolved."""
 
-    whole_evaluation = False
-
     def __init__(self, recipe: Recipe, tokenizer: Tokenizer) -> None:
         assert isinstance(recipe.model, Gpt | Moe)
         assert recipe.train.sequence is not None
@@ -70,7 +68,7 @@ class DecoderWorkload(Plain):
         """The tokenizer with the chat template that belongs to the model."""
         return self.tokenizer
 
-    def build(self, device: torch.device, dtype: torch.dtype) -> nn.Module:
+    def build(self, device: torch.device, dtype: torch.dtype) -> gpt.GPT:
         """The decoder, initialised from the seed or from `model.initial` (a Llama-format folder)."""
         model = new_model(self.options, self.recipe.train.seed, device)
         if self.options.initial is not None:
@@ -107,29 +105,24 @@ class DecoderWorkload(Plain):
         except UserError:  # of a run that goes on from a checkpoint: the weights may be gone
             return []
 
-    def blocks(self, model: nn.Module) -> Sequence[nn.Module]:
+    def blocks(self, model: gpt.GPT) -> Sequence[nn.Module]:
         """The decoder's layers."""
-        assert isinstance(model, gpt.GPT)
         return list(model.blocks)
 
-    def pieces(self, model: nn.Module) -> Pieces | None:
+    def pieces(self, model: gpt.GPT) -> Pieces | None:
         """The table, the layers, and the last norm with the head."""
-        assert isinstance(model, gpt.GPT)
         return model.pieces()
 
-    def roles(self, model: nn.Module) -> Mapping[str, Role] | None:
+    def roles(self, model: gpt.GPT) -> Mapping[str, Role] | None:
         """Heads, the feed-forward's columns and the vocabulary are divided; norms see each rank's tokens."""
-        assert isinstance(model, gpt.GPT)
         return gpt.roles(model)
 
-    def embeddings(self, model: nn.Module) -> Sequence[nn.Parameter]:
+    def embeddings(self, model: gpt.GPT) -> Sequence[nn.Parameter]:
         """The token table and the head."""
-        assert isinstance(model, gpt.GPT)
         return embeddings(model)
 
-    def recompute(self, model: nn.Module, mode: str) -> None:
+    def recompute(self, model: gpt.GPT, mode: str) -> None:
         """Activation checkpointing of the layers."""
-        assert isinstance(model, gpt.GPT)
         gpt.recompute(model, mode)
 
     def summary(self, totals: Mapping[str, float]) -> Mapping[str, float]:

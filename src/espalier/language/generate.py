@@ -7,7 +7,7 @@ computes that.) So the cache changes speed, never a token.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import TypedDict, Unpack
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from espalier.language.gpt import GPT
 from espalier.language.kv_cache import Cache
+from espalier.language.tokenizer import Tokenizer
 from espalier.recipe.errors import UserError
 
 COLDEST = 1e-6
@@ -69,6 +70,31 @@ class _Choice:
         if self.top_k is not None and self.top_k < len(logits):
             logits = logits.masked_fill(logits < logits.topk(self.top_k).values[-1], -torch.inf)
         return int(torch.multinomial(logits.softmax(-1), 1, generator=self.generator))
+
+
+def text_of(tokens: Iterable[int], tokenizer: Tokenizer) -> Iterator[str]:
+    """The text of `tokens` in pieces, each as soon as its last character is complete."""
+    decoded: list[int] = []
+    shown = ""
+    for token in tokens:
+        decoded.append(token)
+        text = tokenizer.decode(decoded)
+        if not text.endswith("\N{REPLACEMENT CHARACTER}"):  # else a character is still incomplete
+            yield text[len(shown) :]
+            shown = text
+    yield tokenizer.decode(decoded)[len(shown) :]
+
+
+def before(tokens: Iterable[int], ending: Sequence[int]) -> Iterator[int]:
+    """`tokens` up to the sequence `ending`, each as soon as it is known to be no part of it."""
+    waiting: list[int] = []
+    for token in tokens:
+        waiting.append(token)
+        while waiting and waiting != list(ending[: len(waiting)]):
+            yield waiting.pop(0)
+        if len(waiting) == len(ending):
+            return
+    yield from waiting
 
 
 @torch.no_grad()

@@ -406,17 +406,11 @@ def _table(fields: GgufFields, split: dict[str, Any]) -> dict[str, Any]:
         for number, (token, kind) in enumerate(zip(tokens, kinds, strict=True))
         if kind in (3, 4)  # control, user defined
     ]
-    merges = [list(_halves(merge)) for merge in fields.get("ggml.merges", list[str], [])]
-    level = {**_LEVEL, "use_regex": True}
+    merges = [list(merge.partition(" ")[::2]) for merge in fields.get("ggml.merges", list[str], [])]
     return {
         "version": "1.0",
         "added_tokens": added,
         "pre_tokenizer": split,
-        "decoder": level,
+        "decoder": _LEVEL,
         "model": {"type": "BPE", "vocab": {token: number for number, token in enumerate(tokens)}, "merges": merges},
     }
-
-
-def _halves(merge: str) -> tuple[str, str]:
-    left, _, right = merge.partition(" ")
-    return left, right

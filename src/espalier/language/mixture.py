@@ -73,11 +73,6 @@ class SampleOrder:
             mine = np.flatnonzero(self._turns == source)
             self._before[mine] = np.arange(mine.size)
 
-    def sample(self, number: int) -> tuple[int, int]:
-        """(source, window) of sample `number`."""
-        samples = self.samples(number, number + 1)
-        return int(samples.source[0]), int(samples.window[0])
-
     def samples(self, start: int, stop: int) -> MixtureSamples:
         """Samples `[start, stop)` of the global order."""
         assert 0 <= start <= stop
@@ -94,12 +89,6 @@ class SampleOrder:
             shift = (_mix(key) % np.uint64(self._shifts[number])).astype(np.int64)
             first[mine] = shift + window[mine] * self.sequence
         return MixtureSamples(source, window, epoch, first)
-
-    def counts(self, stop: int) -> Int64:
-        """How many of the first `stop` samples each source gives, [sources]. One period is looked at, never more."""
-        cycles, rest = divmod(stop, self.period)
-        part = np.bincount(self._turns[:rest], minlength=len(self.shares))
-        return cycles * np.array(self.shares, np.int64) + part
 
 
 def permute(place: Int64, size: int, key: _Word) -> Int64:

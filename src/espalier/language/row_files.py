@@ -415,12 +415,17 @@ def _few(names: Sequence[str]) -> str:
 # --- Parquet -----------------------------------------------------------------------------------------------------
 
 
-def _parquet(entry: SourceFile) -> Any:
+def _pyarrow(entry: SourceFile) -> Any:
     try:
-        from pyarrow import parquet
+        import pyarrow
+        from pyarrow import parquet  # noqa: F401 - an attribute of the package from now on
     except ImportError:
         raise missing_extra("pyarrow", "graph", f"data.path = {entry.path!r}") from None
-    return parquet.ParquetFile(entry.path)
+    return pyarrow
+
+
+def _parquet(entry: SourceFile) -> Any:
+    return _pyarrow(entry).parquet.ParquetFile(entry.path)
 
 
 _PARQUET_DO = "restore the file, or take it out of data.path"
@@ -437,10 +442,7 @@ def parquet_rows(entry: SourceFile) -> Iterator[Row]:
 def arrow_rows(entry: SourceFile) -> Iterator[Row]:
     """Rows of an Arrow file or stream, as `datasets` saves them and Feather is, by record batches."""
     with parsing(entry.path, _PARQUET_DO):
-        try:
-            import pyarrow as pa
-        except ImportError:
-            raise missing_extra("pyarrow", "graph", f"data.path = {entry.path!r}") from None
+        pa = _pyarrow(entry)
         with pa.memory_map(entry.path) as source:
             if source.read(len(_ARROW)) == _ARROW:
                 file = pa.ipc.open_file(source)

@@ -98,16 +98,6 @@ class TokenStore:
     skipped_documents: int
     notes: tuple[str, ...]
 
-    def verify(self) -> None:
-        """Reads every file and compares its hash. Raises UserError naming the file at fault."""
-        try:
-            token_shards.check(self.path, token_shards.read_index(self.path), hashes=True)
-        except Damaged as damage:
-            raise UserError(
-                f"The token shards in {self.path} are damaged: {damage}.",
-                do=f"remove {self.path}; it is built again from {self.origin}",
-            ) from None
-
 
 def build(
     data: Data, cache: Path | None = None, progress: Progress | None = None, tokenizer: Tokenizer | None = None

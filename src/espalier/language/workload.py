@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 
-from espalier.language import gpt, mixture, row_files, token_store
+from espalier.language import gpt, mixture, row_files, text_sources, token_store
 from espalier.language.decoder_workload import DecoderWorkload, RowBatch, TokenWindows
 from espalier.language.tokenizer import Tokenizer, kept_tokenizer
 from espalier.parallel.workload import Progress, Shard, to_device
-from espalier.recipe import Recipe
+from espalier.recipe import Recipe, data_hash
 from espalier.recipe.errors import UserError
 from espalier.recipe.units import plural
 from espalier.store.artifacts import Artifact, Text
+from espalier.train.workload_row import Answer, Sampling
 
 
 class StoredCorpus(NamedTuple):
@@ -81,18 +84,16 @@ class LanguageWorkload(DecoderWorkload):
         assert self.order is not None
         return mixture.documents(self.splits, self.order, first + shard.start, first + shard.stop)
 
-    def loss(self, model: nn.Module, batch: TokenWindows) -> tuple[Tensor, Tensor]:
+    def loss(self, model: gpt.GPT, batch: TokenWindows) -> tuple[Tensor, Tensor]:
         """Sum of cross entropies in nats, and the number of tokens."""
-        assert isinstance(model, gpt.GPT)
         return model.loss_sum(*batch), torch.tensor(batch.targets.numel())
 
     def validation_samples(self) -> int:
         """Held-out windows."""
         return len(self.held_out if self._kept is None else self._kept.windows)
 
-    def evaluate(self, model: nn.Module, shard: Shard) -> Mapping[str, tuple[float, float]]:
+    def evaluate(self, model: gpt.GPT, shard: Shard) -> Mapping[str, tuple[float, float]]:
         """`loss` in nats per token, and `nats_per_byte`: the same sum over the bytes those tokens stand for."""
-        assert isinstance(model, gpt.GPT)
         device = next(model.parameters()).device
         nats = count = length = 0.0
         for start, stop in shard.cuts:
@@ -114,9 +115,8 @@ class LanguageWorkload(DecoderWorkload):
         count = self.validation_samples()
         return self._read_held_out(0, count).numpy() if count else np.zeros((0, self.sequence + 1), np.int64)
 
-    def sample(self, model: nn.Module) -> list[Artifact]:
+    def sample(self, model: gpt.GPT) -> list[Artifact]:
         """A short continuation of `track.sample` (or of the first held-out words)."""
-        assert isinstance(model, gpt.GPT)
         prompt = self.recipe.track.sample
         boundary, ends = self.tokenizer.boundary, (self.tokenizer.boundary, *self.tokenizer.document_end)
         if prompt:
@@ -127,6 +127,40 @@ class LanguageWorkload(DecoderWorkload):
 
         fresh = generate.generate(model, torch.tensor(start), tokens=200, temperature=0.8, top_k=40, seed=1)
         return [Text(self.tokenizer.decode([token for token in (*start, *fresh) if token not in ends]))]
+
+    def answer(self, model: gpt.GPT, text: str | None, sampling: Sampling) -> Answer:
+        """`text`, and what follows it."""
+        if text is None:
+            raise UserError("espalier predict needs a prompt.", do="espalier predict RUN 'def '")
+        from espalier.language import generate
+
+        tokenizer = self.tokenizer
+        ids = [tokenizer.boundary, *(int(token) for token in tokenizer.encode(text.encode()))]
+        stop = (tokenizer.boundary, *tokenizer.document_end)
+        fresh = generate.generate(model, torch.tensor(ids), stop=stop, **asdict(sampling))
+
+        def record() -> Mapping[str, Any]:
+            tokens = list(fresh)
+            return {"prompt": text, "text": tokenizer.decode(tokens), "tokens": len(tokens)}
+
+        return Answer(chain([text], generate.text_of(fresh, tokenizer), ["\n"]), record)
+
+    def freeze(self, folder: Path) -> None:
+        """Writes the tokenizer, as Hugging Face reads it, and the held-out windows: what `thaw` reads."""
+        self.tokenizer.files.keep(folder)
+        windows = self.held_out_windows().astype(self.tokenizer.dtype)
+        with (folder / _WINDOWS).open("wb") as file:
+            np.save(file, windows)
+
+    def contents(self, recipe: Recipe) -> Mapping[str, str]:
+        """Hashes of the files of the corpora in `recipe`; a corpus without files has one of its tokens."""
+        hashes: dict[str, str] = {}
+        for data, store in zip(recipe.data, self.stores, strict=True):
+            scheme = data.path == "python:stdlib"
+            entries = [entry for entry in text_sources.listing(data).entries if entry.path]
+            named = {f"{data.path}/{entry.name}" if scheme else entry.path: entry.path for entry in entries}
+            hashes |= data_hash.hashes(named) if named else {data.path: store.fingerprint}
+        return hashes
 
     def fingerprint(self) -> str:
         """Of every corpus and its tokenizer."""
@@ -154,16 +188,8 @@ def open_language(
     return LanguageWorkload(recipe, token_store.build_all(recipe.data, progress=progress, tokenizer=tokenizer))
 
 
-def freeze(workload: LanguageWorkload, folder: Path) -> None:
-    """Writes the tokenizer, as Hugging Face reads it, and the held-out windows: what `thaw` reads."""
-    workload.tokenizer.files.keep(folder)
-    windows = workload.held_out_windows().astype(workload.tokenizer.dtype)
-    with (folder / _WINDOWS).open("wb") as file:
-        np.save(file, windows)
-
-
 def thaw(recipe: Recipe, folder: Path) -> StoredCorpus:
-    """What `freeze` wrote into `folder`."""
+    """What `LanguageWorkload.freeze` wrote into `folder`."""
     return StoredCorpus(kept_tokenizer(recipe.data[0].tokenizer, folder), np.load(folder / _WINDOWS))
 
 

@@ -6,43 +6,43 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
 import torch
-from torch import nn
 
-from espalier.language import gpt, text_sources, token_store
+from espalier.language import gpt, token_store
 from espalier.language.decoder_workload import DecoderWorkload, embeddings, new_model, work_of
 from espalier.language.operation_counts import DecoderLoad
 from espalier.language.tokenizer import Tokenizer, kept_tokenizer, open_tokenizer, prefix_note
-from espalier.language.workload import LanguageWorkload, freeze, open_language, thaw
-from espalier.parallel.workload import Workload
-from espalier.recipe import Adapters, Dpo, Gpt, Moe, Recipe, data_hash, decoder_shapes, defaults
+from espalier.language.workload import LanguageWorkload, open_language, thaw
+from espalier.recipe import Adapters, Dpo, Gpt, Moe, Recipe, decoder_shapes, defaults
 from espalier.recipe.base import Derivation
 from espalier.recipe.cost import Anatomy, Cut
 from espalier.recipe.errors import UserError
-from espalier.train.workload_row import Answer, Opening, Prepared, Profile, Row, Sampling, tally
+from espalier.train.workload_row import (
+    Answer,
+    Chats,
+    Exports,
+    Freezes,
+    Opening,
+    Predicts,
+    Prepared,
+    Profile,
+    Row,
+    Sampling,
+    Tokenizes,
+    tally,
+)
 from espalier.train.wrap_policy import deeper, sizes_of
+
+if TYPE_CHECKING:
+    from espalier.language.tune.workload import TuneWorkload
 
 
 def _options(recipe: Recipe) -> Gpt | Moe:
     assert isinstance(recipe.model, Gpt | Moe)
     return recipe.model
-
-
-def _prepare(recipe: Recipe, opening: Opening) -> Prepared:
-    derived: Sequence[Derivation] = ()
-    if (initial := _initial(recipe, opening)) is not None:
-        recipe, derived = _with_initial(recipe, initial)
-    if recipe.tune is not None:
-        from espalier.language.tune import chat_recipe as tuning
-
-        return tuning.prepare(recipe, opening, derived, _kept_tokenizer(recipe, opening))
-    if not recipe.data or _options(recipe).vocabulary is not None:
-        return Prepared(recipe, derivations=derived)
-    stores = token_store.build_all(recipe.data, progress=opening.progress, tokenizer=_kept_tokenizer(recipe, opening))
-    return Prepared(recipe, stores[0].tokenizer.vocabulary, stores, derived)
 
 
 def _initial(recipe: Recipe, opening: Opening) -> str | None:
@@ -55,8 +55,8 @@ def _initial(recipe: Recipe, opening: Opening) -> str | None:
     return _options(recipe).initial
 
 
-def _kept_tokenizer(recipe: Recipe, opening: Opening) -> Tokenizer | None:
-    return None if opening.kept is None else kept_tokenizer(recipe.data[0].tokenizer, opening.kept)
+def _frozen_tokenizer(recipe: Recipe, opening: Opening) -> Tokenizer | None:
+    return None if opening.frozen is None else kept_tokenizer(recipe.data[0].tokenizer, opening.frozen)
 
 
 def _with_initial(recipe: Recipe, initial: str) -> tuple[Recipe, Sequence[Derivation]]:
@@ -114,49 +114,10 @@ GGUF_FORMS = {"gguf": "F16", "gguf-q8_0": "Q8_0", "gguf-q4_0": "Q4_0"}
 """Forms of `espalier export --to`, and how the matrices are stored."""
 
 
-def _open(recipe: Recipe, opening: Opening) -> Workload:
-    if recipe.tune is not None:
-        from espalier.language.tune import chat_recipe as tuning
-
-        return tuning.open_tuning(recipe, opening, _kept_tokenizer(recipe, opening))
-    if opening.kept is not None and not opening.reads:
-        model = msgspec.structs.replace(_options(recipe), initial=None)  # a checkpoint has taken the weights' place
-        return LanguageWorkload(msgspec.structs.replace(recipe, model=model), [], thaw(recipe, opening.kept))
-    if opening.data:
-        return LanguageWorkload(recipe, opening.data)
-    return open_language(recipe, opening.progress, _kept_tokenizer(recipe, opening))
-
-
-def _freeze(workload: Workload, folder: Path) -> None:
-    if isinstance(workload, LanguageWorkload):
-        freeze(workload, folder)
-        return
-    from espalier.language.tune import workload as tuned
-
-    assert isinstance(workload, tuned.TuneWorkload)
-    tuned.freeze(workload, folder)
-
-
-def _contents(recipe: Recipe, workload: Workload) -> Mapping[str, str]:
-    """Of each file of the corpora; what has no files is one by its tokens."""
-    if not isinstance(workload, LanguageWorkload):
-        from espalier.language.tune import workload as tuned
-
-        assert isinstance(workload, tuned.TuneWorkload)
-        return tuned.contents(recipe, workload)
-    hashes: dict[str, str] = {}
-    for data, store in zip(recipe.data, workload.stores, strict=True):
-        scheme = data.path == "python:stdlib"
-        entries = [entry for entry in text_sources.listing(data).entries if entry.path]
-        named = {f"{data.path}/{entry.name}" if scheme else entry.path: entry.path for entry in entries}
-        hashes |= data_hash.hashes(named) if named else {data.path: store.fingerprint}
-    return hashes
-
-
 # --- for the planner ---------------------------------------------------------------------------------------------
 
 
-def _profile(recipe: Recipe, opened: Callable[[], Workload]) -> Profile:
+def _profile(recipe: Recipe) -> Profile:
     """Of a decoder and where it can be cut; opens no corpus."""
     options, sequence = _options(recipe), recipe.train.sequence
     assert sequence is not None
@@ -207,99 +168,23 @@ def _profile(recipe: Recipe, opened: Callable[[], Workload]) -> Profile:
     )
 
 
-# --- for the verbs -----------------------------------------------------------------------------------------------
+# --- the row -------------------------------------------------------------------------------------------------------
 
 
-def _answer(workload: Workload, model: nn.Module, text: str | None, sampling: Sampling) -> Answer:
-    assert isinstance(model, gpt.GPT)
-    if not isinstance(workload, LanguageWorkload):
-        from espalier.language.tune import chat_recipe as tuning
-        from espalier.language.tune.workload import TuneWorkload
+def _to_hf(workload: DecoderWorkload, model: gpt.GPT, folder: Path) -> str:
+    from espalier.language import hf
+    from espalier.language.tune import workload as tuned
 
-        assert isinstance(workload, TuneWorkload)
-        return tuning.answer(workload, model, text, sampling)
-    if text is None:
-        raise UserError("espalier predict needs a prompt.", do="espalier predict RUN 'def '")
-    tokenizer = _tokenizer(workload)
-    ids = [tokenizer.boundary, *(int(token) for token in tokenizer.encode(text.encode()))]
-    from espalier.language import generate
-
-    fresh = generate.generate(
-        model,
-        torch.tensor(ids),
-        tokens=sampling.tokens,
-        temperature=sampling.temperature,
-        top_k=sampling.top_k,
-        seed=sampling.seed,
-        stop=(tokenizer.boundary, *tokenizer.document_end),
-    )
-
-    def record() -> Mapping[str, Any]:
-        made = [int(token) for token in fresh]
-        return {"prompt": text, "text": tokenizer.decode(made), "tokens": len(made)}
-
-    return Answer(_as_it_comes(text, fresh, tokenizer), record)
-
-
-def _as_it_comes(prompt: str, fresh: Iterator[Any], tokenizer: Tokenizer) -> Iterator[str]:
-    yield prompt
-    made: list[int] = []
-    shown = ""
-    for token in fresh:
-        made.append(int(token))
-        text = tokenizer.decode(made)
-        if not text.endswith("\N{REPLACEMENT CHARACTER}"):  # else a character is still incomplete
-            yield text[len(shown) :]
-            shown = text
-    yield tokenizer.decode(made)[len(shown) :] + "\n"
-
-
-def _tokenizer(workload: Workload) -> Tokenizer:
-    assert isinstance(workload, DecoderWorkload)
-    return workload.tokenizer
-
-
-def _exported_tokenizer(workload: Workload) -> Tokenizer:
-    assert isinstance(workload, DecoderWorkload)
-    return workload.exported_tokenizer
-
-
-def _export(workload: Workload, model: nn.Module, folder: Path) -> str:
-    assert isinstance(model, gpt.GPT)
-    if isinstance(workload, LanguageWorkload):
-        from espalier.language import hf
-
-        hf.export(model, _tokenizer(workload), folder)
-    else:
-        from espalier.language.tune import workload as tuned
-
-        assert isinstance(workload, tuned.TuneWorkload)
-        tuned.export(workload, model, folder)
+    hf.export(tuned.plain(model), workload.exported_tokenizer, folder)
     loads = f"transformers.AutoModelForCausalLM.from_pretrained({str(folder)!r}) loads it."
-    return f"{loads} {prefix_note(_tokenizer(workload))}"
+    return f"{loads} {prefix_note(workload.tokenizer)}"
 
 
-def _reply(workload: Workload, model: nn.Module, turns: Sequence[tuple[str, str]], sampling: Sampling) -> Iterator[str]:
-    assert isinstance(model, gpt.GPT)
-    if isinstance(workload, LanguageWorkload):
-        raise UserError(
-            "The run was trained on plain text, which has no turns.",
-            why="a chat template says where questions and answers begin",
-            do="a recipe with [tune] (docs/tune.md), or espalier predict RUN 'text to go on from'",
-        )
-    from espalier.language.tune import chat_recipe as tuning
-    from espalier.language.tune.workload import TuneWorkload
-
-    assert isinstance(workload, TuneWorkload)
-    return tuning.reply(workload, model, turns, sampling)
-
-
-def _to_gguf(kind: str, workload: Workload, model: nn.Module, folder: Path) -> str:
+def _to_gguf(kind: str, workload: DecoderWorkload, model: gpt.GPT, folder: Path) -> str:
     from espalier.language import gguf_export
     from espalier.language.tune import workload as tuned
 
-    assert isinstance(model, gpt.GPT)
-    tokenizer = _exported_tokenizer(workload)
+    tokenizer = workload.exported_tokenizer
     apart = gguf_export.export(tuned.plain(model), tokenizer, tokenizer.files.template, folder, kind)
     return (
         f"`ollama create NAME -f {folder}/Modelfile` and llama.cpp's `llama-cli -m {folder}/model.gguf` load it; its "
@@ -307,27 +192,95 @@ def _to_gguf(kind: str, workload: Workload, model: nn.Module, folder: Path) -> s
     )
 
 
-def _to_peft(workload: Workload, model: nn.Module, folder: Path) -> str:
+def _to_peft(workload: DecoderWorkload, model: gpt.GPT, folder: Path) -> str:
     from espalier.language.tune import peft
 
     return peft.export(workload, model, folder)
 
 
-ROW = Row(
-    open=_open,
-    profile=_profile,
-    reading="Reading the corpus",
-    prepare=_prepare,
-    freeze=_freeze,
-    evaluates=True,
-    contents=_contents,
-    answer=_answer,
-    exports={
-        "hf": _export,
+class LanguageRow(Row, Freezes, Predicts, Chats, Tokenizes, Exports):
+    """Decoders, trained on text or on conversations."""
+
+    reading = "Reading the corpus"
+    exports: ClassVar = {
+        "hf": _to_hf,
         "peft": _to_peft,
         **{name: partial(_to_gguf, kind) for name, kind in GGUF_FORMS.items()},
-    },
-    tokenizer=_tokenizer,
-    usage=lambda recipe: ("ask", " --chat") if recipe.get("tune") else ("go on", " 'def '"),
-    reply=_reply,
-)
+    }
+
+    def prepare(self, recipe: Recipe, opening: Opening) -> Prepared:
+        """Reads the corpus or the conversations, and where training begins from weights, their sizes."""
+        derived: Sequence[Derivation] = ()
+        if (initial := _initial(recipe, opening)) is not None:
+            recipe, derived = _with_initial(recipe, initial)
+        tokenizer = _frozen_tokenizer(recipe, opening)
+        if recipe.tune is not None:
+            from espalier.language.tune import chat_recipe as tuning
+
+            return tuning.prepare(recipe, opening, derived, tokenizer)
+        if not recipe.data or _options(recipe).vocabulary is not None:
+            return Prepared(recipe, derivations=derived)
+        stores = token_store.build_all(recipe.data, progress=opening.progress, tokenizer=tokenizer)
+        return Prepared(recipe, stores[0].tokenizer.vocabulary, stores, derived)
+
+    def open(self, recipe: Recipe, opening: Opening) -> LanguageWorkload | TuneWorkload:
+        """Reads the corpus or the conversations."""
+        if recipe.tune is not None:
+            from espalier.language.tune import chat_recipe as tuning
+
+            return tuning.open_tuning(recipe, opening, _frozen_tokenizer(recipe, opening))
+        if opening.frozen is not None and not opening.reads:
+            model = msgspec.structs.replace(_options(recipe), initial=None)  # a checkpoint has taken the weights' place
+            return LanguageWorkload(msgspec.structs.replace(recipe, model=model), [], thaw(recipe, opening.frozen))
+        if opening.data:
+            return LanguageWorkload(recipe, opening.data)
+        return open_language(recipe, opening.progress, _frozen_tokenizer(recipe, opening))
+
+    def profile(self, recipe: Recipe, opened: Callable[[], Any]) -> Profile:
+        """By the options alone: no corpus is opened."""
+        return _profile(recipe)
+
+    def contents(self, recipe: Recipe, workload: LanguageWorkload | TuneWorkload) -> Mapping[str, str]:
+        """Of each file of the corpora."""
+        return workload.contents(recipe)
+
+    def freeze(self, workload: LanguageWorkload | TuneWorkload, folder: Path) -> None:
+        """The tokenizer and what is held out."""
+        workload.freeze(folder)
+
+    def suffices(self, frozen: Path, evaluation: bool) -> bool:
+        """What is held out is there."""
+        return True
+
+    def answer(
+        self, workload: LanguageWorkload | TuneWorkload, model: gpt.GPT, text: str | None, sampling: Sampling
+    ) -> Answer:
+        """What follows a text; to a question, the answer."""
+        return workload.answer(model, text, sampling)
+
+    def usage(self, recipe: Mapping[str, Any]) -> tuple[str, str]:
+        """A question, or the beginning of a program."""
+        return ("ask", " --chat") if recipe.get("tune") else ("go on", " 'def '")
+
+    def reply(
+        self,
+        workload: LanguageWorkload | TuneWorkload,
+        model: gpt.GPT,
+        turns: Sequence[tuple[str, str]],
+        sampling: Sampling,
+    ) -> Iterator[str]:
+        """Of a run with [tune]."""
+        if isinstance(workload, LanguageWorkload):
+            raise UserError(
+                "The run was trained on plain text, which has no turns.",
+                why="a chat template says where questions and answers begin",
+                do="a recipe with [tune] (docs/tune.md), or espalier predict RUN 'text to go on from'",
+            )
+        return workload.reply(model, turns, sampling)
+
+    def tokenizer(self, workload: DecoderWorkload) -> Tokenizer:
+        """Of the model."""
+        return workload.tokenizer
+
+
+ROW = LanguageRow()

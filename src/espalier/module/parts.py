@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import xxhash
@@ -89,6 +89,9 @@ def has_data(parts: Parts) -> bool:
     return all(task.dataset is not None for task in tasks_of(parts).values())
 
 
+_WithData = TypeVar("_WithData", Parts, Task)
+
+
 def _given(dataset: Any, reads: bool) -> Any:
     if not reads or dataset is None:
         return None
@@ -97,14 +100,14 @@ def _given(dataset: Any, reads: bool) -> Any:
 
 def _read(parts: Parts, author: Author, reads: bool) -> Parts:
     """With the datasets that functions give, or without `reads` none."""
+
+    def read(part: _WithData) -> _WithData:
+        return part._replace(dataset=_given(part.dataset, reads), held_out=_given(part.held_out, reads))
+
     with author.answers(READING):
         if not parts.tasks:
-            return parts._replace(dataset=_given(parts.dataset, reads), held_out=_given(parts.held_out, reads))
-        tasks = {
-            name: part._replace(dataset=_given(part.dataset, reads), held_out=_given(part.held_out, reads))
-            for name, part in parts.tasks.items()
-        }
-        return parts._replace(tasks=tasks)
+            return read(parts)
+        return parts._replace(tasks={name: read(task) for name, task in parts.tasks.items()})
 
 
 def checked(parts: Any, author: Author, reads: bool = True) -> Parts:

@@ -37,33 +37,27 @@ from espalier.parallel.tensor_roles import OWN_PLAN, check_ranks
 from espalier.parallel.workload import (
     Phase,
     Pieces,
-    Role,
+    Plain,
     Shard,
-    Skeleton,
     Tagged,
-    Workload,
     in_sequence,
     to_device,
-    whole_skeleton,
 )
 from espalier.recipe import Module as Options
 from espalier.recipe import Recipe
-from espalier.recipe.cost import VALUE_BYTES, Anatomy, Cut, Product, Work
+from espalier.recipe.cost import VALUE_BYTES, Product, Work
 from espalier.recipe.errors import EspalierError, UserError
 from espalier.recipe.import_function import Author, function, keep_sources
 from espalier.store.artifacts import Artifact
-from espalier.train.workload_row import Opening, Profile, Row
+from espalier.train.workload_row import Freezes, Opening, Profile, Row
 from espalier.train.wrap_policy import blocks_of, profile
 
 
-class ModuleWorkload:
+class ModuleWorkload(Plain):
     """The Protocol's answer for a foreign module. `train.batch_tokens` counts samples of each task here.
 
     `phase` and `carried`: of the workload of one phase, what it is and how it begins.
     """
-
-    whole_evaluation = False
-    meters: Mapping[str, Callable[[], Any]] = {}
 
     def __init__(
         self, recipe: Recipe, parts: Parts, author: Author, phase: Phase | None = None, carried: Any = None
@@ -91,10 +85,6 @@ class ModuleWorkload:
         self._dtype = dtype
         return model.to(device=device, dtype=dtype)
 
-    def skeleton(self) -> Skeleton:
-        """The model as it is built, whole."""
-        return whole_skeleton(self.build(torch.device("cpu"), torch.float32))
-
     def blocks(self, model: nn.Module) -> Sequence[nn.Module]:
         """The entries of its lists of layers, where it has any; else the module is one block."""
         return blocks_of(model) or [model]
@@ -105,10 +95,6 @@ class ModuleWorkload:
             with self.author.answers("when it was asked for its pieces"):
                 return self.parts.pieces(model)
         return in_sequence(list(model)) if isinstance(model, nn.Sequential) else None
-
-    def roles(self, model: nn.Module) -> Mapping[str, Role] | None:
-        """As the model says."""
-        return None
 
     def embeddings(self, model: nn.Module) -> Sequence[nn.Parameter]:
         """Tables, and the last matrix, which is taken for the head."""
@@ -135,19 +121,23 @@ class ModuleWorkload:
     def batches(self, step: int, shard: Shard) -> list[Any]:
         """Samples of a seeded permutation per epoch, collated; of each task in turn where there are several."""
         batches: list[Any] = []
+        before = step * self.global_batch
         with self.author.answers(READING):
             for start, stop in shard.cuts:
-                made = (collated(part.dataset, self._indices(k, step, start, stop)) for k, part in self._numbered())
+                made = (
+                    collated(part.dataset, self._indices(k, before + start, before + stop))
+                    for k, part in self._numbered()
+                )
                 batches += made if len(self._tasks) == 1 else (Tagged(k, batch) for k, batch in enumerate(made))
         return batches
 
     def _numbered(self) -> list[tuple[int, Task]]:
         return list(enumerate(self._tasks.values()))
 
-    def _indices(self, task: int, step: int, start: int, stop: int) -> list[int]:
-        """The samples [start, stop) of a step's global batch."""
+    def _indices(self, task: int, first: int, last: int) -> list[int]:
+        """The samples [first, last) of all that a task is trained on, epoch after epoch."""
         size, indices = length(self._numbered()[task][1].dataset), []
-        for number in range(step * self.global_batch + start, step * self.global_batch + stop):
+        for number in range(first, last):
             epoch, place = divmod(number, size)
             indices.append(int(self._permutation(task, epoch, size)[place]))
         return indices
@@ -226,7 +216,8 @@ class ModuleWorkload:
 
     def documents(self, step: int, shard: Shard) -> list[str]:
         """The samples' indices."""
-        chosen = [(name, self._indices(k, step, shard.start, shard.stop)) for k, name in enumerate(self._tasks)]
+        first, last = (step * self.global_batch + end for end in (shard.start, shard.stop))
+        chosen = [(name, self._indices(k, first, last)) for k, name in enumerate(self._tasks)]
         several = len(chosen) > 1
         return [
             f"sample {index} of {name}" if several else f"sample {index}"
@@ -327,14 +318,6 @@ class ModuleWorkload:
             tokens=micro_batch,
         )
 
-    def anatomy(self, micro_batch: Any, recompute: str, precision: str, cut: Cut) -> Anatomy:
-        """All of it is one layer: nobody knows where a foreign module can be cut. Ranks that share its matrices divide
-        the products; what they keep is taken for whole."""
-        nothing = Work((), 0.0, 0.0, 0.0, 0.0, 0.0, micro_batch, micro_batch)
-        work = self.work(micro_batch, recompute, precision)
-        products = tuple(replace(product, rows=product.rows / cut.tensor) for product in work.products)
-        return Anatomy(1, replace(work, products=products), nothing)
-
 
 def open_module(recipe: Recipe, folder: str | Path | None = None, reads: bool = True) -> ModuleWorkload:
     """Imports and calls the function that `model.build` names, and tries its loss on two samples; without `reads`, no
@@ -372,28 +355,33 @@ def open_module(recipe: Recipe, folder: str | Path | None = None, reads: bool = 
 # --- the table of kinds ------------------------------------------------------------------------------------------
 
 
-def _open(recipe: Recipe, opening: Opening) -> ModuleWorkload:
-    return open_module(recipe, opening.folder, opening.reads)
+class ModuleRow(Row, Freezes):
+    """Modules of others."""
+
+    def open(self, recipe: Recipe, opening: Opening) -> ModuleWorkload:
+        """Calls the function that `model.build` names."""
+        return open_module(recipe, opening.folder, opening.reads)
+
+    def profile(self, recipe: Recipe, opened: Callable[[], ModuleWorkload]) -> Profile:
+        """Of the module, as its `OWN_PLAN` cuts it where the recipe asks for that."""
+        workload = opened()
+        ranks = recipe.plan.pin.tp or 1
+        if ranks == 1:
+            return profile(workload)
+        check_ranks(workload.parts.model, ranks)
+        return replace(profile(workload, OWN_PLAN), tensor=ranks)
+
+    def contents(self, recipe: Recipe, workload: ModuleWorkload) -> Mapping[str, str]:
+        """Of each dataset."""
+        return workload.contents()
+
+    def freeze(self, workload: ModuleWorkload, folder: Path) -> None:
+        """The module's code."""
+        keep_sources(workload.author.build, folder)
+
+    def suffices(self, frozen: Path, evaluation: bool) -> bool:
+        """The code builds the model; a validation reads a dataset."""
+        return not evaluation
 
 
-def _freeze(workload: Workload, folder: Path) -> None:
-    assert isinstance(workload, ModuleWorkload)
-    keep_sources(workload.author.build, folder)
-
-
-def _profile(recipe: Recipe, opened: Callable[[], Workload]) -> Profile:
-    workload = opened()
-    assert isinstance(workload, ModuleWorkload)
-    ranks = recipe.plan.pin.tp or 1
-    if ranks == 1:
-        return profile(workload, workload.anatomy)
-    check_ranks(workload.parts.model, ranks)
-    return replace(profile(workload, workload.anatomy, OWN_PLAN), tensor=ranks)
-
-
-def _contents(recipe: Recipe, workload: Workload) -> Mapping[str, str]:
-    assert isinstance(workload, ModuleWorkload)
-    return workload.contents()
-
-
-ROW = Row(open=_open, profile=_profile, contents=_contents, freeze=_freeze)
+ROW = ModuleRow()

@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor
 
+from espalier.recipe.cost import Anatomy, Cut, Work
+
 if TYPE_CHECKING:
     from torch import nn
 
     from espalier.recipe import Recipe
-    from espalier.recipe.cost import Work
     from espalier.store.artifacts import Artifact
 
 Progress = Callable[[int, int], None]
@@ -161,12 +162,6 @@ class Skeleton(NamedTuple):
     value: Callable[[str], Tensor]
 
 
-def whole_skeleton(model: nn.Module) -> Skeleton:
-    """Of a model that was built as a whole, which has its initial values until they are changed."""
-    values = dict(model.named_parameters())
-    return Skeleton(model, lambda name: values[name].detach().float())
-
-
 class Role(NamedTuple):
     """What a module of a model does where ranks share its matrices (tensor parallelism).
 
@@ -189,7 +184,7 @@ class Role(NamedTuple):
 
 
 class Workload(Protocol):
-    """One family of models. Built by `language.workload.open(...)` and its like."""
+    """One family of models, opened by `train.workload_registry`. `model`: what its `build` gives."""
 
     global_batch: int
     """Samples in the global batch of one step."""
@@ -206,29 +201,29 @@ class Workload(Protocol):
     def skeleton(self) -> Skeleton:
         """The model for ranks that never hold all of it, on the CPU, with the initial values of `build`."""
 
-    def blocks(self, model: nn.Module) -> Sequence[nn.Module]:
+    def blocks(self, model: Any) -> Sequence[nn.Module]:
         """The repeated blocks of `model` in forward order: the units of recomputation, compilation and sharding."""
 
-    def pieces(self, model: nn.Module) -> Pieces | None:
+    def pieces(self, model: Any) -> Pieces | None:
         """`model` in pieces that give together what its forward gives, to the bit; None where it has no such order."""
 
-    def roles(self, model: nn.Module) -> Mapping[str, Role] | None:
+    def roles(self, model: Any) -> Mapping[str, Role] | None:
         """How ranks may share `model`: patterns of module names to roles. With a `partial` among them its residual
         stream is sharded along the tokens. None: the model says it itself (`tp_plan`)."""
 
-    def embeddings(self, model: nn.Module) -> Sequence[nn.Parameter]:
+    def embeddings(self, model: Any) -> Sequence[nn.Parameter]:
         """Tables and heads: matrices that are not hidden layers, so Muon leaves them to AdamW."""
 
-    def recompute(self, model: nn.Module, mode: str) -> None:
+    def recompute(self, model: Any, mode: str) -> None:
         """Makes `model` keep less for backward (`none | selective | block`). Raises UserError if it cannot."""
 
     def batches(self, step: int, shard: Shard) -> Sequence[Batch]:
         """The micro-batches of `step`, one for each of the shard's `cuts`, on the CPU. Pure in (seed, step, shard)."""
 
-    def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+    def loss(self, model: Any, batch: Batch) -> tuple[Tensor, Tensor]:
         """(sum of losses, weight): scalars; never a mean. Their totals over the global batch give the loss."""
 
-    def evaluate(self, model: nn.Module, shard: Shard) -> Mapping[str, tuple[float, float]]:
+    def evaluate(self, model: Any, shard: Shard) -> Mapping[str, tuple[float, float]]:
         """Held-out figures of this shard as name to (sum, weight); ranks add them up before dividing. Calls the model
         once for each of the shard's `cuts`."""
 
@@ -241,7 +236,7 @@ class Workload(Protocol):
     def documents(self, step: int, shard: Shard) -> Sequence[str]:
         """Names of the documents in that shard's batch, for error messages."""
 
-    def sample(self, model: nn.Module) -> Sequence[Artifact]:
+    def sample(self, model: Any) -> Sequence[Artifact]:
         """Glimpses of what the model does now, for people; empty when there are none."""
 
     def fingerprint(self) -> str:
@@ -273,10 +268,25 @@ class Workload(Protocol):
 
 
 class Plain:
-    """The answers of a workload of one phase and one task."""
+    """The answers of a workload of one phase and one task, whose model every rank builds whole."""
 
     recipe: Recipe
     meters: Mapping[str, Callable[[], Any]] = {}
+    whole_evaluation = False
+
+    def skeleton(self: Workload) -> Skeleton:
+        """The model as it is built, which has its initial values until they are changed."""
+        model = self.build(torch.device("cpu"), torch.float32)
+        values = dict(model.named_parameters())
+        return Skeleton(model, lambda name: values[name].detach().float())
+
+    def anatomy(self: Workload, micro_batch: Any, recompute: str, precision: str, cut: Cut) -> Anatomy:
+        """All of it is one layer: nobody knows where the model can be cut. Ranks that share its matrices divide the
+        products; what they keep is taken for whole."""
+        nothing = Work((), 0.0, 0.0, 0.0, 0.0, 0.0, micro_batch, micro_batch)
+        work = self.work(micro_batch, recompute, precision)
+        products = tuple(replace(product, rows=product.rows / cut.tensor) for product in work.products)
+        return Anatomy(1, replace(work, products=products), nothing)
 
     def phases(self) -> Sequence[Phase]:
         """All steps."""
@@ -290,11 +300,11 @@ class Plain:
         """As it is."""
         return state
 
-    def pieces(self, model: nn.Module) -> Pieces | None:
+    def pieces(self, model: Any) -> Pieces | None:
         """Not known."""
         return None
 
-    def roles(self, model: nn.Module) -> Mapping[str, Role] | None:
+    def roles(self, model: Any) -> Mapping[str, Role] | None:
         """As the model says."""
         return None
 

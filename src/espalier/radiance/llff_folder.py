@@ -16,7 +16,7 @@ from espalier.radiance import pictures
 from espalier.radiance.camera_poses import FARTHEST, PosePlacement, checked_pose
 from espalier.radiance.capture import Capture, check_enough, held_out_split
 from espalier.radiance.lens_keys import lens_of
-from espalier.radiance.rays import Array, Lens, device_coordinates, rays_of
+from espalier.radiance.rays import Array, Lens, device_coordinates, pose_of_axes, rays_of
 from espalier.recipe import foreign_files
 from espalier.recipe.errors import UserError
 from espalier.recipe.units import plural
@@ -93,9 +93,7 @@ def _centred(poses: Array, scale: float, where: str) -> PosePlacement:
     """Of poses as seen from their mean, which looks along -z, and times `scale`. Raises UserError without a mean."""
     back = _unit(poses[:, :3, 2].mean(0), where)
     right = _unit(np.cross(poses[:, :3, 1].mean(0), back), where)
-    mean = np.eye(4, dtype=np.float32)
-    mean[:3, :3] = np.stack([right, np.cross(back, right), back], 1)
-    mean[:3, 3] = poses[:, :3, 3].mean(0)
+    mean = pose_of_axes(right, back, poses[:, :3, 3].mean(0))
     return PosePlacement(np.linalg.inv(mean), scale)
 
 

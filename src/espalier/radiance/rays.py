@@ -118,7 +118,11 @@ def look_at(eye: Array, target: Array, up: Array = UP) -> Array:
     """The pose at `eye` that looks at `target`: float32 [4, 4]."""
     back = (eye - target) / np.linalg.norm(eye - target)
     right = np.cross(up, back)
-    right /= np.linalg.norm(right)
+    return pose_of_axes(right / np.linalg.norm(right), back, eye)
+
+
+def pose_of_axes(right: Array, back: Array, eye: Array) -> Array:
+    """The pose at `eye` with two of its axes, of length one: float32 [4, 4]."""
     pose = np.eye(4, dtype=np.float32)
     pose[:3, :3] = np.stack([right, np.cross(back, right), back], 1)
     pose[:3, 3] = eye

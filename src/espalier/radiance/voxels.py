@@ -193,12 +193,16 @@ class ColourNetwork(nn.Module):
 def occupancy(field: Field) -> Tensor:
     """bool [64, 64, 64] over the scene's box: cells in or beside which an opacity is above 1e-3; all where none is."""
     low, high = field.scene_box.low.float(), field.scene_box.high.float()
-    axes = [torch.linspace(float(low[axis]), float(high[axis]), MASK) for axis in range(3)]
-    points = torch.stack(torch.meshgrid(*axes, indexing="ij"), -1).view(-1, 3)
     with torch.no_grad():
-        alpha = field.alpha(points).view(1, 1, MASK, MASK, MASK)
+        alpha = field.alpha(_lattice(low, high, MASK)).view(1, 1, MASK, MASK, MASK)
     occupied = F.max_pool3d(alpha, 3, 1, 1)[0, 0] > OCCUPIED
     return occupied if bool(occupied.any()) else torch.ones_like(occupied)
+
+
+def _lattice(low: Tensor, high: Tensor, size: int) -> Tensor:
+    """[size ** 3, 3]: corners of all cells of a box, `size` along each axis."""
+    axes = [torch.linspace(*ends, size) for ends in zip(low.tolist(), high.tolist(), strict=True)]
+    return torch.stack(torch.meshgrid(*axes, indexing="ij"), -1).view(-1, 3)
 
 
 def tight_box(field: Field, mask: Tensor) -> Tensor:
@@ -214,8 +218,7 @@ def refined(coarse: Field, fine: Field) -> dict[str, Tensor]:
     """What the state of a coarse field becomes in a fine one: mask, box, and the density where both are defined."""
     mask = occupancy(coarse)
     box = tight_box(coarse, mask)
-    axes = [torch.linspace(float(box[0, axis]), float(box[1, axis]), fine.size) for axis in range(3)]
-    points = torch.stack(torch.meshgrid(*axes, indexing="ij"), -1).view(-1, 3)
+    points = _lattice(box[0], box[1], fine.size)
     coarser = float((coarse.density.box[1] - coarse.density.box[0]).prod() / (box[1] - box[0]).prod()) ** (1 / 3)
     coarser *= (fine.size - 1) / (coarse.size - 1)  # a step of the coarse field is so many of the fine one
     dense = F.softplus(coarse.density(points)[:, 0] + coarse.shift) / coarser

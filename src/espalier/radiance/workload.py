@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from espalier.comm import sparse_blocks
 from espalier.kernels import counts
-from espalier.parallel.workload import Phase, Plain, Shard, Skeleton, whole_skeleton
+from espalier.parallel.workload import Phase, Plain, Shard
 from espalier.radiance import energy, spikingnerf
 from espalier.radiance.rays import Lens, Rays
 from espalier.radiance.scenes import Scene
@@ -23,7 +23,7 @@ from espalier.radiance.spikingnerf import SpikingColours
 from espalier.radiance.volume_rendering import SceneBox
 from espalier.radiance.voxels import ColourNetwork, Field, Rendered, ray_losses, refined, sample_losses
 from espalier.recipe import Recipe, SpikingNerf, Voxels
-from espalier.recipe.cost import Anatomy, Cut, Product, Work
+from espalier.recipe.cost import Product, Work
 from espalier.recipe.errors import UserError
 from espalier.store.artifacts import Artifact, Image, Table
 
@@ -58,8 +58,6 @@ class RadianceWorkload(Plain):
 
     `phase`: of the workload of one phase, which it is.
     """
-
-    whole_evaluation = False
 
     def __init__(self, recipe: Recipe, scene: Scene, phase: Phase | None = None) -> None:
         assert isinstance(recipe.model, Voxels)
@@ -119,10 +117,6 @@ class RadianceWorkload(Plain):
         coarse, fine = self._field("coarse"), self._field("fine")
         coarse.load_state_dict(dict(state))
         return refined(coarse.float(), fine)
-
-    def skeleton(self) -> Skeleton:
-        """The model as it is built, whole."""
-        return whole_skeleton(self.build(torch.device("cpu"), torch.float32))
 
     def blocks(self, model: nn.Module) -> Sequence[nn.Module]:
         """The field is one."""
@@ -311,11 +305,6 @@ class RadianceWorkload(Plain):
         # Neighbours along z are touched.
         density, features = sparse_blocks.ratio(share, 2), sparse_blocks.ratio(share, 2 * columns)
         return (1 + columns) / (1 / density + columns / features)
-
-    def anatomy(self, micro_batch: Any, recompute: str, precision: str, cut: Cut) -> Anatomy:
-        """All of it is one layer: a field is not cut."""
-        nothing = Work((), 0.0, 0.0, 0.0, 0.0, 0.0, micro_batch, micro_batch)
-        return Anatomy(1, self.work(micro_batch, recompute, precision), nothing)
 
 
 class Picture(NamedTuple):

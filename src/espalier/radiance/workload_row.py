@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from espalier.parallel.workload import Workload
 from espalier.radiance import energy, scenes, transforms_file
 from espalier.radiance.camera_poses import pose_of
 from espalier.radiance.lens_keys import lens_of
@@ -22,54 +21,24 @@ from espalier.recipe import Recipe, data_hash
 from espalier.recipe.errors import UserError
 from espalier.recipe.units import show_count
 from espalier.store import artifacts
-from espalier.train.workload_row import Answer, EnergyTables, Opening, Profile, Row, Sampling
+from espalier.train.workload_row import (
+    Answer,
+    CountsEnergy,
+    EnergyTables,
+    Freezes,
+    Opening,
+    Predicts,
+    Profile,
+    Renders,
+    Row,
+    Sampling,
+)
 from espalier.train.wrap_policy import profile
 
 CAMERAS = "scene.json"
 TURNS = 36
 """Pictures of a turntable."""
 _MOST = 4096
-
-
-def _open(recipe: Recipe, opening: Opening) -> RadianceWorkload:
-    cameras = None if opening.kept is None else opening.kept / CAMERAS
-    if cameras is not None and cameras.exists() and not opening.reads:
-        return RadianceWorkload(recipe, scenes.of_cameras(json.loads(cameras.read_text(encoding="utf-8"))))
-    return RadianceWorkload(recipe, scenes.load(recipe.data[0].path, opening.folder, opening.progress))
-
-
-def _freeze(workload: Workload, folder: Path) -> None:
-    assert isinstance(workload, RadianceWorkload)
-    (folder / CAMERAS).write_text(json.dumps(workload.scene.cameras()), encoding="utf-8")
-
-
-def _profile(recipe: Recipe, opened: Callable[[], Workload]) -> Profile:
-    workload = opened()
-    assert isinstance(workload, RadianceWorkload)
-    return replace(profile(workload, workload.anatomy), sparse=workload.sparse_gradients())
-
-
-def _contents(recipe: Recipe, workload: Workload) -> Mapping[str, str]:
-    assert isinstance(workload, RadianceWorkload)
-    files = workload.scene.files
-    return data_hash.hashes({file: file for file in files}) if files else {recipe.data[0].path: workload.fingerprint()}
-
-
-def _answer(workload: Workload, model: nn.Module, text: str | None, sampling: Sampling) -> Answer:
-    """Renders the views of a JSON file, or test views by number, into PNG files here."""
-    assert isinstance(workload, RadianceWorkload)
-    wanted = views_of(workload, text)
-
-    def write() -> Iterator[str]:
-        for name, lens, pose in wanted:
-            made = workload.render(model, lens, pose)
-            try:
-                Path(name).write_bytes(artifacts.encode(made.image.numpy()))
-            except OSError as error:
-                raise UserError(f"{name} cannot be written: {error}.", do="another working directory") from None
-            yield f"{name}\n"
-
-    return Answer(write(), lambda: {"images": [line.strip() for line in write()]})
 
 
 def views_of(workload: RadianceWorkload, text: str | None) -> list[tuple[str, Lens, Tensor]]:
@@ -118,57 +87,93 @@ def _lens(lens: Lens, table: Mapping[str, Any], where: str) -> Lens:
     return lens.resized(width, height)
 
 
-def _turntable(workload: Workload, model: nn.Module, file: Path) -> str:
-    """An animation of a way round the scene."""
-    assert isinstance(workload, RadianceWorkload)
-    try:
-        from PIL import Image
-    except ImportError:
-        raise UserError("Animations are written with Pillow.", do='pip install "espalier[scenes]"') from None
-    if file.suffix.lower() != ".gif":
-        raise UserError(f"--turntable {file} is no GIF.", do=f"--turntable {file.with_suffix('.gif')}")
-    scene = workload.scene
-    poses = torch.from_numpy(turntable_poses(scene.poses.numpy(), TURNS, scene.forward))
-    pictures = [Image.fromarray(workload.render(model, scene.lens, pose).image.numpy()) for pose in poses]
-    try:
-        pictures[0].save(file, save_all=True, append_images=pictures[1:], duration=80, loop=0)
-    except OSError as error:
-        raise UserError(f"{file} cannot be written: {error}.", do="check the path") from None
-    return f"{file}: {TURNS} views of {scene.lens.width} × {scene.lens.height}"
+class SceneRow(Row, Freezes, Predicts, Renders, CountsEnergy):
+    """Radiance fields of scenes."""
 
+    reading = "Reading the scene"
 
-def _energy(workload: Workload, model: nn.Module) -> EnergyTables:
-    """Of the first test view."""
-    assert isinstance(workload, RadianceWorkload)
-    ((_, lens, pose),) = views_of(workload, "0")
-    view_energy = energy.of_view(model, workload.rendered(model, lens, pose))
-    rows = [
-        (name, where, show_count(macs), show_count(acs), f"{1e6 * joules:.3g} µJ", f"{share:.1%}")
-        for name, where, macs, acs, joules, share in energy.colour_rows(workload.options, view_energy)
-    ]
-    columns = ("colour network", "directions", "MACs", "accumulations", "energy", "of the plain network's")
-    title = f"The colour network alone, without memory, on {view_energy.samples:,} samples of {view_energy.rays:,} rays"
-    if bool(view_energy.spikes.any()):
-        rates = [
-            f"{int(count) / max(1, view_energy.samples * workload.options.width):.3f}" for count in view_energy.spikes
+    def open(self, recipe: Recipe, opening: Opening) -> RadianceWorkload:
+        """Reads the pictures, or the cameras that the run has frozen."""
+        cameras = None if opening.frozen is None else opening.frozen / CAMERAS
+        if cameras is not None and cameras.exists() and not opening.reads:
+            return RadianceWorkload(recipe, scenes.of_cameras(json.loads(cameras.read_text(encoding="utf-8"))))
+        return RadianceWorkload(recipe, scenes.load(recipe.data[0].path, opening.folder, opening.progress))
+
+    def profile(self, recipe: Recipe, opened: Callable[[], RadianceWorkload]) -> Profile:
+        """Of the field in the scene."""
+        workload = opened()
+        return replace(profile(workload), sparse=workload.sparse_gradients())
+
+    def contents(self, recipe: Recipe, workload: RadianceWorkload) -> Mapping[str, str]:
+        """Of each picture."""
+        files = workload.scene.files
+        hashes = data_hash.hashes({file: file for file in files})
+        return hashes or {recipe.data[0].path: workload.fingerprint()}
+
+    def freeze(self, workload: RadianceWorkload, folder: Path) -> None:
+        """The cameras."""
+        (folder / CAMERAS).write_text(json.dumps(workload.scene.cameras()), encoding="utf-8")
+
+    def suffices(self, frozen: Path, evaluation: bool) -> bool:
+        """Views are rendered from cameras alone; a validation compares them with pictures."""
+        return not evaluation
+
+    def answer(self, workload: RadianceWorkload, model: nn.Module, text: str | None, sampling: Sampling) -> Answer:
+        """Renders the views of a JSON file, or test views by number, into PNG files in the working directory."""
+        views = views_of(workload, text)
+
+        def write() -> Iterator[str]:
+            for name, lens, pose in views:
+                rendered = workload.render(model, lens, pose)
+                try:
+                    Path(name).write_bytes(artifacts.encode(rendered.image.numpy()))
+                except OSError as error:
+                    raise UserError(f"{name} cannot be written: {error}.", do="another working directory") from None
+                yield f"{name}\n"
+
+        return Answer(write(), lambda: {"images": [line.strip() for line in write()]})
+
+    def usage(self, recipe: Mapping[str, Any]) -> tuple[str, str]:
+        """The first test view."""
+        return "views", " 0"
+
+    def turntable(self, workload: RadianceWorkload, model: nn.Module, file: Path) -> str:
+        """An animation of a way round the scene."""
+        try:
+            from PIL import Image
+        except ImportError:
+            raise UserError("Animations are written with Pillow.", do='pip install "espalier[scenes]"') from None
+        if file.suffix.lower() != ".gif":
+            raise UserError(f"--turntable {file} is no GIF.", do=f"--turntable {file.with_suffix('.gif')}")
+        scene = workload.scene
+        poses = torch.from_numpy(turntable_poses(scene.poses.numpy(), TURNS, scene.forward))
+        pictures = [Image.fromarray(workload.render(model, scene.lens, pose).image.numpy()) for pose in poses]
+        try:
+            pictures[0].save(file, save_all=True, append_images=pictures[1:], duration=80, loop=0)
+        except OSError as error:
+            raise UserError(f"{file} cannot be written: {error}.", do="check the path") from None
+        return f"{file}: {TURNS} views of {scene.lens.width} × {scene.lens.height}"
+
+    def energy(self, workload: RadianceWorkload, model: nn.Module) -> EnergyTables:
+        """Of the first test view."""
+        ((_, lens, pose),) = views_of(workload, "0")
+        view_energy = energy.of_view(model, workload.rendered(model, lens, pose))
+        rows = [
+            (name, where, show_count(macs), show_count(acs), f"{1e6 * joules:.3g} µJ", f"{share:.1%}")
+            for name, where, macs, acs, joules, share in energy.colour_rows(workload.options, view_energy)
         ]
-        title += f"; spikes of a neuron and sample: {rates[0]} and {rates[1]}"
-    what = f"an image of {lens.width} × {lens.height} pixels (the first test view)"
-    return EnergyTables(what, view_energy.parts, [(title, columns, rows)])
+        columns = ("colour network", "directions", "MACs", "accumulations", "energy", "of the plain network's")
+        title = (
+            f"The colour network alone, without memory, on {view_energy.samples:,} samples of {view_energy.rays:,} rays"
+        )
+        if bool(view_energy.spikes.any()):
+            rates = [
+                f"{int(count) / max(1, view_energy.samples * workload.options.width):.3f}"
+                for count in view_energy.spikes
+            ]
+            title += f"; spikes of a neuron and sample: {rates[0]} and {rates[1]}"
+        what = f"an image of {lens.width} × {lens.height} pixels (the first test view)"
+        return EnergyTables(what, view_energy.parts, [(title, columns, rows)])
 
 
-def _usage(recipe: Mapping[str, Any]) -> tuple[str, str]:
-    return "views", " 0"
-
-
-ROW = Row(
-    open=_open,
-    profile=_profile,
-    contents=_contents,
-    reading="Reading the scene",
-    answer=_answer,
-    freeze=_freeze,
-    turntable=_turntable,
-    usage=_usage,
-    energy=_energy,
-)
+ROW = SceneRow()

@@ -65,7 +65,7 @@ def _nothing(recipe: RecipeBase) -> None:
 
 @dataclass(frozen=True)
 class ModelKind:
-    """What one kind of model says of its options. Its other half, with torch, is the `workload.Row` in `row`.
+    """What one kind of model says of its options. Its other half, with torch, is the `workload_row.Row` in `row`.
 
     Attributes:
         name: as people read it.

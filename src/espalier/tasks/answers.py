@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from espalier.module.parts import Task, collated, length
 from espalier.parallel.workload import to_device
@@ -20,7 +20,7 @@ from espalier.train.workload_row import Answer, Sampling
 
 
 def answer(
-    tasks: Mapping[str, Task], batches: Sequence[int], model: nn.Module, asked: str | None, sampling: Sampling
+    tasks: Mapping[str, Task], batches: Sequence[int], model: MultitaskModel, asked: str | None, sampling: Sampling
 ) -> Answer:
     """See `Row.answer`. `batches`: samples of each task's.
 
@@ -29,7 +29,6 @@ def answer(
 
     Raises UserError where there is no such sample, or no task goes on from text.
     """
-    assert isinstance(model, MultitaskModel)
     names = [task.name for task in model.tasks]
     word, _, number = (asked or "").strip().partition(" ")
     wanted = [(names.index(word), number.strip() or "0")] if word in names else []
@@ -118,12 +117,8 @@ def _named(fields: Fields, row: int) -> str:
 
 
 def _outputs(model: MultitaskModel, task: int, fields: Fields) -> list[Tensor]:
-    made: dict[str, Any] = {}
-    for node in model.nodes(task)[:-1]:
-        made[node.name] = model.compute(
-            task, node.name, (0, node.operators), [made[need] for need in node.needs], fields
-        )
-    return [made[name] for name in model.tasks[task].towers]
+    outputs = model.run(task, model.nodes(task)[:-1], fields)
+    return [outputs[name] for name in model.tasks[task].towers]
 
 
 def _written(

@@ -270,14 +270,17 @@ class MultitaskModel(nn.Module):
         assert isinstance(tower, TowerModule | FieldTower)
         return tower.run(operators, inputs, fields)
 
+    def run(self, task: int, nodes: Sequence[TaskNode], fields: Fields) -> dict[str, Any]:
+        """What `nodes` of a task give for a batch, by name."""
+        outputs: dict[str, Any] = {}
+        for node in nodes:
+            inputs = [outputs[need] for need in node.needs]
+            outputs[node.name] = self.compute(task, node.name, (0, node.operators), inputs, fields)
+        return outputs
+
     def forward(self, task: int, fields: Fields) -> Figures:
         """The figures of a task's batch."""
-        made: dict[str, Any] = {}
-        for node in self.nodes(task):
-            made[node.name] = self.compute(
-                task, node.name, (0, node.operators), [made[need] for need in node.needs], fields
-            )
-        figures: Figures = made[HEAD]
+        figures: Figures = self.run(task, self.nodes(task), fields)[HEAD]
         return figures
 
     def owners(self) -> dict[str, tuple[str, int]]:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from espalier.module.parts import Parts, Task, collated, length, tasks_of
 from espalier.module.workload import ModuleWorkload
-from espalier.parallel.workload import Shard, Tagged, Workload, to_device
+from espalier.parallel.workload import Shard, Tagged, to_device
 from espalier.radiance.scenes import Scene
 from espalier.radiance.workload import psnr
 from espalier.recipe import Recipe
@@ -28,7 +28,7 @@ from espalier.recipe.multitask import with_inputs
 from espalier.tasks import answers, sources
 from espalier.tasks import tower_cost as costs
 from espalier.tasks.towers import Figures, MultitaskModel, Shapes, TowerModule
-from espalier.train.workload_row import Answer, Opening, Profile, Row, Sampling
+from espalier.train.workload_row import Answer, Opening, Predicts, Profile, Row, Sampling
 from espalier.train.wrap_policy import profile
 
 
@@ -42,7 +42,7 @@ class MultitaskWorkload(ModuleWorkload):
         self._parts: dict[bool, tuple[PartCost, ...]] = {}
         self.nominal_weight = float(sum(self.batch))
 
-    def build(self, device: torch.device, dtype: torch.dtype) -> nn.Module:
+    def build(self, device: torch.device, dtype: torch.dtype) -> Any:
         """The towers with their initial weights: a copy, as a rank may free parts of it."""
         self._dtype = dtype
         return copy.deepcopy(self.parts.model).to(device=device, dtype=dtype)
@@ -56,37 +56,25 @@ class MultitaskWorkload(ModuleWorkload):
         if shard.stop <= shard.start:
             return []
         with self.author.answers("while its dataset was read"):
-            return [
-                Tagged(k, collated(task.dataset, self._drawn(k, step, length(task.dataset))))
-                for k, task in self._numbered()
-            ]
+            return [Tagged(k, collated(task.dataset, self._of_step(k, step))) for k, task in self._numbered()]
 
     def notes(self) -> list[str]:
         """What the data of each task has that is not used."""
         tasks = tasks_of(self.parts).items()
         return [f"{name}: {note}" for name, task in tasks for note in sources.notes(task.dataset)]
 
-    def _drawn(self, task: int, step: int, size: int) -> list[int]:
-        """Samples of a seeded permutation per epoch."""
-        first, samples = step * self.batch[task], []
-        for number in range(first, first + self.batch[task]):
-            epoch, place = divmod(number, size)
-            samples.append(int(self._permutation(task, epoch, size)[place]))
-        return samples
+    def _of_step(self, task: int, step: int) -> list[int]:
+        """A micro-batch: samples of a seeded permutation per epoch."""
+        return self._indices(task, step * self.batch[task], (step + 1) * self.batch[task])
 
     def documents(self, step: int, shard: Shard) -> list[str]:
         """The samples' indices."""
-        return [
-            f"sample {sample} of {name}"
-            for k, (name, task) in enumerate(self._tasks.items())
-            for sample in self._drawn(k, step, length(task.dataset))
-        ]
+        return [f"sample {sample} of {name}" for k, name in enumerate(self._tasks) for sample in self._of_step(k, step)]
 
     def parts_of(self, measures: bool) -> tuple[PartCost, ...]:
         """What each part of each task costs; `measures`: in seconds too. Asked once: measurements differ."""
         if measures not in self._parts:
             model = self.build(torch.device("cpu"), torch.float32)
-            assert isinstance(model, MultitaskModel)
             fields = [to_device(batch.batch, dtype=torch.float32) for batch in self.batches(0, Shard(0, 1, 1))]
             self._parts[measures] = costs.parts(model, fields, measures)
         return self._parts[measures]
@@ -185,40 +173,38 @@ def open_multitask(recipe: Recipe, folder: Path | None = None) -> MultitaskWorkl
 # --- the table of kinds --------------------------------------------------------------------------------------------
 
 
-def _open(recipe: Recipe, opening: Opening) -> MultitaskWorkload:
-    return open_multitask(recipe, opening.folder)
+class TasksRow(Row, Predicts):
+    """Several tasks on several towers."""
+
+    reading = "Reading the data of all tasks"
+
+    def open(self, recipe: Recipe, opening: Opening) -> MultitaskWorkload:
+        """Reads the data of all tasks."""
+        return open_multitask(recipe, opening.folder)
+
+    def profile(self, recipe: Recipe, opened: Callable[[], MultitaskWorkload]) -> Profile:
+        """Of the towers, with the cost of each part."""
+        workload = opened()
+        parts = workload.parts_of(recipe.plan.trial)
+        return replace(
+            profile(workload),
+            facts={"task_waves": parts} if parts else {},
+            tokens_per_sample=float(sum(workload.batch)),
+        )
+
+    def contents(self, recipe: Recipe, workload: MultitaskWorkload) -> Mapping[str, str]:
+        """Of each dataset."""
+        return workload.contents()
+
+    def answer(
+        self, workload: MultitaskWorkload, model: MultitaskModel, text: str | None, sampling: Sampling
+    ) -> Answer:
+        """Of the task that `text` names."""
+        return answers.answer(workload.parts.tasks or {}, workload.batch, model, text, sampling)
+
+    def usage(self, recipe: Mapping[str, Any]) -> tuple[str, str]:
+        """The first task."""
+        return "answers", f" {recipe['tasks'][0]['name']}"
 
 
-def _profile(recipe: Recipe, opened: Callable[[], Workload]) -> Profile:
-    workload = opened()
-    assert isinstance(workload, MultitaskWorkload)
-    parts = workload.parts_of(recipe.plan.trial)
-    return replace(
-        profile(workload, workload.anatomy),
-        facts={"task_waves": parts} if parts else {},
-        tokens_per_sample=float(sum(workload.batch)),
-    )
-
-
-def _contents(recipe: Recipe, workload: Workload) -> Mapping[str, str]:
-    assert isinstance(workload, MultitaskWorkload)
-    return workload.contents()
-
-
-def _answer(workload: Workload, model: nn.Module, asked: str | None, sampling: Sampling) -> Answer:
-    assert isinstance(workload, MultitaskWorkload)
-    return answers.answer(workload.parts.tasks or {}, workload.batch, model, asked, sampling)
-
-
-def _usage(recipe: Mapping[str, Any]) -> tuple[str, str]:
-    return "answers", f" {recipe['tasks'][0]['name']}"
-
-
-ROW = Row(
-    open=_open,
-    profile=_profile,
-    contents=_contents,
-    reading="Reading the data of all tasks",
-    answer=_answer,
-    usage=_usage,
-)
+ROW = TasksRow()

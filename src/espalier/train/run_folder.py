@@ -71,11 +71,13 @@ class RunFolder:
         """The resolved recipe of the run in this folder."""
         return recipe_file.load(self.recipe)
 
-    def freeze(self, write: Callable[[Path], None]) -> None:
-        """Keeps what `write` writes into a folder as what preprocessing decided, with hashes, whole or not at all."""
+    def freeze(self, write: Callable[[Path], None] | None) -> None:
+        """Keeps what `write` writes into a folder (None: nothing) as what preprocessing decided, with hashes, whole or
+        not at all."""
 
         def fill(folder: Path) -> None:
-            write(folder)
+            if write is not None:
+                write(folder)
             replace(folder / _HASHES, json.dumps(data_hash.in_folder(folder), indent=1))
 
         try:

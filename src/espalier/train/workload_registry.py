@@ -30,8 +30,8 @@ class Resolved:
     """What was opened to derive it."""
     trust: bool = False
     """The user trusts who made the run: what can run code is read too (`--trust`)."""
-    kept: Path | None = None
-    """Where the run keeps what preprocessing decided."""
+    frozen: Path | None = None
+    """See `Opening.frozen`."""
     reads: bool = True
     """Whether the data itself is read, see `Opening.reads`."""
 
@@ -53,18 +53,18 @@ def row_of(kind: ModelKind) -> Row:
     return row_of_kind
 
 
-def settle(recipe: Recipe, folder: Path | None, waiting: Waiting = silently, kept: Path | None = None) -> Resolved:
-    """Derives what a recipe leaves open; `folder`: where its file lies; `kept`: see `Opening.kept`."""
+def settle(recipe: Recipe, folder: Path | None, waiting: Waiting = silently, frozen: Path | None = None) -> Resolved:
+    """Derives what a recipe leaves open; `folder`: where its file lies; `frozen`: see `Opening.frozen`."""
     kind = row(recipe)
     with waiting(kind.reading) as progress:
-        prepared = kind.prepare(recipe, Opening(folder, progress, kept=kept))
+        prepared = kind.prepare(recipe, Opening(folder, progress, frozen=frozen))
     resolved, derivations = defaults.resolve(prepared.recipe, vocabulary=prepared.vocabulary)
-    return Resolved(resolved, [*prepared.derivations, *derivations], folder, prepared.data, kept=kept)
+    return Resolved(resolved, [*prepared.derivations, *derivations], folder, prepared.data, frozen=frozen)
 
 
 def open_workload(resolved: Resolved, waiting: Waiting = silently) -> Workload:
     """The workload of a resolved recipe, its data opened (built on first use)."""
     kind = row(resolved.recipe)
     with waiting(kind.reading) as progress:
-        opening = Opening(resolved.folder, progress, resolved.data, resolved.kept, resolved.reads)
+        opening = Opening(resolved.folder, progress, resolved.data, resolved.frozen, resolved.reads)
         return kind.open(resolved.recipe, opening)

@@ -1,12 +1,12 @@
-"""One row of the workload registry: how a kind of model opens its data, and what the planner and the verbs may ask."""
+"""One row of the workload registry: how a kind of model opens its data, what the planner asks, and what it can do."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 from torch import nn
 
@@ -28,15 +28,15 @@ class Opening:
         folder: where the recipe's file lies.
         progress: told how far reading is.
         data: `Prepared.data`.
-        kept: the folder that `Row.freeze` has filled when the run began: its decisions hold, and the data is mapped to
-            them by name or refused by name. None: the run begins, or was begun by a version that kept none.
-        reads: whether the data is read; False: what is in `kept` has to do, for predictions and exports.
+        frozen: the folder that `Freezes.freeze` has filled when the run began: its decisions hold, and the data is
+            mapped to them by name or refused by name. None: the run begins, or a version that froze nothing began it.
+        reads: whether the data is read; False: `frozen` has all that is needed, for predictions and exports.
     """
 
     folder: Path | None = None
     progress: Progress = _silently
     data: Any = None
-    kept: Path | None = None
+    frozen: Path | None = None
     reads: bool = True
 
 
@@ -122,67 +122,119 @@ class EnergyTables(NamedTuple):
     tables: Sequence[tuple[str, Sequence[str], Sequence[Sequence[Any]]]] = ()
 
 
-def _fingerprint(recipe: Recipe, workload: Workload) -> Mapping[str, str]:
-    """All data as one."""
-    return {"the data": workload.fingerprint()}
+@runtime_checkable
+class Row(Protocol):
+    """What the planner and the verbs do with every kind of model.
 
-
-def _nothing_to_freeze(workload: Workload, folder: Path) -> None:
-    """Its data says all."""
-
-
-def _nothing_to_pack(workload: Workload, shards: Sequence[Shard], packing: PackStart) -> None:
-    """No recipe of this kind has a [store]."""
-
-
-def _as_it_is(recipe: Recipe, opening: Opening) -> Prepared:
-    """No option depends on the data."""
-    return Prepared(recipe)
-
-
-@dataclass(frozen=True)
-class Row:
-    """What the planner and the verbs do with one kind of model.
+    What only some kinds can do is a Protocol of its own, below: the class of a row inherits those that it answers, and
+    a verb asks `isinstance(row, Chats)`. `workload` and `model` are of the row's own kind.
 
     Attributes:
-        open: (resolved recipe, `Opening`) -> the workload, its data opened.
-        profile: of a resolved recipe; it opens the workload only if it has to.
-        reading: what is said while data is read.
-        prepare: looks at the data as far as options depend on it.
-        freeze: (workload, empty folder), which writes what preprocessing decided there: tokenizer, classes, splits.
-        evaluates: whether the frozen folder holds what evaluation reads too.
-        lacks: whether a frozen folder holds less than predictions and evaluation read.
-        pack: of a recipe with a [store], (workload, shards of a machine's ranks, `PackStart`): packs their batches.
-        answer: (workload, model, input, sampling) -> Answer. None: nobody knows what an input is.
-        exports: format -> (workload, model, folder), which writes the model there and says how to load it.
-        contents: name -> hash of the data's files, compared when a run is taken up again.
-        tokenizer: of the workload, for tasks that ask questions in text.
-        usage: of the recipe's tables, how people ask a trained model: (word, what follows `espalier predict RUN`).
-        reply: (workload, model, turns of a chat as (role, text), sampling) -> the next answer in pieces; raises
-            UserError for a run that was not trained on conversations. None: no run of this kind is.
-        turntable: of a scene, (workload, model, file) -> what was written: an animation of a way round it.
-        energy: (workload, model) -> what an inference takes. None: nobody has counted it.
-        cut: of a graph, (workload, the ranks' shares of the nodes, folder), which writes each rank's part there.
-            None: no run of this kind trains on parts.
-        packed: (model, folder) -> whether the folder is an export that predicts by itself, with which the model is
-            filled then.
+        reading: shown while data is read.
     """
 
-    open: Callable[[Recipe, Opening], Workload]
-    profile: Callable[[Recipe, Callable[[], Workload]], Profile]
     reading: str = "Reading the data"
-    prepare: Callable[[Recipe, Opening], Prepared] = _as_it_is
-    freeze: Callable[[Workload, Path], None] = _nothing_to_freeze
-    evaluates: bool = False
-    lacks: Callable[[Path], bool] = lambda kept: False
-    pack: Callable[[Workload, Sequence[Shard], PackStart], None] = _nothing_to_pack
-    answer: Callable[[Workload, nn.Module, str | None, Sampling], Answer] | None = None
-    exports: Mapping[str, Callable[[Workload, nn.Module, Path], str]] = field(default_factory=dict)
-    contents: Callable[[Recipe, Workload], Mapping[str, str]] = _fingerprint
-    tokenizer: Callable[[Workload], Any] | None = None
-    usage: Callable[[Mapping[str, Any]], tuple[str, str]] = lambda recipe: ("answers", "")
-    reply: Callable[[Workload, nn.Module, Sequence[tuple[str, str]], Sampling], Iterator[str]] | None = None
-    turntable: Callable[[Workload, nn.Module, Path], str] | None = None
-    energy: Callable[[Workload, nn.Module], EnergyTables] | None = None
-    cut: Callable[[Workload, Sequence[int], Path], None] | None = None
-    packed: Callable[[nn.Module, Path], bool] = lambda model, folder: False
+
+    def open(self, recipe: Recipe, opening: Opening) -> Workload:
+        """The workload of a resolved recipe, its data opened."""
+
+    def profile(self, recipe: Recipe, opened: Callable[[], Any]) -> Profile:
+        """Of a resolved recipe. `opened` opens the workload; called only if the profile depends on the data."""
+
+    def contents(self, recipe: Recipe, workload: Any) -> Mapping[str, str]:
+        """Hashes of the data's files by name, compared when a run is resumed."""
+
+    def prepare(self, recipe: Recipe, opening: Opening) -> Prepared:
+        """The recipe after a look at the data, as far as options depend on it: here on none."""
+        return Prepared(recipe)
+
+
+@runtime_checkable
+class Freezes(Protocol):
+    """Keeps what preprocessing decided (tokenizer, classes, splits) in the run folder."""
+
+    def freeze(self, workload: Any, folder: Path) -> None:
+        """Writes it into the empty `folder`, which `Row.open` is given as `Opening.frozen`."""
+
+    def suffices(self, frozen: Path, evaluation: bool) -> bool:
+        """Whether predictions (`evaluation`: the validation too) read nothing besides the folder `frozen`."""
+
+
+@runtime_checkable
+class Packs(Protocol):
+    """Packs the batches of recipes with a [store]."""
+
+    def pack(self, workload: Any, shards: Sequence[Shard], packing: PackStart) -> None:
+        """Packs those of `shards`, the ranks of a machine."""
+
+
+@runtime_checkable
+class Predicts(Protocol):
+    """Answers inputs of `espalier predict`."""
+
+    def answer(self, workload: Any, model: Any, text: str | None, sampling: Sampling) -> Answer:
+        """To the input `text`; None: none was given. Raises UserError for an input that means nothing."""
+
+    def usage(self, recipe: Mapping[str, Any]) -> tuple[str, str]:
+        """(what an answer is, what follows `espalier predict RUN`), by the recipe's tables."""
+        return "answers", ""
+
+
+@runtime_checkable
+class Chats(Protocol):
+    """Answers in the turns of a chat."""
+
+    def reply(self, workload: Any, model: Any, turns: Sequence[tuple[str, str]], sampling: Sampling) -> Iterator[str]:
+        """The next answer to `turns` of (role, text), in pieces. Raises UserError for a run that was not trained on
+        conversations."""
+
+
+@runtime_checkable
+class Tokenizes(Protocol):
+    """Has a tokenizer, for tasks that ask questions in text."""
+
+    def tokenizer(self, workload: Any) -> Any:
+        """The workload's `language.tokenizer.Tokenizer`."""
+
+
+@runtime_checkable
+class Exports(Protocol):
+    """Writes the trained model in forms of its own.
+
+    Attributes:
+        exports: form -> (workload, model, folder), which writes the model there and returns how to load it.
+    """
+
+    exports: ClassVar[Mapping[str, Callable[[Any, Any, Path], str]]]
+
+
+@runtime_checkable
+class LoadsPacked(Protocol):
+    """Has an export that predicts without a checkpoint."""
+
+    def load_packed(self, model: Any, folder: Path) -> bool:
+        """Whether `folder` is such an export; it then fills `model`."""
+
+
+@runtime_checkable
+class Renders(Protocol):
+    """Renders animations of a scene."""
+
+    def turntable(self, workload: Any, model: Any, file: Path) -> str:
+        """Writes one of a way round the scene into `file`, and returns what was written."""
+
+
+@runtime_checkable
+class CountsEnergy(Protocol):
+    """Counts what an inference takes."""
+
+    def energy(self, workload: Any, model: Any) -> EnergyTables:
+        """Operations and bytes of one inference."""
+
+
+@runtime_checkable
+class CutsIntoParts(Protocol):
+    """Cuts a graph into parts that ranks train on."""
+
+    def cut(self, workload: Any, shares: Sequence[int], folder: Path) -> None:
+        """Writes each rank's part into `folder`. `shares`: nodes of each, relative to one another."""

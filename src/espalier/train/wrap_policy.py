@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from espalier.parallel.workload import Workload
 from espalier.plan.axes.flat_layout import Sized
 from espalier.train.seams import fields_of
 from espalier.train.workload_row import Profile, tally
@@ -104,9 +103,9 @@ def deeper(sizes: Sequence[Sized], depth: int) -> tuple[Sized, ...]:
     return (*sizes[:first], *repeated, *sizes[last:])
 
 
-def profile(workload: Workload, anatomy: Any, remarks: Sequence[str] = ()) -> Profile:
-    """What the planner is told of a model that is built to be counted, and cannot be cut. `anatomy`, `remarks`: as
-    `Profile` has them."""
+def profile(workload: Any, remarks: Sequence[str] = ()) -> Profile:
+    """What the planner is told of a model that is built to be counted. `workload`: has `Plain.anatomy`, or one of its
+    own. `remarks`: see `Profile`."""
     model = workload.build(torch.device("cpu"), torch.float32)
     outside = workload.embeddings(model)
     sizes = sizes_of(model, workload.blocks(model), outside)
@@ -114,7 +113,7 @@ def profile(workload: Workload, anatomy: Any, remarks: Sequence[str] = ()) -> Pr
         tally=replace(tally(model, outside), sizes=sizes, running=running_of(model)),
         global_batch=workload.global_batch,
         tokens_per_sample=1.0,
-        anatomy=anatomy,
+        anatomy=workload.anatomy,
         remarks=remarks,
         tasks=len(workload.tasks()),
     )

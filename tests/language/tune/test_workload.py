@@ -11,9 +11,9 @@ import torch.nn.functional as F
 
 from espalier import recipe as config
 from espalier.language import gpt, hf
+from espalier.language.generate import before
 from espalier.language.tokenizer import ByteTokenizer
 from espalier.language.tune import workload as tuning
-from espalier.language.tune.chat_recipe import before
 from espalier.language.tune.workload import TuneWorkload
 from espalier.parallel.workload import Shard
 from espalier.recipe import defaults
@@ -123,7 +123,7 @@ def test_a_run_keeps_what_its_adapters_stand_on(
 ) -> None:
     workload = opened(config.Lora(rank=2))
     (tmp_path / "kept").mkdir()
-    tuning.freeze(workload, tmp_path / "kept")
+    workload.freeze(tmp_path / "kept")
     thawed = tuning.thaw(workload.recipe, tmp_path / "kept")
     assert thawed.held_out.fingerprint == workload.chats.held_out.fingerprint
     assert thawed.template.text == workload.chats.template.text

@@ -81,13 +81,13 @@ def test_a_run_that_goes_on_takes_the_plan_that_it_began_with_whatever_is_measur
     began = GraphWorkload(recipe_of(model), made())
     assert began.network.plan(began)[0] == "edge"
     (tmp_path / "kept").mkdir()
-    workload_row._freeze(began, tmp_path / "kept")
+    workload_row.ROW.freeze(began, tmp_path / "kept")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other"))
     times.update(edge=4.0)
     other = GraphWorkload(recipe_of(model), made())
     assert other.network.plan(other)[0] != "edge"
-    opening = Opening(kept=tmp_path / "kept", reads=False)
-    again = workload_row._open(recipe_of(model), opening)
+    opening = Opening(frozen=tmp_path / "kept", reads=False)
+    again = workload_row.ROW.open(recipe_of(model), opening)
     assert again.network.plan(again)[0] == "edge"
     assert "as when the run began" in again.decisions()[-1]
 

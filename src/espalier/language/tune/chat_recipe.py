@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import msgspec
-from torch import nn
 
-from espalier.language import generate, gpt
 from espalier.language.tokenizer import Tokenizer, open_tokenizer
 from espalier.language.tune import chat_rows, peft
 from espalier.language.tune import workload as tuning
@@ -18,7 +15,7 @@ from espalier.language.tune.workload import ReadChats, TuneWorkload
 from espalier.recipe import Dpo, Gpt, Lora, Moe, Recipe
 from espalier.recipe.base import Derivation
 from espalier.recipe.errors import UserError
-from espalier.train.workload_row import Answer, Opening, Prepared, Sampling
+from espalier.train.workload_row import Opening, Prepared
 
 LONGEST, SHORTEST = 2048, 64
 """Tokens of a derived `train.sequence`, at most and at least."""
@@ -33,9 +30,9 @@ def prepare(recipe: Recipe, opening: Opening, derived: Sequence[Derivation], tok
     if not recipe.data:
         raise UserError("The recipe has no [data].", do='[data] path = "chats.jsonl", or "python:docstrings"')
     tokenizer = tokenizer or open_tokenizer(recipe.data[0].tokenizer)
-    if opening.kept is not None and recipe.train.steps is not None and not opening.reads:
+    if opening.frozen is not None and recipe.train.steps is not None and not opening.reads:
         return Prepared(recipe, tokenizer.vocabulary, None, derived)
-    chats = tuning.read(recipe, tokenizer, opening.kept, opening.progress)
+    chats = tuning.read(recipe, tokenizer, opening.frozen, opening.progress)
     derivations = list(derived)
     train = recipe.train
     if train.sequence is None:
@@ -57,7 +54,7 @@ def _with_adapter(recipe: Recipe, opening: Opening) -> Recipe:
     """What adapters to go on from say of themselves; those of a run that has begun are with it."""
     if not isinstance(recipe.tune, Lora) or recipe.tune.adapter is None:
         return recipe
-    adapter = None if opening.kept is None else opening.kept / tuning.ADAPTER
+    adapter = None if opening.frozen is None else opening.frozen / tuning.ADAPTER
     folder = adapter if adapter is not None and adapter.is_dir() else Path(recipe.tune.adapter)
     return msgspec.structs.replace(recipe, tune=peft.with_options(recipe.tune, folder))
 
@@ -86,81 +83,25 @@ def _batch_and_steps(recipe: Recipe, chats: ReadChats) -> tuple[Recipe, list[Der
 
 
 def open_tuning(recipe: Recipe, opening: Opening, tokenizer: Tokenizer | None) -> TuneWorkload:
-    """The workload; of a run that has `kept` its preprocessing, without the data where that is not read."""
+    """The workload; of a run that has frozen its preprocessing, without the data where that is not read."""
     base = base_of(opening)
-    if opening.kept is not None:
+    if opening.frozen is not None:
         # A checkpoint has taken the place of weights that are trained; frozen ones are with the run.
         initial = str(base) if base is not None else recipe.model.initial if opening.reads else None  # type: ignore[attr-defined]
         recipe = msgspec.structs.replace(recipe, model=msgspec.structs.replace(recipe.model, initial=initial))
         if isinstance(recipe.tune, Lora) and recipe.tune.adapter is not None:
-            adapter = str(opening.kept / tuning.ADAPTER)
+            adapter = str(opening.frozen / tuning.ADAPTER)
             recipe = msgspec.structs.replace(recipe, tune=msgspec.structs.replace(recipe.tune, adapter=adapter))
         if not opening.reads:
-            return TuneWorkload(recipe, tuning.thaw(recipe, opening.kept))
+            return TuneWorkload(recipe, tuning.thaw(recipe, opening.frozen))
     chats = opening.data
     if not isinstance(chats, ReadChats):
         tokenizer = tokenizer or open_tokenizer(recipe.data[0].tokenizer)
-        chats = tuning.read(recipe, tokenizer, opening.kept, opening.progress)
+        chats = tuning.read(recipe, tokenizer, opening.frozen, opening.progress)
     return TuneWorkload(recipe, tuning.chats_of(recipe, chats))
 
 
 def base_of(opening: Opening) -> Path | None:
     """The frozen weights that a run keeps; None: it keeps none."""
-    base = None if opening.kept is None else opening.kept / tuning.BASE
+    base = None if opening.frozen is None else opening.frozen / tuning.BASE
     return base if base is not None and base.is_dir() else None
-
-
-def answer(workload: TuneWorkload, model: nn.Module, asked: str | None, sampling: Sampling) -> Answer:
-    """The answer to one question."""
-    assert isinstance(model, gpt.GPT)
-    if asked is None:
-        raise UserError("espalier predict needs a question.", do="espalier predict RUN 'What is …?', or --chat")
-    pieces = reply(workload, model, [("user", asked)], sampling)
-
-    def record() -> Mapping[str, Any]:
-        return {"prompt": asked, "text": "".join(pieces)}
-
-    return Answer(_line(pieces), record)
-
-
-def _line(pieces: Iterator[str]) -> Iterator[str]:
-    yield from pieces
-    yield "\n"
-
-
-def reply(
-    workload: TuneWorkload, model: gpt.GPT, turns: Sequence[tuple[str, str]], sampling: Sampling
-) -> Iterator[str]:
-    """The assistant's next answer in a chat of (role, text), in pieces as it is made."""
-    ending, tokenizer = workload.endings, workload.tokenizer
-    stop = ending[0] if len(ending) == 1 else None
-    fresh = generate.generate(
-        model,
-        workload.prompt(turns),
-        tokens=sampling.tokens,
-        temperature=sampling.temperature,
-        top_k=sampling.top_k,
-        seed=sampling.seed,
-        stop=stop,
-    )
-    made: list[int] = []
-    shown = ""
-    for token in before(fresh, ending):
-        made.append(token)
-        text = tokenizer.decode(made)
-        if not text.endswith("\N{REPLACEMENT CHARACTER}"):  # else a character is still incomplete
-            yield text[len(shown) :]
-            shown = text
-    yield tokenizer.decode(made)[len(shown) :]
-
-
-def before(tokens: Iterator[int], ending: Sequence[int]) -> Iterator[int]:
-    """`tokens` up to the sequence `ending`, each as soon as it is known to be no part of it."""
-    waiting: list[int] = []
-    for token in tokens:
-        waiting.append(token)
-        while waiting and waiting != list(ending[: len(waiting)]):
-            yield waiting.pop(0)
-        if len(waiting) == len(ending):
-            return
-    yield from waiting

@@ -13,14 +13,13 @@ import msgspec
 import torch
 import xxhash
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from espalier.checkpoint import weight_files
 from espalier.checkpoint.weight_files import StoredTensor
 from espalier.language import gpt, hf, hf_config
 from espalier.language.decoder_workload import DecoderWorkload
 from espalier.language.tune import lora
-from espalier.parallel.workload import Workload
 from espalier.recipe import Adapters, Lora, cache_dir
 from espalier.recipe.data_table import data_table
 from espalier.recipe.errors import UserError
@@ -33,12 +32,11 @@ _BEFORE = "base_model.model."
 _PARTS = {"lora_a": "lora_A.weight", "lora_b": "lora_B.weight", "magnitude": "lora_magnitude_vector.weight"}
 
 
-def export(workload: Workload, model: nn.Module, folder: Path) -> str:
+def export(workload: DecoderWorkload, model: gpt.GPT, folder: Path) -> str:
     """Writes the adapters of `model`, reloads and compares them. Raises UserError where there are none, or the folder
     cannot be written."""
-    assert isinstance(model, gpt.GPT)
     adapted = lora.layers(model)
-    if not isinstance(workload, DecoderWorkload) or not adapted:
+    if not adapted:
         raise UserError("The run has no adapters.", why='tune.kind = "lora" trains them', do="espalier export --to hf")
     tensors = tensors_of(model)
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import copy
 import json
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from functools import lru_cache, partial
-from itertools import groupby
+from itertools import chain, groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,11 +24,12 @@ from espalier.language.tune.answer_loss import answer_loss, row_log_probability
 from espalier.language.tune.chat_rows import ChatTokens
 from espalier.language.tune.chat_template import FILE, ChatTemplate, open_template
 from espalier.language.tune.conversations import Turn
-from espalier.parallel.workload import Pieces, Progress, Role, Shard, Skeleton, to_device, whole_skeleton
+from espalier.parallel.workload import Pieces, Plain, Progress, Role, Shard, Skeleton, to_device
 from espalier.recipe import Adapters, Dpo, Lora, Recipe, Tuning, data_hash
 from espalier.recipe.cost import Work
 from espalier.recipe.errors import UserError
 from espalier.store.artifacts import Artifact, Text
+from espalier.train.workload_row import Answer, Sampling
 
 BASE = "base"
 """The folder, beside what preprocessing decided, of the weights that are frozen under adapters."""
@@ -38,7 +40,7 @@ EPOCHS = 3
 _HELD_OUT = "held_out.npz"
 
 
-class Chats(NamedTuple):
+class ConversationSplit(NamedTuple):
     """What is trained on, what is held out, and what the user should know of both."""
 
     tokenizer: Tokenizer
@@ -51,7 +53,7 @@ class Chats(NamedTuple):
 class TuneWorkload(DecoderWorkload):
     """One decoder and its conversations. Samples are rows, or with preferences pairs."""
 
-    def __init__(self, recipe: Recipe, chats: Chats) -> None:
+    def __init__(self, recipe: Recipe, chats: ConversationSplit) -> None:
         super().__init__(recipe, chats.tokenizer)
         assert recipe.tune is not None
         self.tune: Tuning = recipe.tune
@@ -66,21 +68,19 @@ class TuneWorkload(DecoderWorkload):
 
     # --- the model -----------------------------------------------------------------------------------------------
 
-    def build(self, device: torch.device, dtype: torch.dtype) -> nn.Module:
+    def build(self, device: torch.device, dtype: torch.dtype) -> gpt.GPT:
         """The decoder of `model.initial`, adapted as the recipe says."""
-        model = super().build(device, dtype)
-        assert isinstance(model, gpt.GPT)
-        return adapted(model, self.recipe)
+        return adapted(super().build(device, dtype), self.recipe)
 
     def skeleton(self) -> Skeleton:
         """As it is built: frozen weights are on every rank."""
-        return whole_skeleton(self.build(torch.device("cpu"), torch.float32))
+        return Plain.skeleton(self)
 
-    def pieces(self, model: nn.Module) -> Pieces | None:
+    def pieces(self, model: gpt.GPT) -> Pieces | None:
         """Of a decoder that is trained on answers; None: of pairs, whose loss calls the model twice."""
         return None if self.pairs else super().pieces(model)
 
-    def roles(self, model: nn.Module) -> Mapping[str, Role] | None:
+    def roles(self, model: gpt.GPT) -> Mapping[str, Role] | None:
         """Of a decoder that is trained whole; None: a frozen part has no optimizer."""
         return None if isinstance(self.tune, Adapters) else super().roles(model)
 
@@ -129,9 +129,8 @@ class TuneWorkload(DecoderWorkload):
         assert self.chats.train is not None
         return [self.chats.train.names[chat] for row in self._chosen(step, shard) for chat in row]
 
-    def loss(self, model: nn.Module, batch: TokenWindows) -> tuple[Tensor, Tensor]:
+    def loss(self, model: gpt.GPT, batch: TokenWindows) -> tuple[Tensor, Tensor]:
         """Sum of cross entropies of the answers' tokens in nats, and their number; of preferences, see `dpo`."""
-        assert isinstance(model, gpt.GPT)
         if isinstance(self.tune, Dpo):
             losses = dpo.losses(model, batch, self.tune.beta).loss
             return losses.sum(), torch.tensor(len(losses))
@@ -142,9 +141,8 @@ class TuneWorkload(DecoderWorkload):
         each = self.sequence * (dpo.ROWS if self.pairs else 1)
         return min(len(self.held_rows), max(1, self.recipe.train.validate_tokens // each))
 
-    def evaluate(self, model: nn.Module, shard: Shard) -> Mapping[str, tuple[float, float]]:
+    def evaluate(self, model: gpt.GPT, shard: Shard) -> Mapping[str, tuple[float, float]]:
         """Of answers `loss` in nats per token and `nats_per_byte`; of preferences `loss`, `margin`, `preferred`."""
-        assert isinstance(model, gpt.GPT)
         device = next(model.parameters()).device
         totals: dict[str, list[float]] = {}
         for start, stop in shard.cuts:
@@ -167,9 +165,8 @@ class TuneWorkload(DecoderWorkload):
         """Of answers loss, bits per byte and perplexity; of preferences what `evaluate` gives."""
         return totals if self.pairs else super().summary(totals)
 
-    def sample(self, model: nn.Module) -> list[Artifact]:
+    def sample(self, model: gpt.GPT) -> list[Artifact]:
         """An answer to the first held-out question, or to `track.sample`."""
-        assert isinstance(model, gpt.GPT)
         held_out, asked = self.chats.held_out, self.recipe.track.sample
         if asked:
             start = self.prompt([("user", asked)])
@@ -192,7 +189,41 @@ class TuneWorkload(DecoderWorkload):
         ids = self.tokenizer.encode_marked([self.chats.template.ending])[0][0]
         return [int(token) for token in ids] or [self.tokenizer.boundary]
 
+    def answer(self, model: gpt.GPT, text: str | None, sampling: Sampling) -> Answer:
+        """The answer to one question."""
+        if text is None:
+            raise UserError("espalier predict needs a question.", do="espalier predict RUN 'What is …?', or --chat")
+        pieces = self.reply(model, [("user", text)], sampling)
+        return Answer(chain(pieces, ["\n"]), lambda: {"prompt": text, "text": "".join(pieces)})
+
+    def reply(self, model: gpt.GPT, turns: Sequence[tuple[str, str]], sampling: Sampling) -> Iterator[str]:
+        """The assistant's next answer in a chat of (role, text), in pieces."""
+        ending = self.endings
+        stop = ending[0] if len(ending) == 1 else None
+        fresh = generate.generate(model, self.prompt(turns), stop=stop, **asdict(sampling))
+        yield from generate.text_of(generate.before(fresh, ending), self.tokenizer)
+
     # --- what is said and compared -------------------------------------------------------------------------------
+
+    def freeze(self, folder: Path) -> None:
+        """Writes what `thaw` reads: the tokenizer, the template, the held-out conversations, and frozen weights."""
+        self.tokenizer.files.keep(folder)
+        (folder / FILE).write_text(self.chats.template.text, encoding="utf-8")
+        (folder / _HELD_OUT).write_bytes(chat_rows.dumps(self.chats.held_out))
+        if isinstance(self.tune, Adapters) and self.options.initial is not None:
+            hf.copy(Path(self.options.initial), folder / BASE)
+        if isinstance(self.tune, Lora) and self.tune.adapter is not None:
+            (folder / ADAPTER).mkdir()
+            for name in (peft.CONFIG, peft.WEIGHTS):
+                shutil.copyfile(Path(self.tune.adapter) / name, folder / ADAPTER / name)
+
+    def contents(self, recipe: Recipe) -> Mapping[str, str]:
+        """Hashes of the files of all `[[data]]` in `recipe`; a source without files has one of the tokens."""
+        hashes: dict[str, str] = {}
+        for data in recipe.data:
+            listed = [] if ":" in data.path else [entry for entry in text_sources.listing(data).entries if entry.path]
+            hashes |= data_hash.hashes({entry.path: entry.path for entry in listed}) or {data.path: self.fingerprint()}
+        return hashes
 
     def fingerprint(self) -> str:
         """Of both sides, and of what tokens are answers."""
@@ -251,7 +282,7 @@ def read(recipe: Recipe, tokenizer: Tokenizer, run: Path | None, progress: Progr
     )
 
 
-def chats_of(recipe: Recipe, chats: ReadChats) -> Chats:
+def chats_of(recipe: Recipe, chats: ReadChats) -> ConversationSplit:
     """Both sides of the conversations. Raises UserError where nothing fits into `train.sequence`."""
     assert recipe.tune is not None
     assert recipe.train.sequence is not None
@@ -262,7 +293,7 @@ def chats_of(recipe: Recipe, chats: ReadChats) -> Chats:
     train = chat_rows.joined([side[0] for side in sides])
     held_out = chat_rows.joined([side[1] for side in sides])
     notes = [*(note for side in sides for note in side[2]), *_notes(chats, train)]
-    return Chats(chats.tokenizer, chats.template, train, held_out, notes)
+    return ConversationSplit(chats.tokenizer, chats.template, train, held_out, notes)
 
 
 def _notes(chats: ReadChats, train: ChatTokens) -> list[str]:
@@ -304,38 +335,11 @@ def _special_tokens(tokenizer: Tokenizer, tokens: set[int]) -> dict[int, str]:
     return {token: name for name, token in tokenizer.table().items() if token in hidden}
 
 
-def freeze(workload: TuneWorkload, folder: Path) -> None:
-    """Writes what `thaw` reads: the tokenizer, the template, the held-out conversations, and frozen weights."""
-    workload.tokenizer.files.keep(folder)
-    (folder / FILE).write_text(workload.chats.template.text, encoding="utf-8")
-    (folder / _HELD_OUT).write_bytes(chat_rows.dumps(workload.chats.held_out))
-    if isinstance(workload.tune, Adapters) and workload.options.initial is not None:
-        hf.copy(Path(workload.options.initial), folder / BASE)
-    if isinstance(workload.tune, Lora) and workload.tune.adapter is not None:
-        (folder / ADAPTER).mkdir()
-        for name in (peft.CONFIG, peft.WEIGHTS):
-            shutil.copyfile(Path(workload.tune.adapter) / name, folder / ADAPTER / name)
-
-
-def thaw(recipe: Recipe, folder: Path) -> Chats:
-    """What `freeze` wrote into `folder`."""
+def thaw(recipe: Recipe, folder: Path) -> ConversationSplit:
+    """What `TuneWorkload.freeze` wrote into `folder`."""
     tokenizer = kept_tokenizer(recipe.data[0].tokenizer, folder)
     held_out = chat_rows.loads((folder / _HELD_OUT).read_bytes(), isinstance(recipe.tune, Dpo))
-    return Chats(tokenizer, open_template(None, tokenizer, folder), None, held_out)
-
-
-def contents(recipe: Recipe, workload: TuneWorkload) -> Mapping[str, str]:
-    """Hashes of the files of all `[[data]]`; what has no files of its own is one by its tokens."""
-    hashes: dict[str, str] = {}
-    for data in recipe.data:
-        listed = [] if ":" in data.path else [entry for entry in text_sources.listing(data).entries if entry.path]
-        hashes |= data_hash.hashes({entry.path: entry.path for entry in listed}) or {data.path: workload.fingerprint()}
-    return hashes
-
-
-def export(workload: TuneWorkload, model: gpt.GPT, folder: Path) -> None:
-    """Writes a plain decoder, adapters merged into its matrices, with the chat template, as `hf.export` does."""
-    hf.export(plain(model), workload.exported_tokenizer, folder)
+    return ConversationSplit(tokenizer, open_template(None, tokenizer, folder), None, held_out)
 
 
 def plain(model: gpt.GPT) -> gpt.GPT:

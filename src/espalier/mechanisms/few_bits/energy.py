@@ -236,7 +236,7 @@ def accelerators(workload: GraphWorkload, model: Gnn) -> list[Result]:
 
 
 def tables(workload: Workload, model: nn.Module) -> EnergyTables:
-    """See `Row.energy`."""
+    """See `CountsEnergy.energy`."""
     assert isinstance(workload, GraphWorkload)
     if workload.graph.partition is not None:
         workload = GraphWorkload(workload.recipe, part_inference.whole_graph(workload.graph), workload.folder)

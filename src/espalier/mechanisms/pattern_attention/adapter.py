@@ -79,7 +79,7 @@ class TransformerAdapter(NetworkAdapter):
             return "", ""
         pattern = tokens_of(run.task.train.block, options, chosen.path, full=False).pattern
         heads = options.heads or 1
-        why = plan_choice.choose(pattern, heads, (options.width or 0) // heads, run.kept)
+        why = plan_choice.choose(pattern, heads, (options.width or 0) // heads, run.frozen)
         return plan_choice.name(pattern) if why else "", why
 
     def embeddings(self, model: Any) -> Sequence[nn.Parameter]:
