@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
 from espalier.cli import run_data, run_trust
 from espalier.recipe import Recipe
 from espalier.recipe.errors import UserError
@@ -228,7 +226,7 @@ def _with_data(recipe: Recipe, path: str) -> Recipe:
             why="the function that model.build names reads it",
             do="leave --data out, or give that function another file in model.arguments of a new run",
         )
-    data, graph = msgspec.structs.replace(recipe.data[0], path=path), recipe.graph
+    data, graph = recipe.data[0].changed(path=path), recipe.graph
     if graph is not None and graph.halo is not None:  # `parts` is of the nodes of the run's own graph
-        graph = msgspec.structs.replace(graph, halo=msgspec.structs.replace(graph.halo, parts=""))
-    return msgspec.structs.replace(recipe, data=(data,), graph=graph)
+        graph = graph.changed(halo=graph.halo.changed(parts=""))
+    return recipe.changed(data=(data,), graph=graph)

@@ -10,7 +10,6 @@ from dataclasses import replace
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, cast
 
-import msgspec
 import torch
 
 from espalier.checkpoint.save_and_restore import Checkpoints
@@ -115,8 +114,8 @@ def on_hosts(nodes: Sequence[int], plan: plans.Plan, cluster: clusters.Cluster) 
     nodes_of = [plan.ranks[rank].node for rank in plan.trainers]
     if cluster.machines != len(set(nodes)) or rank_assignment.follows(nodes, nodes_of):
         return plan
-    ranks = [msgspec.structs.replace(rank, node=node) for rank, node in zip(plan.ranks, nodes, strict=False)]
-    return msgspec.structs.replace(plan, ranks=(*ranks, *plan.ranks[len(nodes) :]))
+    ranks = [rank.changed(node=node) for rank, node in zip(plan.ranks, nodes, strict=False)]
+    return plan.changed(ranks=(*ranks, *plan.ranks[len(nodes) :]))
 
 
 def _phase_begun(folder: runs.RunFolder) -> int | None:

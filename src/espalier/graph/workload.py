@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
 from torch import Tensor, nn
 
@@ -258,7 +257,7 @@ def open_graph(
         raise UserError("The recipe has no [data].", do='[data] path = "python:imports"')
     asked, seed, links = recipe.graph, recipe.train.seed, None
     before = None if kept is None or asked.task == "link" else kept.graph.kind
-    graph = sources.load(recipe.data[0], msgspec.structs.replace(asked, target=asked.target or before), progress)
+    graph = sources.load(recipe.data[0], asked.changed(target=asked.target or before), progress)
     graph = partition_folder.checked_for(recipe, graph, lookup.network(recipe).style)
     if kept is not None:
         graph = kept_graph.mapped(graph, kept)

@@ -15,7 +15,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-import msgspec
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
@@ -254,7 +253,7 @@ def options(folder: str | Path) -> config.Gpt | config.Moe:
         return model
     tensors = _stored(home)
     if model.tied and _own_head(tensors):
-        model = msgspec.structs.replace(model, tied=False)
+        model = model.changed(tied=False)
     _refuse_differing(folder, model, _wanted(tensors, model))
     return model
 
@@ -272,7 +271,7 @@ def _refuse_differing(folder: str | Path, model: config.Gpt | config.Moe, tensor
     if isinstance(model, config.Moe) and model.experts > len(tensors):
         raise UserError(f"{folder} holds {len(tensors)} tensors, and its {CONFIG} says {model.experts} experts.")
     with parsing(Path(folder) / CONFIG, "download the folder again"):
-        small = msgspec.structs.replace(model, depth=1, context=2)
+        small = model.changed(depth=1, context=2)
         with torch.device("meta"):
             layer = MOE(small) if isinstance(small, config.Moe) else GPT(small)
     names, depth = _ours(hf_config.kind_of(model)), model.depth

@@ -70,7 +70,7 @@ def _with_initial(recipe: Recipe, initial: str) -> tuple[Recipe, Sequence[Deriva
     plain = type(model)()
     given = {name: getattr(model, name) for name in model.__struct_fields__}
     given_values = {name: value for name, value in given.items() if value != getattr(plain, name)}
-    sized = msgspec.structs.replace(recipe, model=msgspec.structs.replace(stored, **given_values))
+    sized = recipe.changed(model=stored.changed(**given_values))
     spec = _initial_tokenizer(recipe, initial, stored.vocabulary or 0)
     if not any(source.tokenizer == "auto" for source in recipe.data):
         return sized, ()
@@ -231,7 +231,7 @@ class LanguageRow(Row, Freezes, Predicts, Chats, Tokenizes, Exports):
             return tuning.open_tuning(recipe, opening, _frozen_tokenizer(recipe, opening))
         if opening.frozen is not None and not opening.reads:
             model = msgspec.structs.replace(_options(recipe), initial=None)  # a checkpoint has taken the weights' place
-            return LanguageWorkload(msgspec.structs.replace(recipe, model=model), [], thaw(recipe, opening.frozen))
+            return LanguageWorkload(recipe.changed(model=model), [], thaw(recipe, opening.frozen))
         if opening.data:
             return LanguageWorkload(recipe, opening.data)
         return open_language(recipe, opening.progress, _frozen_tokenizer(recipe, opening))

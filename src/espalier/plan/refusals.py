@@ -126,8 +126,8 @@ def _no_layout(request: Request, cluster: Cluster) -> UserError:
 def _without(pin: Pin, name: str) -> Pin:
     first, _, state = name.partition(".")
     if not state or pin.shard is None:
-        return msgspec.structs.replace(pin, **{first: None})
-    return msgspec.structs.replace(pin, shard=msgspec.structs.replace(pin.shard, **{state: None}))
+        return pin.changed(**{first: None})
+    return pin.changed(shard=pin.shard.changed(**{state: None}))
 
 
 def _value(layout: Layouts, name: str) -> Any:
@@ -284,8 +284,8 @@ def _more_devices(request: Request, cluster: Cluster) -> str:
     alone = first.count == 1 and not others
 
     def grown_to(count: int, devices: int) -> str:
-        more = msgspec.structs.replace(first, count=count, devices=devices, name="")
-        grown = msgspec.structs.replace(cluster, nodes=(more, *others), between=cluster.between or first.inside)
+        more = first.changed(count=count, devices=devices, name="")
+        grown = cluster.changed(nodes=(more, *others), between=cluster.between or first.inside)
         return planned(request, grown)
 
     for devices in range(first.devices + 1, MACHINE + 1) if alone else ():

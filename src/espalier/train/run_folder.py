@@ -22,8 +22,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from espalier import recipe as config
 from espalier.checkpoint import run_identity
 from espalier.machine import cluster as clusters
@@ -136,8 +134,7 @@ _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:")
 def located(recipe: config.Recipe) -> config.Recipe:
     """`recipe` with absolute paths to its data, its weights and its checkpoints: they hold in any working directory."""
     sources = tuple(
-        msgspec.structs.replace(
-            source,
+        source.changed(
             path=_absolute(source.path),
             tokenizer=_absolute(source.tokenizer) if os.path.exists(source.tokenizer or "") else source.tokenizer,
             cache=_absolute(source.cache),
@@ -146,13 +143,13 @@ def located(recipe: config.Recipe) -> config.Recipe:
     )
     model: Any = recipe.model
     if getattr(model, "initial", None) is not None:
-        model = msgspec.structs.replace(model, initial=_absolute(model.initial))
-    checkpoint = msgspec.structs.replace(recipe.checkpoint, target=_absolute(recipe.checkpoint.target))
+        model = model.changed(initial=_absolute(model.initial))
+    checkpoint = recipe.checkpoint.changed(target=_absolute(recipe.checkpoint.target))
     store = recipe.store
     if store is not None:
         path = tuple(map(_absolute, store.path)) if isinstance(store.path, tuple) else _absolute(store.path)
-        store = msgspec.structs.replace(store, path=path)
-    return msgspec.structs.replace(recipe, data=sources, model=model, checkpoint=checkpoint, store=store)
+        store = store.changed(path=path)
+    return recipe.changed(data=sources, model=model, checkpoint=checkpoint, store=store)
 
 
 def _absolute(path: Any) -> Any:
@@ -244,14 +241,10 @@ def _in_common(before: config.Recipe, after: config.Recipe) -> tuple[config.Reci
 
     if not named(before.tasks, after.tasks):
         return before, after
-    train = msgspec.structs.replace(before.train, batch_tokens=after.train.batch_tokens)  # that of all tasks
+    train = before.train.changed(batch_tokens=after.train.batch_tokens)  # that of all tasks
     return (
-        msgspec.structs.replace(
-            before, tasks=named(before.tasks, after.tasks), towers=named(before.towers, after.towers), train=train
-        ),
-        msgspec.structs.replace(
-            after, tasks=named(after.tasks, before.tasks), towers=named(after.towers, before.towers)
-        ),
+        before.changed(tasks=named(before.tasks, after.tasks), towers=named(before.towers, after.towers), train=train),
+        after.changed(tasks=named(after.tasks, before.tasks), towers=named(after.towers, before.towers)),
     )
 
 
@@ -259,8 +252,8 @@ def refuse_other_meaning(folder: RunFolder, recipe: config.Recipe) -> None:
     """Raises UserError when `recipe` (resolved) means another run than the one in `folder`."""
     before = folder.read()
     if recipe.train.precision == "auto":  # the plan decides it
-        train = msgspec.structs.replace(before.train, precision="auto")
-        before = msgspec.structs.replace(before, train=train)
+        train = before.train.changed(precision="auto")
+        before = before.changed(train=train)
     changed = recipe_file.changed(*map(located, _in_common(before, recipe)))
     if changed:
         key, old, new = changed[0]

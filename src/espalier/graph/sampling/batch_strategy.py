@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import msgspec
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -278,9 +277,9 @@ class WholeGraph:
         assert options is not None
         if run.graph.edges > LARGE:
             return None
-        asked = msgspec.structs.replace(options, halo=HaloOptions())
+        asked = options.changed(halo=HaloOptions())
         try:
-            made = run.like(msgspec.structs.replace(run.recipe, graph=asked))
+            made = run.like(run.recipe.changed(graph=asked))
             made.halos()
         except UserError:  # a network that cannot be cut
             return None

@@ -6,8 +6,6 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-import msgspec
-
 from espalier.language.tokenizer import Tokenizer, open_tokenizer
 from espalier.language.tune import chat_rows, peft
 from espalier.language.tune import workload as tuning
@@ -39,13 +37,13 @@ def prepare(recipe: Recipe, opening: Opening, derived: Sequence[Derivation], tok
         bound = min(LONGEST, recipe.model.context or LONGEST)
         longest = max(int(tokens.lengths.max(initial=1)) for tokens in chats.chats)
         sequence = min(bound, max(SHORTEST, math.ceil(longest / 64) * 64))
-        train = msgspec.structs.replace(train, sequence=sequence)
+        train = train.changed(sequence=sequence)
         derivations.append(
             Derivation(
                 "train.sequence", sequence, f"the longest conversation has {longest:,} tokens; at most {bound:,}"
             )
         )
-    recipe = msgspec.structs.replace(recipe, train=train)
+    recipe = recipe.changed(train=train)
     recipe, more = _batch_and_steps(recipe, chats)
     return Prepared(recipe, tokenizer.vocabulary, chats, [*derivations, *more])
 
@@ -56,7 +54,7 @@ def _with_adapter(recipe: Recipe, opening: Opening) -> Recipe:
         return recipe
     adapter = None if opening.frozen is None else opening.frozen / tuning.ADAPTER
     folder = adapter if adapter is not None and adapter.is_dir() else Path(recipe.tune.adapter)
-    return msgspec.structs.replace(recipe, tune=peft.with_options(recipe.tune, folder))
+    return recipe.changed(tune=peft.with_options(recipe.tune, folder))
 
 
 def _batch_and_steps(recipe: Recipe, chats: ReadChats) -> tuple[Recipe, list[Derivation]]:
@@ -72,14 +70,14 @@ def _batch_and_steps(recipe: Recipe, chats: ReadChats) -> tuple[Recipe, list[Der
     if train.batch_tokens is None:
         batch = max(1, min(ROWS, rows // 4))
         tokens = batch * train.sequence * (2 if pairs else 1)
-        train = msgspec.structs.replace(train, batch_tokens=tokens)
+        train = train.changed(batch_tokens=tokens)
         derivations.append(Derivation("train.batch_tokens", tokens, f"{batch} of the {rows} {what}"))
-    recipe = msgspec.structs.replace(recipe, train=train)
+    recipe = recipe.changed(train=train)
     if train.steps is None:
         steps = math.ceil(tuning.EPOCHS * rows / tuning.batch_of(recipe))
-        train = msgspec.structs.replace(train, steps=steps)
+        train = train.changed(steps=steps)
         derivations.append(Derivation("train.steps", steps, f"{tuning.EPOCHS} passes over {rows} {what}"))
-    return msgspec.structs.replace(recipe, train=train), derivations
+    return recipe.changed(train=train), derivations
 
 
 def open_tuning(recipe: Recipe, opening: Opening, tokenizer: Tokenizer | None) -> TuneWorkload:
@@ -88,10 +86,10 @@ def open_tuning(recipe: Recipe, opening: Opening, tokenizer: Tokenizer | None) -
     if opening.frozen is not None:
         # A checkpoint has taken the place of weights that are trained; frozen ones are with the run.
         initial = str(base) if base is not None else recipe.model.initial if opening.reads else None  # type: ignore[attr-defined]
-        recipe = msgspec.structs.replace(recipe, model=msgspec.structs.replace(recipe.model, initial=initial))
+        recipe = recipe.changed(model=recipe.model.changed(initial=initial))
         if isinstance(recipe.tune, Lora) and recipe.tune.adapter is not None:
             adapter = str(opening.frozen / tuning.ADAPTER)
-            recipe = msgspec.structs.replace(recipe, tune=msgspec.structs.replace(recipe.tune, adapter=adapter))
+            recipe = recipe.changed(tune=recipe.tune.changed(adapter=adapter))
         if not opening.reads:
             return TuneWorkload(recipe, tuning.thaw(recipe, opening.frozen))
     chats = opening.data

@@ -9,7 +9,6 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import msgspec
 import torch
 import xxhash
 from safetensors.torch import load_file, save_file
@@ -156,7 +155,7 @@ def with_options(tune: Lora, folder: Path) -> Lora:
         raise UserError(
             f"The adapters in {folder} are others than the recipe's.", why="; ".join(differing), do="leave them out"
         )
-    return msgspec.structs.replace(tune, **options)
+    return tune.changed(**options)
 
 
 def notes(folder: Path) -> list[str]:
