@@ -69,7 +69,7 @@ class HostPost:
             )
         remaining = [process for process, host in enumerate(hosts) if not more or host < cluster.machines]
         job = train.decided(self.given, lambda: cluster, len(remaining), [hosts[process] for process in remaining])
-        trainers = [job.plan.ranks[rank].node for rank in job.plan.trainers]
+        trainers = [rank.node for rank in job.plan.trainer_ranks]
         order = rank_assignment.numbered([machines[process] for process in remaining], trainers)
         there = [hosts[remaining[process]] for process in order]
         known = dict(zip(trainers, there, strict=True))

@@ -139,11 +139,11 @@ def _write_parts(arguments: argparse.Namespace, resolved: prepare.Resolved, deci
         raise decision.refusal()
     if len(plan.trainers) == 1:
         raise UserError("The plan has one rank, and a graph for one rank has no parts.", do="plan.pin.ranks=2, or more")
-    shares, folder = [plan.ranks[rank].share for rank in plan.trainers], arguments.parts
-    row.cut(prepare.open_workload(resolved), [stop - start for start, stop in shares], Path(folder))
+    samples, folder = [rank.samples for rank in plan.trainer_ranks], arguments.parts
+    row.cut(prepare.open_workload(resolved), samples, Path(folder))
     say(
-        f"{folder}: the parts of {len(shares)} ranks. A machine needs manifest.json, nodes.safetensors and those of "
-        f"its ranks.\n  espalier train {arguments.recipe} data.path={folder} plan.pin.ranks={len(shares)}",
+        f"{folder}: the parts of {len(samples)} ranks. A machine needs manifest.json, nodes.safetensors and those of "
+        f"its ranks.\n  espalier train {arguments.recipe} data.path={folder} plan.pin.ranks={len(samples)}",
         file=sys.stderr,
     )
 

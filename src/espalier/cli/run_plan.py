@@ -111,7 +111,7 @@ def on_hosts(nodes: Sequence[int], plan: plans.Plan, cluster: clusters.Cluster) 
     as the plan has them (`numbering`)."""
     from espalier.launch.ranks import rank_assignment
 
-    nodes_of = [plan.ranks[rank].node for rank in plan.trainers]
+    nodes_of = [rank.node for rank in plan.trainer_ranks]
     if cluster.machines != len(set(nodes)) or rank_assignment.follows(nodes, nodes_of):
         return plan
     ranks = [rank.changed(node=node) for rank, node in zip(plan.ranks, nodes, strict=False)]

@@ -162,7 +162,7 @@ class RunResizer:
         from espalier.plan import replan
 
         made, before = option.plan, len(self.job.plan.ranks)
-        samples = ", ".join(str(rank.share[1] - rank.share[0]) for rank in map(made.ranks.__getitem__, made.trainers))
+        samples = ", ".join(str(rank.samples) for rank in made.trainer_ranks)
         work = f"{samples} samples each step"
         if replan.cut(made) or replan.cut(self.job.plan):
             work = replan.told([made, self.job.plan])

@@ -239,14 +239,19 @@ class Layout(PlanStruct, frozen=True):
     @property
     def cut(self) -> tuple[str, ...]:
         """How the model is cut, in a few words; empty: every rank has all of it."""
-        parts = [f"{self.algorithm} tp {self.tp}"] * (self.tp > 1)
-        parts += [f"heads {self.heads}"] * (self.heads > 1) + [f"context {self.cp}"] * (self.cp > 1)
-        parts += [f"window {self.window}"] * (1 < self.window < self.cp)
-        parts += [self.placement.replace("_", " ")] * (self.placement != "head_first")
-        parts += [f"ep {self.ep}"] * (self.ep > 1)
-        parts += [f"pp {self.pp}"] * (self.pp > 1) + [self.schedule] * (self.schedule != "1f1b")
-        parts += [f"waves {self.waves}"] * (self.waves > 0)
-        return (*parts, *[f"interleave {self.interleave}"] * (self.interleave > 1))
+        parts = (
+            (self.tp > 1, f"{self.algorithm} tp {self.tp}"),
+            (self.heads > 1, f"heads {self.heads}"),
+            (self.cp > 1, f"context {self.cp}"),
+            (1 < self.window < self.cp, f"window {self.window}"),
+            (self.placement != "head_first", self.placement.replace("_", " ")),
+            (self.ep > 1, f"ep {self.ep}"),
+            (self.pp > 1, f"pp {self.pp}"),
+            (self.schedule != "1f1b", self.schedule),
+            (self.waves > 0, f"waves {self.waves}"),
+            (self.interleave > 1, f"interleave {self.interleave}"),
+        )
+        return tuple(words for holds, words in parts if holds)
 
     @property
     def split(self) -> tuple[str, ...]:
@@ -292,14 +297,17 @@ class Predicted(PlanStruct, frozen=True):
 
     def longer(self, term: str, seconds: float) -> Predicted:
         """A step that takes so many seconds more, for what `term` names."""
-        step = self.step_seconds + seconds
+        return self.taking(self.step_seconds + seconds, **{term: seconds})
+
+    def taking(self, step: float, **terms: float) -> Predicted:
+        """The same work in a step of so many seconds, with these terms."""
         share = self.step_seconds / step
         return self.changed(
             step_seconds=step,
             tokens_per_second=self.tokens_per_second * share,
             tokens_per_second_per_device=self.tokens_per_second_per_device * share,
             mfu=self.mfu * share,
-            terms={**self.terms, term: seconds},
+            terms=self.terms | terms,
         )
 
 
@@ -371,6 +379,11 @@ class Plan(PlanStruct, frozen=True):
         return tuple(index for index, rank in enumerate(self.ranks) if rank.role == "trainer")
 
     @property
+    def trainer_ranks(self) -> list[Rank]:
+        """The ranks that compute the loss."""
+        return [rank for rank in self.ranks if rank.role == "trainer"]
+
+    @property
     def step_seconds(self) -> float:
         """Of a step, as predicted; 0 where nothing is."""
         return self.predicted.step_seconds if self.predicted is not None else 0.0
@@ -379,8 +392,9 @@ class Plan(PlanStruct, frozen=True):
     def staged(self) -> bool:
         """Whether messages of GPUs go through host memory, as NCCL has no way for them: some ranks compute on
         processors, or share a GPU."""
-        on_gpus = [(one.node, one.device) for one in map(self.ranks.__getitem__, self.trainers) if one.device != "cpu"]
-        return 0 < len(on_gpus) < len(self.trainers) or len(set(on_gpus)) < len(on_gpus)
+        trainers = self.trainer_ranks
+        on_gpus = [(rank.node, rank.device) for rank in trainers if rank.device != "cpu"]
+        return 0 < len(on_gpus) < len(trainers) or len(set(on_gpus)) < len(on_gpus)
 
     @property
     def unequal(self) -> bool:
@@ -406,8 +420,7 @@ class Plan(PlanStruct, frozen=True):
         exchanged in each)."""
         if not self.experts and not any(len(unit.grads) > 1 for unit in self.units):
             return None
-        shares = (self.ranks[index].share for index in self.trainers)
-        return max(-(-(stop - start) // self.micro_batch) for start, stop in shares)
+        return max(-(-rank.samples // self.micro_batch) for rank in self.trainer_ranks)
 
     @property
     def layout(self) -> Layout:
@@ -499,7 +512,7 @@ def check(plan: Plan, samples: int, origin: str = "plan.json") -> Plan:
         raise nonsense(origin, f"its ranks share {at} samples in micro-batches of {plan.micro_batch}, not {samples}")
     if any(rank.threads < 1 for rank in plan.ranks):
         raise nonsense(origin, "a rank has no thread")
-    fewest = min(plan.ranks[index].samples for index in plan.trainers)
+    fewest = min(rank.samples for rank in plan.trainer_ranks)
     if plan.rounds is not None and fewest < plan.rounds:
         few = f"a rank has {fewest} samples for {plan.rounds} micro-batches"
         what = "experts on several ranks" if plan.experts else "sharded gradients"

@@ -118,7 +118,7 @@ def table_of(plan: Plan, cluster: Cluster) -> Node:
 def places_of(plan: Plan, cluster: Cluster) -> list[Place]:
     """Where each rank sits."""
     known = {(place.node, place.slot): place for place in cluster.devices()}
-    ranks = [plan.ranks[index] for index in plan.trainers]
+    ranks = plan.trainer_ranks
     slots = [0 if rank.device == "cpu" else int(rank.device.partition(":")[2] or 0) for rank in ranks]
     return [known[rank.node, slot] for rank, slot in zip(ranks, slots, strict=True)]
 

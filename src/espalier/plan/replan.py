@@ -88,8 +88,7 @@ def speeds(request: Request, cluster: Cluster, plan: Plan, own: Sequence[float])
     """Of ranks that train and spend `own` seconds a step on their samples. Those that serve them count as equal."""
     if cut(plan):
         return _relative(own, planned_work(request, cluster, plan))
-    ranks = [plan.ranks[rank] for rank in plan.trainers]
-    each = [seconds / rank.samples for seconds, rank in zip(own, ranks, strict=True)]
+    each = [seconds / rank.samples for seconds, rank in zip(own, plan.trainer_ranks, strict=True)]
     middle = statistics.median_low(each)
     ratios = [one / middle if middle > 0 else 1.0 for one in each]
     found = [1.0] * len(plan.ranks)

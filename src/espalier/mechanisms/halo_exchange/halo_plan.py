@@ -69,7 +69,7 @@ def with_whole_graph(plan: Plan, others: Sequence[tuple[str, Plan, int]]) -> Pla
 def _with_bits(plan: Plan, halos: Any, cluster: Cluster) -> tuple[Plan, Any]:
     """The plan with the bits of each layer, direction and pair of machines, and these by crossing and ranks: what
     crosses in `HIDDEN` of computing, with late rows in all of it, with the least error."""
-    ranks, size = [plan.ranks[rank] for rank in plan.trainers], halos.value_bytes(plan.precision)
+    ranks, size = plan.trainer_ranks, halos.value_bytes(plan.precision)
     shares = [rank.samples for rank in ranks]
     counts = halos.counts(shares)
     if not any(one.any() for one in counts.values()):
@@ -171,7 +171,7 @@ def _with_ages(plan: Plan, halos: Any, cluster: Cluster, sent: Any) -> tuple[Pla
     in every step that together take no longer than `HIDDEN` of computing; of others the age is the fewest steps in
     which they cross, `staleness` at most. An age of more than one hides latency alone: links carry every step's bytes.
     """
-    options, node = halos.options, np.array([plan.ranks[rank].node for rank in plan.trainers])
+    options, node = halos.options, np.array([rank.node for rank in plan.trainer_ranks])
     one_step = _Ages(np.full(sent.shape, int(options.synchronize != 1)))
     if options.synchronize == 1 or not sent.any() or plan.predicted is None:
         return plan, one_step
@@ -260,7 +260,7 @@ def with_halos(plan: Plan, halos: Any, cluster: Cluster, instead_of: Plan | None
     `instead_of`: a plan of several ranks that is slower than this one."""
     if len(plan.trainers) == 1:
         return _alone(plan, instead_of)
-    ranks = [plan.ranks[rank] for rank in plan.trainers]
+    ranks = plan.trainer_ranks
     shares = [rank.samples for rank in ranks]
     plan = plan.changed(micro_batch=max(shares))
     size = halos.value_bytes(plan.precision)

@@ -112,12 +112,10 @@ def _rounds(ask: Ask, options: ByRounds) -> tuple[co2.Replicas, list[Plan], co2.
 
 def _apart(made: co2.Replicas, ask: Ask) -> list[PlanDecision]:
     """The decision for each replica by itself, made once for equal ones. Raises UserError when one cannot be had."""
-    by_cluster: dict[str, PlanDecision] = {}
     names = [clusters.dumps(cluster) for cluster in made.clusters]
-    for name, cluster in zip(names, made.clusters, strict=True):
-        if name not in by_cluster:
-            by_cluster[name] = _replica(Ask(made.request, cluster, ask.calibration))
-    return [by_cluster[name] for name in names]
+    unlike = dict(zip(names, made.clusters, strict=True))
+    decisions = {name: _replica(Ask(made.request, unlike[name], ask.calibration)) for name in unlike}
+    return [decisions[name] for name in names]
 
 
 def _replica(ask: Ask) -> PlanDecision:

@@ -252,8 +252,7 @@ def engine(plan: Plan, mesh: ProcessMesh, owned: Sequence[Tensor], timeout: floa
             do=f"plan.pin.shard.optimizer={alike}",
         )
     paces = outer.paces or (1.0,) * len(world.replicas)
-    shares = [[plan.ranks[member].share for member in members] for members in world.replicas]
-    samples = [sum(stop - start for start, stop in spans) for spans in shares]
+    samples = [sum(plan.ranks[member].samples for member in members) for members in world.replicas]
     rounds = Rounds(outer.steps, paces[replica], samples[replica] / max(samples), outer.adapt)
     choices = chosen_of(outer.method, dict(outer.settings))
     refuse_pieces(choices, len(ranks))

@@ -90,14 +90,5 @@ def _predicted(before: Predicted | None, steps: int, sent: float, seconds: tuple
     if before is None:
         return None
     flight, local = seconds
-    terms = {**before.terms, "offload": local, "outer": flight / steps}
     step = before.step_seconds - before.terms.get("offload", 0.0) + local + flight / steps
-    speed = before.step_seconds / step
-    return before.changed(
-        step_seconds=step,
-        tokens_per_second=before.tokens_per_second * speed,
-        tokens_per_second_per_device=before.tokens_per_second_per_device * speed,
-        mfu=before.mfu * speed,
-        terms=terms,
-        sent_bytes={"outer_step": sent / steps},
-    )
+    return before.taking(step, offload=local, outer=flight / steps).changed(sent_bytes={"outer_step": sent / steps})

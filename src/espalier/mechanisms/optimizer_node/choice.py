@@ -55,7 +55,7 @@ def _aggregators(plan: Plan) -> Iterable[str]:
     if not sites or plan.predicted is None:
         return
     pushed = plan.predicted.sent_bytes.get("gradients", 0.0)
-    workers = Counter(plan.ranks[rank].node for rank in plan.trainers)
+    workers = Counter(rank.node for rank in plan.trainer_ranks)
     count, where = max(workers[node] for node in sites), ", ".join(map(str, sites))
     many = "s" * (len(sites) > 1)
     yield (

@@ -410,7 +410,7 @@ def _local(context: Build, outer: Outer, client: Client) -> LocalSteps:
     """Steps of a worker's own between the nodes', in a folder beside theirs."""
     plan, rank = context.plan, context.mesh.rank
     replica = next(number for number, ranks in enumerate(outer.replicas) if rank in ranks)
-    samples = [stop - start for start, stop in (plan.ranks[ranks[0]].share for ranks in outer.replicas)]
+    samples = [plan.ranks[ranks[0]].samples for ranks in outer.replicas]
     steps = max(1, round((outer.paces[replica] if outer.paces else 1.0) * outer.steps))
     weight = samples[replica] / max(1, *samples) * steps / outer.steps
     if context.folder is None:
