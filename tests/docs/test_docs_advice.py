@@ -184,7 +184,7 @@ def test_seven_billion_on_eight_4090_is_cut_over_all_of_them() -> None:
 
 def test_two_laptops_agree_rarely_or_hand_on_activations_and_name_the_network() -> None:
     plan, predicted = planned("1B on two laptops")
-    assert plan.outer is not None or plan.layout.pp == 2 or len({rank.node for rank in plan.ranks}) == 1
+    assert plan.replicas or plan.layout.pp == 2 or len({rank.node for rank in plan.ranks}) == 1
     assert len({rank.node for rank in plan.ranks}) == 1 or said("1B on two laptops", "1 Gbit/s between machines")
     assert predicted.tokens_per_second < 2e3
 
@@ -192,7 +192,7 @@ def test_two_laptops_agree_rarely_or_hand_on_activations_and_name_the_network() 
 def test_four_hosts_at_100_mbit_exchange_no_gradients_at_every_step() -> None:
     title = "7B on four hosts at 100 Mbit/s"
     plan, predicted = planned(title)
-    assert plan.outer is not None or plan.layout.dp == 1 or len({rank.node for rank in plan.ranks}) == 1
+    assert plan.replicas or plan.layout.dp == 1 or len({rank.node for rank in plan.ranks}) == 1
     assert said(title, "100 Mbit/s between machines") or said(title, "Rounds")
     waits = sum(predicted.terms.get(name, 0.0) for name in ("send", "pipeline", "outer"))
     assert waits == 0 or said(title, units.show_seconds(predicted.terms.get("send") or predicted.terms["outer"]))
@@ -272,8 +272,8 @@ def test_two_old_machines_keep_their_slow_network_quiet() -> None:
     title = "Two old machines with V100"
     plan, predicted = planned(title)
     assert plan.precision != "bf16", "a V100 has none"
-    assert plan.outer is not None or plan.layout.pp > 1 or len({rank.node for rank in plan.ranks}) == 1
-    assert said(title, "over 1 Gbit/s between machines") or plan.outer is not None
+    assert plan.replicas or plan.layout.pp > 1 or len({rank.node for rank in plan.ranks}) == 1
+    assert said(title, "over 1 Gbit/s between machines") or plan.replicas
     assert predicted.memory_limit < 16 * 2**30
 
 

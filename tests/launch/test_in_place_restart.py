@@ -9,7 +9,7 @@ from espalier.checkpoint import shared_memory
 from espalier.launch.ranks import supervisor
 from espalier.launch.ranks.rank_process import Child
 from espalier.launch.testing.faults import Fault
-from espalier.plan.base import Outer
+from espalier.mechanisms.local_rounds.state import LocalRoundsState
 from espalier.train.failure import Failure
 from espalier.train.heartbeat import Pulses
 from espalier.train.rank_spec import RankSpec
@@ -157,9 +157,15 @@ def test_without_room_for_copies_all_begin_anew(corpus, unbroken, tmp_path):
 def by_rounds(corpus, folder, world, faults, steps=40):
     recipe = recipe_of(corpus, train={"steps": steps})
     plan = plan_of(recipe, world)
-    outer = Outer(replicas=tuple((rank,) for rank in range(world)), method="eager", steps=2, adapt=False)
+    outer = LocalRoundsState(replicas=tuple((rank,) for rank in range(world)), method="eager", steps=2, adapt=False)
     return Struck(
-        recipe, world, folder / "run", tuple(faults), memory=1 << 26, stays="rounds", plan=replace(plan, outer=outer)
+        recipe,
+        world,
+        folder / "run",
+        tuple(faults),
+        memory=1 << 26,
+        stays="rounds",
+        plan=replace(plan, choices={"local_rounds": outer}),
     ).run()
 
 

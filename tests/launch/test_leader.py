@@ -22,8 +22,8 @@ from abroad import Abroad
 from struck import Struck, plan_of, recipe_of, same
 
 from espalier.launch.testing.faults import Fault
+from espalier.mechanisms.local_rounds.state import LocalRoundsState
 from espalier.plan import base as plans
-from espalier.plan.base import Outer
 from espalier.recipe.errors import HostLost
 from espalier.train import table
 
@@ -100,8 +100,8 @@ def test_three_hosts_get_over_what_happens_to_a_rank_of_any(corpus, unbroken, tm
 @pytest.mark.slow
 def test_replicas_on_several_hosts_go_on_by_rounds(corpus, tmp_path) -> None:
     recipe = recipe_of(corpus, train={"steps": 40})
-    outer = Outer(replicas=((0,), (1,), (2,)), method="eager", steps=2, adapt=False)
-    plan = msgspec.structs.replace(plan_of(recipe, 3), outer=outer)
+    outer = LocalRoundsState(replicas=((0,), (1,), (2,)), method="eager", steps=2, adapt=False)
+    plan = msgspec.structs.replace(plan_of(recipe, 3), choices={"local_rounds": outer})
     run = Abroad(
         recipe, 3, tmp_path / "run", (Fault(1, 7, "kill"),), memory=1 << 26, plan=plan, stays="rounds", hosts=(0, 1, 1)
     ).run()
@@ -224,8 +224,8 @@ def test_a_host_comes_back_to_what_another_host_kept_of_its_part(corpus, tmp_pat
 def test_replicas_go_on_by_rounds_while_a_host_is_away(corpus, tmp_path) -> None:
     steps = 3000  # of 7 ms alone: more than it does before the other is back
     recipe = long(corpus, steps)
-    outer = Outer(replicas=((0,), (1,)), method="eager", steps=2, adapt=False)
-    plan = msgspec.structs.replace(plan_of(recipe, 2), outer=outer)
+    outer = LocalRoundsState(replicas=((0,), (1,)), method="eager", steps=2, adapt=False)
+    plan = msgspec.structs.replace(plan_of(recipe, 2), choices={"local_rounds": outer})
     run = Abroad(recipe, 2, tmp_path / "run", memory=1 << 26, plan=plan, stays="rounds").start()
     run.reaches(10)
     os.kill(run.supervisors[1], signal.SIGKILL)

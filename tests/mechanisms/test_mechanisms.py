@@ -31,6 +31,7 @@ from espalier.graph.workload import GraphWorkload
 from espalier.language.workload import open_language
 from espalier.launch.ranks import agent
 from espalier.machine import cluster as clusters
+from espalier.mechanisms.local_rounds.state import LocalRoundsState
 from espalier.plan import base as plans
 from espalier.plan import choice, replan
 from espalier.plan.compose import Claim
@@ -340,7 +341,7 @@ def test_the_page_shows_the_toys_as_they_are() -> None:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"outer": plans.Outer(replicas=((0,), (1,)))}, "replicas differ between rounds"),
+        ({"choices": {"local_rounds": LocalRoundsState(replicas=((0,), (1,)))}}, "replicas differ between rounds"),
         ({"stages": (plans.Stage(ranks=(0, 1), layers=(0, 2), tensor=2),)}, "the model is cut"),
         ({"ranks": (plans.Rank(), plans.Rank(node=1))}, "several machines"),
     ],

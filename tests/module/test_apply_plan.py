@@ -15,7 +15,8 @@ import espalier
 from espalier.comm import Channel
 from espalier.launch.testing import forks, ranks, same
 from espalier.mechanisms.local_rounds import CO2
-from espalier.plan.base import Outer, Plan
+from espalier.mechanisms.local_rounds.state import LocalRoundsState
+from espalier.plan.base import Plan
 from espalier.recipe.errors import UserError
 
 
@@ -274,8 +275,8 @@ def small() -> tuple[nn.Module, Any]:
 def by_rounds(replicas: int, each: int, method: str, **settings: Any) -> Plan:
     """Replicas of some ranks each, with rounds of three steps."""
     groups = tuple(tuple(range(each * index, each * (index + 1))) for index in range(replicas))
-    outer = Outer(replicas=groups, method=method, settings=settings, steps=3, adapt=False)
-    return plan_of(replicas * each, (1, 1, each), outer=outer)
+    outer = LocalRoundsState(replicas=groups, method=method, settings=settings, steps=3, adapt=False)
+    return plan_of(replicas * each, (1, 1, each), choices={"local_rounds": outer})
 
 
 def looped(model: nn.Module, optimizer: torch.optim.Optimizer, loss: Any, rows: range) -> None:

@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from espalier.launch.testing import ranks
+from espalier.mechanisms.local_rounds.state import LocalRoundsState
 from espalier.parallel.mesh import (
     AXES,
     DATA,
@@ -26,7 +27,7 @@ from espalier.parallel.mesh import (
     regular,
 )
 from espalier.plan.axes import placement as shards
-from espalier.plan.base import Outer, Plan, Rank, Stage
+from espalier.plan.base import Plan, Rank, Stage
 from espalier.recipe.errors import UserError
 
 degrees = st.builds(ParallelDegrees, *(st.integers(1, 3) for _ in AXES)).filter(lambda one: prod(one) <= 96)
@@ -122,7 +123,7 @@ def test_a_plan_without_stages_is_data_parallel() -> None:
 
 
 def test_replicas_by_rounds_share_no_exchange_of_a_step() -> None:
-    mesh = of_plan(Plan(ranks=(Rank(),) * 4, outer=Outer(replicas=((0, 1), (2, 3)))))
+    mesh = of_plan(Plan(ranks=(Rank(),) * 4, choices={"local_rounds": LocalRoundsState(replicas=((0, 1), (2, 3)))}))
     assert mesh.replicas == ((0, 1), (2, 3))
     assert mesh.same_parameters(3) == (2, 3)
     assert mesh.members(3, "replica") == (1, 3)

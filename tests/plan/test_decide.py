@@ -65,7 +65,7 @@ def test_processors_behind_a_slow_network_are_left_out_where_all_agree_at_every_
 def test_processors_behind_a_slow_network_agree_by_rounds() -> None:
     far = decided(processors(4, "10Mbit/s"))
     assert far.taken is not None
-    assert far.taken.outer is not None
+    assert far.taken.replicas
     assert {rank.node for rank in far.taken.ranks} == {0, 1, 2, 3}
     assert far.taken == far.plan
 
@@ -116,7 +116,7 @@ def test_replicas_on_processors_of_different_speed_keep_their_samples_by_speed()
 def test_why_replicas_by_rounds_were_left_out_is_said() -> None:
     """Nobody asked for them, so a batch that they cannot share is no error."""
     far = decided(processors(3, "10Mbit/s"), asked=request(samples=64)).plan
-    assert far.outer is None
+    assert not far.replicas
     assert any(
         line.startswith("Rounds of local steps were left out: A batch of 64 samples cannot be shared equally")
         for line in far.why

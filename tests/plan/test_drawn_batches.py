@@ -12,6 +12,7 @@ from tests.story.programs import forked, launched
 
 from espalier import make_plan
 from espalier.cli import main as cli
+from espalier.cli.prepare import batches_of
 from espalier.graph.sampling import batch_strategy as batching
 from espalier.mechanisms.disk_batches import drawn_batches
 from espalier.mechanisms.halo_exchange import halo_parallel
@@ -49,19 +50,19 @@ def said(plan: plans.Plan) -> str:
 
 def test_parts_are_taken_where_their_boundary_is_small_and_drawn_batches_where_few_nodes_are_trained_on(tmp_path):
     cut = make_plan(recipe(tmp_path, MANY), cluster(tmp_path, 4))
-    assert cut.batches == Batches()
+    assert batches_of(cut) == Batches()
     assert len(cut.ranks) == 4
     assert cut.predicted is not None
     assert cut.predicted.sent_bytes["halo"] > 0
     assert "graph.fanout=[10, 10] train.batch_tokens=1024" in said(cut)
     drawn = make_plan(recipe(tmp_path, FEW), cluster(tmp_path, 4))
-    assert drawn.batches is not None
-    assert drawn.batches.fanout == (10, 10)
+    assert batches_of(drawn) is not None
+    assert batches_of(drawn).fanout == (10, 10)
     assert drawn.predicted is not None
     assert "halo" not in drawn.predicted.sent_bytes
     assert "the recipe's 4 steps are passes" in said(drawn)
     slow = make_plan(recipe(tmp_path, MANY), cluster(tmp_path, 4, SLOW))
-    assert slow.batches == Batches()
+    assert batches_of(slow) == Batches()
     assert len(slow.ranks) == 1
     assert any("one rank has the whole graph" in one for one in slow.why)
 
@@ -71,11 +72,11 @@ def test_over_a_slow_link_parts_are_taken_where_their_boundary_is_small_and_one_
     slow = cluster(tmp_path, 2, ("20Mbit/s", "200us", "50us"))
     graph = "planted:nodes=20000,degree=40,features=64,classes=4,homophily={}"
     small = make_plan(recipe(tmp_path, graph.format(0.999)), slow)
-    assert (small.batches, len(small.ranks)) == (Batches(), 2)
+    assert (batches_of(small), len(small.ranks)) == (Batches(), 2)
     assert small.predicted is not None
     assert 0 < small.predicted.terms["halo"] < 0.2 * small.predicted.step_seconds
     large = make_plan(recipe(tmp_path, graph.format(0.3)), slow)
-    assert (large.batches, len(large.ranks)) == (Batches(), 1)
+    assert (batches_of(large), len(large.ranks)) == (Batches(), 1)
     assert any("over 2 ranks a step would take" in one for one in large.why)
 
 
@@ -138,12 +139,13 @@ def test_the_run_does_what_was_chosen_as_if_it_had_been_asked_for_and_keeps_it_w
     more = ["plan.cluster=hosts.toml"]
     assert forked(tmp_path, "train", asked, *more, "--run", "open").returncode == 0
     plan = plans.read(tmp_path / "open" / "plan.json")
-    assert plan.batches is not None
-    assert bool(plan.batches.fanout) == (pins == "drawn")
+    chosen = batches_of(plan)
+    assert chosen is not None
+    assert bool(chosen.fanout) == (pins == "drawn")
     if pins == "drawn":
-        size, each = plan.batches.batch_tokens, plan.batches.steps
+        size, each = chosen.batch_tokens, chosen.steps
         assert each > 1
-        taken = [f"graph.fanout={list(plan.batches.fanout)}", f"train.batch_tokens={size}", f"train.steps={4 * each}"]
+        taken = [f"graph.fanout={list(chosen.fanout)}", f"train.batch_tokens={size}", f"train.steps={4 * each}"]
         taken.append(f"train.validate_every={2 * each}")
     else:
         taken = ["graph.fanout=[]", "graph.halo.bits=32"]
@@ -158,8 +160,8 @@ def test_the_run_does_what_was_chosen_as_if_it_had_been_asked_for_and_keeps_it_w
         assert ledger.get(name, 0) == pytest.approx(plan.predicted.sent_bytes.get(name, 0), rel=0.01)
     done = forked(tmp_path, "train", asked, *more, "train.steps=6", "plan.pin.ranks=1", "--run", "open")
     assert done.returncode == 0, done.stderr
-    assert plans.read(tmp_path / "open" / "plan.json").batches == plan.batches
-    assert [step for step, _ in steps(tmp_path / "open")] == list(range(1, 6 * plan.batches.steps + 1))
+    assert batches_of(plans.read(tmp_path / "open" / "plan.json")) == chosen
+    assert [step for step, _ in steps(tmp_path / "open")] == list(range(1, 6 * chosen.steps + 1))
 
 
 @pytest.mark.slow
@@ -183,6 +185,6 @@ def test_ranks_of_a_launcher_hear_what_the_first_has_chosen(tmp_path):
     run = partial(cli.main, ["train", asked, "plan.cluster=hosts.toml", "--run", "both"])
     for done in launched(tmp_path, run, ranks=2):
         assert done.returncode == 0, done.stderr
-    chosen = plans.read(tmp_path / "both" / "plan.json").batches
+    chosen = batches_of(plans.read(tmp_path / "both" / "plan.json"))
     assert chosen is not None
     assert [step for step, _ in steps(tmp_path / "both")] == list(range(1, 4 * chosen.steps + 1))

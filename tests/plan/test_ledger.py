@@ -18,6 +18,7 @@ from asked import processor
 
 import espalier
 from espalier.launch.ranks import agent
+from espalier.mechanisms.local_rounds.state import LocalRoundsState
 from espalier.plan.base import Plan
 from espalier.recipe import Recipe, recipe_file
 from espalier.train import rank_spec as launch
@@ -125,8 +126,9 @@ def compared(recipe: Recipe, plan: Plan) -> tuple[dict[str, float], dict[str, fl
     """(what a step sends of each class on the rank that sends most, what was foretold)."""
     assert plan.executable
     assert plan.predicted is not None
-    few, more = (FEW, MORE) if plan.outer is None else (plan.outer.steps, 2 * plan.outer.steps)
-    if plan.outer is None:
+    steps = plan.state(LocalRoundsState).steps
+    few, more = (steps, 2 * steps) if plan.replicas else (FEW, MORE)
+    if not plan.replicas:
         runs = sent(recipe, plan, (few, few + more))
     else:  # replicas that met in a store meet no second time
         runs = [[*one, *two] for one, two in zip(*(sent(recipe, plan, [n]) for n in (few, few + more)), strict=True)]
@@ -251,13 +253,13 @@ KINDS = ("eager", "co2", "local_sgd", "streaming_diloco")
 def test_of_rounds(corpus: Path, kind: str, codec: str) -> None:
     sync = {"kind": kind, "replicas": 2, "steps": 4, "adapt": False, "codec": codec}
     plan = equal(language(corpus, sync=sync), 2)
-    assert plan.outer is not None
-    assert plan.outer.steps == 4
+    assert plan.replicas
+    assert plan.state(LocalRoundsState).steps == 4
 
 
 @pytest.mark.parametrize("penalty", ["none", "norm"])
 def test_of_rounds_of_replicas_of_two_ranks(corpus: Path, penalty: str) -> None:
     sync = {"kind": "co2", "replicas": 2, "steps": 4, "adapt": True, "codec": "int8", "penalty": penalty}
     plan = equal(language(corpus, sync=sync), 4)
-    assert plan.outer is not None
-    assert plan.outer.replicas == ((0, 1), (2, 3))
+    assert plan.replicas
+    assert plan.replicas == ((0, 1), (2, 3))

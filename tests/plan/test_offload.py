@@ -22,6 +22,7 @@ from test_search import every_layout
 
 from espalier.machine import cluster as clusters
 from espalier.machine.cluster import Cluster
+from espalier.mechanisms.local_rounds.state import LocalRoundsState
 from espalier.mechanisms.optimizer_node.state import OptimizerNodeState
 from espalier.plan import collective_time, search
 from espalier.plan.axes import node_cost as cost
@@ -375,14 +376,16 @@ def test_the_bytes_that_wait_are_those_that_a_step_moves(tmp_path: Path) -> None
 def test_rounds_at_nodes_are_as_long_as_makes_their_exchange_short() -> None:
     request, cluster = replace(decoder(1024, 9, 256, 8), sync=DiLoCo()), with_nodes(2, between="100Mbit/s")
     plan = decide(request, cluster).taken
-    assert plan.outer
+    assert plan.replicas
     assert plan.predicted
-    assert plan.outer.replicas == ((0,), (1,))
-    assert not plan.outer.adapt
+    assert plan.replicas == ((0,), (1,))
+    assert not plan.state(LocalRoundsState).adapt
     assert plan.ranks[-1].role == "optimizer"
     assert plan.predicted.terms["outer"] <= 0.05 * plan.predicted.step_seconds
-    assert plan.predicted.sent_bytes == {"outer_step": optimizer_node.pushed(request) / plan.outer.steps}
-    assert plan.outer.steps > decide(request, with_nodes(2)).taken.outer.steps  # type: ignore[union-attr]
+    assert plan.predicted.sent_bytes == {
+        "outer_step": optimizer_node.pushed(request) / plan.state(LocalRoundsState).steps
+    }
+    assert plan.state(LocalRoundsState).steps > decide(request, with_nodes(2)).taken.state(LocalRoundsState).steps  # type: ignore[union-attr]
     quarter = decide(replace(request, sync=DiLoCo(steps=7, codec="int8")), cluster).taken
     assert quarter.predicted
     assert quarter.predicted.sent_bytes["outer_step"] < 0.3 * 4.0 * request.trainable / 7

@@ -183,9 +183,9 @@ def test_machines_of_one_precision_agree_by_rounds_without_the_card_that_lacks_i
     request = decoder(**{**LARGE, "batch": 4096}, sync=Auto())
     alone, beside = mixed(("A100-80GB", 2, 8), **far), mixed(("A100-80GB", 2, 8), ("T4", 1, 1), **far)
     plan, whole = derived(request, beside).plan, derived(request, alone).plan
-    assert plan.outer is not None
+    assert plan.replicas
     assert plan.precision == "bf16"
-    assert (plan.outer, plan.ranks) == (whole.outer, whole.ranks)
+    assert (plan.choices, plan.ranks) == (whole.choices, whole.ranks)
 
 
 def test_cards_that_share_fast_fp16_train_together_in_it() -> None:

@@ -14,6 +14,7 @@ import pytest
 from tests.story.test_hosts import command_line, environment, espalier, events, lab, none_left, pytestmark
 
 from espalier import recipe as config
+from espalier.cli.prepare import batches_of
 from espalier.graph.networks.gnn import Gnn
 from espalier.graph.parts import partition_folder
 from espalier.mechanisms.halo_exchange.quantized_exchange import step_bytes
@@ -157,8 +158,8 @@ def test_hosts_share_drawn_batches_where_the_plan_finds_a_pass_over_few_nodes_fa
     done = espalier(home, "train", "recipe.toml", "--hosts", lab, *few, "train.steps=3", "name=drawn")
     assert done.returncode == 0, done.stdout + done.stderr
     plan = plans.read(home / "runs" / "drawn" / "plan.json")
-    assert plan.batches is not None
-    assert plan.batches.fanout
+    assert batches_of(plan) is not None
+    assert batches_of(plan).fanout
     assert sorted(rank.node for rank in plan.ranks) == [0, 1, 2, 3]
     sent = {name for event in events(home, "drawn", "step") for name, size in event["bytes"].items() if size}
     assert sent

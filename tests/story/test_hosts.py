@@ -234,8 +234,8 @@ def test_four_hosts_agree_by_rounds_that_were_planned_for_their_links(lab, home,
     assert done.returncode == 0, done.stdout + done.stderr
     assert "local steps hide that in full precision" in done.stdout.replace("\n", " ")
     plan = json.loads((home / "runs" / "rounds" / "plan.json").read_text())
-    assert plan["outer"]["replicas"] == [[0], [1], [2], [3]]
-    assert plan["outer"]["steps"] > 1
+    assert plan["choices"]["local_rounds"]["replicas"] == [[0], [1], [2], [3]]
+    assert plan["choices"]["local_rounds"]["steps"] > 1
     losses = [event["loss"] for event in events(home, "rounds", "validation")]
     assert len(losses) >= 2
     assert losses[-1] < losses[0]

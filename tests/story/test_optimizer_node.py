@@ -84,7 +84,7 @@ def test_workers_take_steps_of_their_own_by_one_option(tmp_path: Path) -> None:
         ended = programs.forked(tmp_path, "train", recipe, *rounds, f"train.steps={steps}")
         assert ended.returncode == 0, ended.stderr
     plan = json.loads((tmp_path / "rounds" / "plan.json").read_text())
-    assert plan["outer"]["replicas"] == [[0], [1]]
+    assert plan["choices"]["local_rounds"]["replicas"] == [[0], [1]]
     lines = map(json.loads, (tmp_path / "rounds" / "events.jsonl").read_text().splitlines())
     sent = {one["step"]: one["bytes"].get("outer_step", 0) for one in lines if one["event"] == "step"}
     assert sorted(sent) == [1, 2, 3, 4, 5]

@@ -31,6 +31,7 @@ from espalier.cli import run_plan  # noqa: E402
 from espalier.kernels import accelerator  # noqa: E402
 from espalier.launch.ranks import agent  # noqa: E402
 from espalier.machine import cluster as clusters  # noqa: E402
+from espalier.mechanisms.local_rounds.state import LocalRoundsState  # noqa: E402
 from espalier.plan import base as plans  # noqa: E402
 from espalier.recipe import recipe_file  # noqa: E402
 from espalier.train import rank_spec as launch  # noqa: E402
@@ -172,7 +173,7 @@ TASKS: dict[str, Any] = {
     ],
     "train": {"steps": 4, "precision": "fp32"},
 }
-ROUNDS = plans.Outer(replicas=((0,), (1,)), method="co2", steps=2, adapt=False)
+ROUNDS = LocalRoundsState(replicas=((0,), (1,)), method="co2", steps=2, adapt=False)
 HELD = ((0, 2), (1, 3))
 
 
@@ -185,7 +186,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "codec int8": (TEXT, coded("int8")),
     "codec topk": (TEXT, coded("topk")),
     "codec mpc": (TEXT, coded("mpc")),
-    "rounds of co2": (TEXT, {"outer": ROUNDS}),
+    "rounds of co2": (TEXT, {"choices": {"local_rounds": ROUNDS}}),
     "experts over ranks": (EXPERTS, {"experts": HELD}),
     "graph over parts": (GRAPH, {}),
     "regression over parts": ({**GRAPH, "graph": {"target": "values", "halo": {"bits": 32}}}, {}),

@@ -11,6 +11,8 @@ from espalier.language.workload import open_language
 from espalier.launch.ranks import agent
 from espalier.launch.testing.faults import Fault
 from espalier.mechanisms.expert_parallel.flashmoe.layer import FlashMoeCall
+from espalier.mechanisms.expert_parallel.state import ExpertParallelState
+from espalier.mechanisms.local_rounds.state import LocalRoundsState
 from espalier.plan import base as plans
 from espalier.train import rank_spec as launch
 from espalier.train import trainer, worker
@@ -34,7 +36,13 @@ def staged(asked):
     """Two stages of two ranks each, which share the experts of their layer; blocks are recomputed."""
     halves = plan_of(asked, 2).ranks
     stages = tuple(plans.Stage(ranks=(2 * one, 2 * one + 1), layers=(one, one + 1)) for one in range(2))
-    return plans.Plan(ranks=halves * 2, stages=stages, experts=HELD, micro_batch=2, recompute="block")
+    return plans.Plan(
+        ranks=halves * 2,
+        stages=stages,
+        choices={"expert_parallel": ExpertParallelState(experts=HELD)},
+        micro_batch=2,
+        recompute="block",
+    )
 
 
 @pytest.mark.slow
@@ -59,10 +67,10 @@ def test_stages_recomputation_rounds_and_a_kill_amid_a_dispatch_change_no_bit(co
     asked = recipe(corpus, 8, checkpoint={"every": 100})
     one = staged(asked)
     shares = [(0, 2), (2, 4)] * 2 + [(4, 6), (6, 8)] * 2
-    outer = plans.Outer(replicas=((0, 1, 2, 3), (4, 5, 6, 7)), method="co2", steps=4, adapt=False)
+    outer = LocalRoundsState(replicas=((0, 1, 2, 3), (4, 5, 6, 7)), method="co2", steps=4, adapt=False)
     ranks = tuple(plans.Rank(share=share) for share in shares)
     units = (plans.Unit(optimizer=(0, 1)),)
-    plan = msgspec.structs.replace(one, ranks=ranks, units=units, outer=outer)
+    plan = msgspec.structs.replace(one, ranks=ranks, units=units, choices={"local_rounds": outer})
     whole = Struck(asked, 8, tmp_path / "whole", plan=plan).run()
     faults = (Fault(5, 6, "kill"),)
     run = Struck(asked, 8, tmp_path / "run", faults, memory=1 << 26, plan=plan, inside=(FlashMoeCall, "_answer")).run()
@@ -91,12 +99,18 @@ def test_replicas_with_experts_over_ranks_are_replicas_of_one_rank(corpus, metho
 
     def rounds(ranks, experts):
         half = ranks // 2
-        outer = plans.Outer(
+        outer = LocalRoundsState(
             replicas=(tuple(range(half)), tuple(range(half, ranks))), method=method, steps=3, adapt=False
         )
         of = plan_of(asked, ranks).ranks
         units = (plans.Unit(optimizer=tuple(range(half)) if half > 1 else ()),)
-        return plans.Plan(ranks=of, units=units, micro_batch=2, precision="fp64", outer=outer, experts=experts)
+        return plans.Plan(
+            ranks=of,
+            units=units,
+            micro_batch=2,
+            precision="fp64",
+            choices={"local_rounds": outer, "expert_parallel": ExpertParallelState(experts=experts)},
+        )
 
     whole = trained(asked, rounds(2, ()))[0]
     found = trained(asked, rounds(4, HELD))

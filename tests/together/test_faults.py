@@ -6,6 +6,7 @@ import pytest
 from struck import Struck, plan_of, recipe_of, same, write_corpus
 
 from espalier.launch.testing.faults import Fault
+from espalier.mechanisms.local_rounds.state import LocalRoundsState
 from espalier.mechanisms.sequence_parallel.ring import RingRanks
 from espalier.mechanisms.tensor_parallel.stream import Stream
 from espalier.parallel.stage_messages import StageMessages
@@ -21,8 +22,8 @@ def corpus(tmp_path_factory):
 
 
 def rounds(recipe, method):
-    outer = plans.Outer(replicas=((0,), (1,)), method=method, steps=4, adapt=False)
-    return plans.Plan(ranks=plan_of(recipe, 2).ranks, micro_batch=8, outer=outer)
+    outer = LocalRoundsState(replicas=((0,), (1,)), method=method, steps=4, adapt=False)
+    return plans.Plan(ranks=plan_of(recipe, 2).ranks, micro_batch=8, choices={"local_rounds": outer})
 
 
 def shards(recipe, ranks):

@@ -11,6 +11,7 @@ from tests.together.test_rounds import close, plan_of, train
 from tests.together.test_rounds import recipe_of as rounds_recipe
 
 from espalier.launch.testing.faults import Fault
+from espalier.mechanisms.local_rounds.state import LocalRoundsState
 from espalier.plan import base as plans
 
 
@@ -95,8 +96,11 @@ def test_replicas_that_are_unequal_pipelines_agree_by_rounds(corpus):
     layers = ((0, 1), (1, 2), (2, 4))
     stages = tuple(plans.Stage(ranks=(rank,), layers=one) for rank, one in enumerate(layers))
     shares = tuple(plans.Rank(share=share) for share in ((0, 4), (4, 8)) for _ in stages)
-    outer = plans.Outer(replicas=((0, 1, 2), (3, 4, 5)), method="co2", steps=4, adapt=False)
-    ranks = train(recipe, plans.Plan(ranks=shares, stages=stages, micro_batch=2, precision="fp64", outer=outer))
+    outer = LocalRoundsState(replicas=((0, 1, 2), (3, 4, 5)), method="co2", steps=4, adapt=False)
+    ranks = train(
+        recipe,
+        plans.Plan(ranks=shares, stages=stages, micro_batch=2, precision="fp64", choices={"local_rounds": outer}),
+    )
     assert ranks[0][0] == pytest.approx(whole[0], rel=1e-6)
     for one in ranks:
         close({name: whole[1][name] for name in one[1]}, one[1], 1e-6)
@@ -113,9 +117,12 @@ def test_replicas_of_several_unequal_pipelines_agree_by_rounds(corpus):
     shares = tuple(
         plans.Rank(share=(4 * half + a, 4 * half + b)) for half in (0, 1) for a, b in ((0, 3), (0, 3), (3, 4))
     )
-    outer = plans.Outer(replicas=((0, 1, 2), (3, 4, 5)), method="co2", steps=4, adapt=False)
+    outer = LocalRoundsState(replicas=((0, 1, 2), (3, 4, 5)), method="co2", steps=4, adapt=False)
     ranks = train(
-        recipe, plans.Plan(ranks=shares, stages=stages, units=SHARDED, micro_batch=1, precision="fp64", outer=outer)
+        recipe,
+        plans.Plan(
+            ranks=shares, stages=stages, units=SHARDED, micro_batch=1, precision="fp64", choices={"local_rounds": outer}
+        ),
     )
     assert ranks[0][0] == pytest.approx(whole[0], rel=1e-6)
     for one in ranks:

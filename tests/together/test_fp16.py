@@ -13,6 +13,7 @@ import torch
 from espalier.checkpoint.save_and_restore import Checkpoints
 from espalier.language.workload import open_language
 from espalier.launch.ranks import agent
+from espalier.mechanisms.local_rounds.state import LocalRoundsState
 from espalier.optim import loss_scale
 from espalier.plan import base as plans
 from espalier.recipe import defaults, recipe_file
@@ -229,14 +230,14 @@ def test_two_runs_of_one_seed_are_equal_bit_by_bit(corpus):
 
 def test_replicas_that_agree_by_rounds_have_a_factor_each(corpus, tmp_path):
     recipe = recipe_of(corpus, steps=8)
-    outer = plans.Outer(replicas=((0,), (1,)), method="co2", steps=2, adapt=False)
+    outer = LocalRoundsState(replicas=((0,), (1,)), method="co2", steps=2, adapt=False)
     workload = Overflowing(open_language(recipe), step=1, sample=5)
-    plain = train(recipe, plan_of(2, precision="fp32", outer=outer))
-    first, second = train(recipe, plan_of(2, outer=outer), workload=workload)
+    plain = train(recipe, plan_of(2, precision="fp32", choices={"local_rounds": outer}))
+    first, second = train(recipe, plan_of(2, choices={"local_rounds": outer}), workload=workload)
     assert (first.skipped[-1], second.skipped[-1]) == (0, 1)
     assert first.losses == pytest.approx(plain[0].losses, rel=0.1)  # one of its replicas has taken one step less
-    train(recipe, plan_of(2, outer=outer), tmp_path, stop_after=4, workload=workload)
-    again = train(recipe, plan_of(2, outer=outer), tmp_path)
+    train(recipe, plan_of(2, choices={"local_rounds": outer}), tmp_path, stop_after=4, workload=workload)
+    again = train(recipe, plan_of(2, choices={"local_rounds": outer}), tmp_path)
     assert [one.skipped[-1] for one in again] == [0, 1]
     assert again[1].losses == second.losses[4:]
 

@@ -17,6 +17,7 @@ from espalier.launch.ranks import agent
 from espalier.launch.testing.faults import Fault
 from espalier.mechanisms.halo_exchange.quantized_exchange import Sylvie
 from espalier.mechanisms.halo_exchange.state import HaloAge, HaloExchangeState
+from espalier.mechanisms.local_rounds.state import LocalRoundsState
 from espalier.plan import base as plans
 from espalier.recipe import defaults, recipe_file
 from espalier.recipe.errors import Interrupted, UserError
@@ -138,7 +139,11 @@ def test_each_rank_compresses_its_part_where_rows_are_alike(monkeypatch, tmp_pat
 @pytest.mark.parametrize(("changes", "named"), [("rounds", "replicas differ"), ("compile", "compiles")])
 def test_what_cannot_stand_beside_parts_is_refused_with_the_reason(changes, named):
     recipe = recipe_of(**({"sync": {"kind": "co2"}} if changes == "rounds" else {}))
-    more = {"outer": plans.Outer(replicas=((0,), (1,)))} if changes == "rounds" else {"compile": True}
+    more = (
+        {"choices": {"local_rounds": LocalRoundsState(replicas=((0,), (1,)))}}
+        if changes == "rounds"
+        else {"compile": True}
+    )
     with pytest.raises(UserError, match="halo") as told:
         table.ordered(recipe, plan_of(recipe, 2, **more))
     assert named in str(told.value)

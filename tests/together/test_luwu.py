@@ -20,6 +20,7 @@ from node_runs import STEPS, STRUCK, OnNode, on_node, recipe
 from struck import Struck, plan_of, same, write_corpus
 
 from espalier.launch.testing.faults import Fault
+from espalier.mechanisms.local_rounds.state import LocalRoundsState
 from espalier.mechanisms.optimizer_node import client, role, session, standby, wire
 from espalier.plan import base as plans
 from espalier.recipe import Recipe
@@ -242,8 +243,8 @@ def test_a_codec_that_a_node_cannot_add_up_is_refused_by_name(corpus: Path) -> N
 
 def by_rounds(recipe: Recipe, method: str = "diloco", steps: int = 3, **more: Any) -> plans.Plan:
     """Ten steps are four rounds, the last a short one."""
-    outer = plans.Outer(replicas=((0,), (1,)), method=method, steps=steps, adapt=False, **more)
-    return on_node(recipe, 2, outer=outer)
+    outer = LocalRoundsState(replicas=((0,), (1,)), method=method, steps=steps, adapt=False, **more)
+    return on_node(recipe, 2, choices={"local_rounds": outer})
 
 
 @pytest.fixture(scope="module")
@@ -257,7 +258,7 @@ def test_rounds_on_a_node_are_those_of_replicas_that_hold_everything(
 ) -> None:
     asked = recipe(corpus)
     how = by_rounds(asked)
-    memory = plans.Plan(ranks=how.ranks[:2], micro_batch=2, precision="fp32", outer=how.outer)
+    memory = plans.Plan(ranks=how.ranks[:2], micro_batch=2, precision="fp32", choices=how.choices)
     run = Struck(asked, 2, tmp_path / "memory", plan=memory).run()
     assert run.losses.keys() == rounds.losses.keys()
     assert all(abs(run.losses[step] - loss) < 1e-5 * loss for step, loss in rounds.losses.items())
@@ -270,7 +271,11 @@ def test_rounds_of_differences_in_int8_train_as_well(corpus: Path, tmp_path: Pat
     asked = recipe(corpus)
     exchanges = (plans.Exchange(traffic="outer_step", codec="int8"),)
     how = plans.Plan(
-        ranks=by_rounds(asked).ranks, micro_batch=2, precision="fp32", outer=by_rounds(asked).outer, exchanges=exchanges
+        ranks=by_rounds(asked).ranks,
+        micro_batch=2,
+        precision="fp32",
+        choices=by_rounds(asked).choices,
+        exchanges=exchanges,
     )
     run = OnNode(asked, 3, tmp_path / "run", plan=how).run()
     assert run.losses != rounds.losses
@@ -313,6 +318,6 @@ def test_a_run_by_rounds_that_was_stopped_goes_on_to_the_last_bit(corpus: Path, 
 def test_rounds_that_nodes_cannot_run_are_refused_by_name(corpus: Path, outer: dict[str, Any], told: str) -> None:
     asked = recipe(corpus)
     workers = 2 * len(outer.get("replicas", ((0,),))[0])
-    made = plans.Outer(**({"replicas": ((0,), (1,)), "method": "diloco", "steps": 4} | outer))
+    made = LocalRoundsState(**({"replicas": ((0,), (1,)), "method": "diloco", "steps": 4} | outer))
     with pytest.raises(UserError, match=f"(?s){told}"):
-        role.job_of(asked, on_node(asked, workers, outer=made), [])
+        role.job_of(asked, on_node(asked, workers, choices={"local_rounds": made}), [])

@@ -15,6 +15,7 @@ from espalier.comm.codecs import FAMILIES
 from espalier.language.workload import open_language
 from espalier.launch.ranks import agent
 from espalier.launch.testing.faults import Fault
+from espalier.mechanisms.local_rounds.state import LocalRoundsState
 from espalier.optim.diloco_slowmo import METHODS
 from espalier.plan import base as plans
 from espalier.train import rank_spec as launch
@@ -42,8 +43,8 @@ def by_codec(made: Any, name: str) -> plans.Plan:
 
 
 def by_method(made: Any, name: str) -> plans.Plan:
-    outer = plans.Outer(replicas=((0,), (1,)), method=name, steps=4, adapt=False)
-    return plans.Plan(ranks=plan_of(made, 2).ranks, micro_batch=8, outer=outer)
+    outer = LocalRoundsState(replicas=((0,), (1,)), method=name, steps=4, adapt=False)
+    return plans.Plan(ranks=plan_of(made, 2).ranks, micro_batch=8, choices={"local_rounds": outer})
 
 
 def normal(chosen: bool) -> Any:
@@ -161,8 +162,10 @@ def adapting(made: Any, shards: int) -> plans.Plan:
     several = tuple(range(shards)) if shards > 1 else ()
     unit = plans.Unit(optimizer=several, whole=True)
     groups = tuple(tuple(range(one * shards, (one + 1) * shards)) for one in range(2))
-    outer = plans.Outer(replicas=groups, method="eager", steps=1, adapt=True)
-    return plans.Plan(ranks=plan_of(made, 2 * shards).ranks, units=(unit,), micro_batch=2, outer=outer)
+    outer = LocalRoundsState(replicas=groups, method="eager", steps=1, adapt=True)
+    return plans.Plan(
+        ranks=plan_of(made, 2 * shards).ranks, units=(unit,), micro_batch=2, choices={"local_rounds": outer}
+    )
 
 
 def following(corpus: Path, steps: int, log: Path | None = None) -> Any:

@@ -14,6 +14,7 @@ import torch
 from espalier.checkpoint.save_and_restore import Checkpoints
 from espalier.language.workload import open_language
 from espalier.launch.ranks import agent
+from espalier.mechanisms.local_rounds.state import LocalRoundsState
 from espalier.plan import base as plans
 from espalier.recipe import defaults, recipe_file
 from espalier.recipe.errors import Interrupted, UserError
@@ -50,7 +51,7 @@ def plan_of(ranks=2, shard=(), method="co2", steps=4, settings=None, paces=(), p
     groups = [tuple(range(size)) if size > 1 else () for size in shard]
     unit = plans.Unit(**dict(zip(("params", "grads", "optimizer"), groups, strict=False)), whole=True)
     half = ranks // 2
-    outer = plans.Outer(
+    outer = LocalRoundsState(
         replicas=(tuple(range(half)), tuple(range(half, ranks))),
         method=method,
         settings=settings or {},
@@ -58,7 +59,7 @@ def plan_of(ranks=2, shard=(), method="co2", steps=4, settings=None, paces=(), p
         adapt=False,
         paces=paces,
     )
-    return plans.Plan(ranks=shares, units=(unit,), micro_batch=8, precision=precision, outer=outer)
+    return plans.Plan(ranks=shares, units=(unit,), micro_batch=8, precision=precision, choices={"local_rounds": outer})
 
 
 def train(recipe, plan, folder=None, stop_after=None):
@@ -112,8 +113,11 @@ def test_replicas_that_are_pipelines_are_replicas_of_one_rank(corpus):
     whole = train(recipe, plan_of())[0]
     stages = tuple(plans.Stage(ranks=(rank,), layers=(rank, rank + 1)) for rank in (0, 1))
     shares = tuple(plans.Rank(share=share) for share in ((0, 4), (4, 8)) for _ in stages)
-    outer = plans.Outer(replicas=((0, 1), (2, 3)), method="co2", steps=4, adapt=False)
-    ranks = train(recipe, plans.Plan(ranks=shares, stages=stages, micro_batch=2, precision="fp64", outer=outer))
+    outer = LocalRoundsState(replicas=((0, 1), (2, 3)), method="co2", steps=4, adapt=False)
+    ranks = train(
+        recipe,
+        plans.Plan(ranks=shares, stages=stages, micro_batch=2, precision="fp64", choices={"local_rounds": outer}),
+    )
     assert ranks[0][0] == pytest.approx(whole[0], rel=1e-6)
     for one in ranks:
         close({name: whole[1][name] for name in one[1]}, one[1], 1e-6)
@@ -121,8 +125,10 @@ def test_replicas_that_are_pipelines_are_replicas_of_one_rank(corpus):
 
 def test_replicas_whose_ranks_share_matrices_are_refused_by_name(corpus):
     stage = plans.Stage(ranks=(0, 1), layers=(0, 1), tensor=2)
-    outer = plans.Outer(replicas=((0, 1), (2, 3)), method="co2", steps=4, adapt=False)
-    plan = plans.Plan(ranks=(plans.Rank(share=(0, 8)),) * 4, stages=(stage,), outer=outer, algorithm="megatron")
+    outer = LocalRoundsState(replicas=((0, 1), (2, 3)), method="co2", steps=4, adapt=False)
+    plan = plans.Plan(
+        ranks=(plans.Rank(share=(0, 8)),) * 4, stages=(stage,), choices={"local_rounds": outer}, algorithm="megatron"
+    )
     refused = table.refusal(recipe_of(corpus), plan)
     assert refused is not None
     assert set(refused.pair) == {"outer_rounds", "tensor_parallel"}
@@ -169,7 +175,8 @@ def test_the_common_model_resumes_without_rounds_and_with_other_replicas(corpus,
     alone = plans.Plan(ranks=(plans.Rank(share=(0, 8)),), micro_batch=8)
     assert list(train(recipe, alone, tmp_path)[0][0]) == [12, STEPS]
     more = msgspec.structs.replace(
-        plan_of(4, precision="fp32"), outer=plans.Outer(replicas=((0,), (1,), (2,), (3,)), steps=4, adapt=False)
+        plan_of(4, precision="fp32"),
+        choices={"local_rounds": LocalRoundsState(replicas=((0,), (1,), (2,), (3,)), steps=4, adapt=False)},
     )
     ends = train(recipe_of(corpus, precision="fp32", steps=20), more, tmp_path)
     for name, value in ends[0][1].items():

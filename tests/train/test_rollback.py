@@ -9,6 +9,7 @@ import pytest
 from struck import Struck, plan_of, recipe_of, same, write_corpus
 
 from espalier.checkpoint.save_and_restore import Checkpoints
+from espalier.mechanisms.local_rounds.state import LocalRoundsState
 from espalier.parallel.agreement import AgreedStep
 from espalier.plan import base as plans
 from espalier.recipe.errors import RunFailed, UserError
@@ -98,8 +99,8 @@ def test_a_gradient_norm_that_rises_alone_is_put_back_as_a_loss_is(corpus, tmp_p
 def by_rounds(corpus, folder):
     """Two replicas of one rank, in rounds of four steps."""
     made = recipe(corpus, rollback=4)
-    outer = plans.Outer(replicas=((0,), (1,)), steps=4, adapt=False)
-    run = Noisy(made, 2, folder, plan=msgspec.structs.replace(plan_of(made, 2), outer=outer))
+    outer = LocalRoundsState(replicas=((0,), (1,)), steps=4, adapt=False)
+    run = Noisy(made, 2, folder, plan=msgspec.structs.replace(plan_of(made, 2), choices={"local_rounds": outer}))
     run.noisy = (1,)
     return run
 

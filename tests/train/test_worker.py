@@ -14,6 +14,7 @@ from espalier import recipe as config
 from espalier.language.workload import open_language
 from espalier.launch.ranks import agent
 from espalier.machine import network_interface
+from espalier.mechanisms.local_rounds.state import LocalRoundsState
 from espalier.plan import base as plans
 from espalier.recipe import defaults, recipe_file
 from espalier.recipe.errors import RunFailed, UserError
@@ -65,8 +66,8 @@ def test_a_rank_that_runs_out_of_memory_says_what_it_held_and_what_would_fit(tmp
         ({"exchanges": (plans.Exchange("gradients", codec="int8"),)}, ""),
         ({"exchanges": (plans.Exchange("gradients"),)}, "alike"),
         ({"stages": (plans.Stage(ranks=(0, 1), tensor=2),)}, ""),
-        ({"outer": plans.Outer(replicas=((0,), (1,)))}, "rounds"),
-        ({"outer": plans.Outer(replicas=((0, 1),))}, ""),
+        ({"choices": {"local_rounds": LocalRoundsState(replicas=((0,), (1,)))}}, "rounds"),
+        ({"choices": {"local_rounds": LocalRoundsState(replicas=((0, 1),))}}, ""),
     ],
 )
 def test_which_plans_let_ranks_stay(changes: dict[str, Any], why: str) -> None:

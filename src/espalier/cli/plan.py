@@ -63,7 +63,6 @@ def decided(
     of the recipe, where it is open."""
     if graphs.is_open(resolved.recipe):
         from espalier.cli import run_plan
-        from espalier.mechanisms.disk_batches import drawn_batches
 
         plan_of = partial(decided, cluster=cluster, calibrate_on=calibrate_on)
         workload = prepare.open_workload(resolved)
@@ -75,7 +74,7 @@ def decided(
         )
         settled, workload = run_plan.with_batches(resolved, workload, chosen)
         decision = plan_of(settled, workload=workload)
-        return replace(decision, plan=drawn_batches.told(decision.plan, chosen, why))
+        return replace(decision, plan=run_plan.with_chosen(decision.plan, chosen, why))
     known, asked = measurements.calibration(resolved.recipe, calibrate_on), prepare.request(resolved, None, workload)
     if not cluster.machine:  # described in a file: this machine's disk is not theirs
         asked = replace(asked, free=None)
@@ -120,7 +119,8 @@ def _tell(
         derived = [*resolved.derivations]
         if recipe.train.precision == AUTO:
             derived.append(Derivation("train.precision", plan.precision, prepare.PRECISION))
-        steps = (recipe.train.steps or 0) * (1 if plan.batches is None else plan.batches.steps)
+        chosen = prepare.batches_of(plan)
+        steps = (recipe.train.steps or 0) * (1 if chosen is None else chosen.steps)
         printing.plan(plan, derived, steps or None, model_kinds.of(recipe.model).unit)
         printing.sources(plan)
         if isinstance(changed, PlanDecision):

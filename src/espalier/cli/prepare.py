@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
@@ -17,12 +18,17 @@ from espalier.comm import plain_collectives
 from espalier.machine import cluster as clusters
 from espalier.machine import probe
 from espalier.parallel.workload import Workload
+from espalier.plan.base import Plan
 from espalier.plan.request import Request
 from espalier.recipe import Recipe, terminal
+from espalier.recipe.graphs import Batches
 from espalier.track.progress import Waiting
 from espalier.train import request_from_recipe, workload_registry
 from espalier.train.rank_spec import RankSpec
 from espalier.train.run_folder import RunFolder, path_of
+
+if TYPE_CHECKING:
+    from espalier.mechanisms.disk_batches.state import DiskBatchesState
 
 Resolved = workload_registry.Resolved
 PRECISION = "on GPUs the fastest of what they compute fast; on processors fp32, or bf16 where measured steps are faster"
@@ -41,6 +47,12 @@ def resolve(path: str | Path, overrides: Sequence[str], trust: bool = False, run
 def open_workload(resolved: Resolved) -> Workload:
     """The workload of a resolved recipe, its data opened (built on first use, with a progress bar)."""
     return workload_registry.open_workload(resolved, waiting)
+
+
+def batches_of(plan: Plan) -> Batches | None:
+    """What steps of a plan train on, where the recipe left that open."""
+    state: DiskBatchesState | None = plan.choices.get("disk_batches")
+    return None if state is None else state.batches
 
 
 def machines(recipe: Recipe, cluster: str | None = None) -> clusters.Cluster:

@@ -106,6 +106,15 @@ def with_batches(
     return resolved, prepare.open_workload(resolved) if chosen.fanout else workload
 
 
+def with_chosen(plan: plans.Plan, chosen: Batches | None, why: str = "") -> plans.Plan:
+    """The plan with what steps train on, and why; where the recipe says it, the plan as it is."""
+    if chosen is None:
+        return plan
+    from espalier.mechanisms.disk_batches import drawn_batches
+
+    return drawn_batches.told(plan, chosen, why)
+
+
 def on_hosts(nodes: Sequence[int], plan: plans.Plan, cluster: clusters.Cluster) -> plans.Plan:
     """The plan with its ranks on the machines where they are, if those are the cluster's and ranks cannot be numbered
     as the plan has them (`numbering`)."""

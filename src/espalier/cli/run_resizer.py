@@ -130,7 +130,7 @@ class RunResizer:
     def adopt(self, shape: RunShape) -> None:
         """See `Resizer.adopt`."""
         plan = next(plan for offered, plan in self._offered if offered is shape)
-        plan = msgspec.structs.replace(plan, batches=self.job.plan.batches)
+        plan = run_plan.with_chosen(plan, prepare.batches_of(self.job.plan))
         self.job = replace(self.job, plan=plan)
         self.job.folder.write(self.job.resolved.recipe, self.job.cluster, plan)
         self._offered.clear()

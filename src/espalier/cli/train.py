@@ -144,7 +144,7 @@ def heard(opened: Callable[[], OpenedRun], others: Announcement) -> Begun:
     """What another process has decided. `opened`: opens the data, then."""
     decided = msgspec.json.decode(others.hear(WAIT), type=Decided)
     given, plan = opened(), plans.loads(decided.plan)
-    resolved, workload = run_plan.with_batches(given.resolved, given.workload, plan.batches)
+    resolved, workload = run_plan.with_batches(given.resolved, given.workload, ready.batches_of(plan))
     job = RunStart(
         resolved, workload, clusters.loads(decided.cluster), plan, 0,
         RunFolder(given.path), True, finished=decided.finished,
@@ -339,7 +339,7 @@ def asked(resolved: ready.Resolved, run: str | None, quiet: bool) -> OpenedRun:
     batches = None
     if (existing := runs.RunFolder(path)).exists():
         if graphs.is_open(recipe) and existing.plan.exists():
-            batches = plans.read(existing.plan).batches
+            batches = ready.batches_of(plans.read(existing.plan))
         runs.refuse_other_meaning(existing, recipe if batches is None else graphs.with_batches(recipe, batches))
         before = existing.read()
     return OpenedRun(resolved, ready.open_workload(resolved), path, before, quiet, batches=batches)
@@ -382,7 +382,7 @@ def decided(
         given, recipe = replace(given, workload=workload), resolved.recipe
         workload = run_plan.entered(workload, recipe, saved, world)
         plan = run_plan.planned(folder, resolved, workload, cluster, world)
-        plan = plan.changed(batches=chosen, why=(*([why] if why else []), *plan.why))
+        plan = run_plan.with_chosen(plan, chosen, why)
         if given.launched:
             run_plan.refuse_roles(plan)
         if nodes is not None:

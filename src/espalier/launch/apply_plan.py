@@ -47,7 +47,7 @@ def apply(
     `zero_grad`, learning-rate schedulers and both `state_dict`s (whole tensors; all ranks call them) work as in plain
     PyTorch. Backward passes that only accumulate go inside `with model.no_sync():`.
 
-    Where the plan's replicas agree by rounds (`plan.outer`), gradients are summed inside each replica, and replicas
+    Where the plan's replicas agree by rounds (`plan.replicas`), gradients are summed inside each replica, and replicas
     differ between rounds. All ranks call `model.finish()` after the last step: then they hold one model. (Without
     rounds it does nothing.)
 
@@ -82,11 +82,11 @@ def apply(
         return model, optimizer
     mesh = ProcessMesh(of_plan(plan), channel, channel.rank())
     cut = _share(mesh, model) if any(stage.tensor > 1 for stage in plan.stages) else None
-    if plan.outer is not None:
+    if plan.replicas:
         refuse_statistics(model)
         same_start(model, channel)
     sharding = _shard(plan, mesh, model, optimizer, cut)
-    if plan.outer is not None:
+    if plan.replicas:
         model.finish = _by_rounds(plan, mesh, optimizer, sharding)  # type: ignore[assignment]
     model._spread_by_espalier = True  # type: ignore[assignment]
     return model, optimizer

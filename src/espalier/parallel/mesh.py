@@ -176,14 +176,14 @@ def regular(degrees: ParallelDegrees, experts: int = 1) -> Mesh:
 def of_plan(plan: Plan) -> Mesh:
     """The mesh of a plan's ranks."""
     roles = tuple(rank.role for rank in plan.ranks)
-    replicas = [plan.trainers] if plan.outer is None else plan.outer.replicas
+    replicas = plan.replicas or (plan.trainers,)
     inside, last = _of_stages(plan)
     if plan.apart or not inside:
         axis, last = "pp" if plan.apart else "dp", set(replicas[0])
         inside = {rank: Coordinates(**{axis: index}) for index, rank in enumerate(replicas[0])}
     like = {rank: replicas[0][index] for ranks in replicas for index, rank in enumerate(ranks)}
     coordinates = {rank: inside[like[rank]]._replace(replica=n) for n, ranks in enumerate(replicas) for rank in ranks}
-    mesh = _made(roles, coordinates, {rank for rank in coordinates if like[rank] in last}, len(plan.experts) or 1)
+    mesh = _made(roles, coordinates, {rank for rank in coordinates if like[rank] in last}, plan.layout.ep)
     speeds = {
         rank: stage.speeds[index // stage.tensor % stage.sequence]
         for stage in plan.stages

@@ -17,19 +17,21 @@ import msgspec
 from espalier.plan.axes.flat_layout import BUCKET
 from espalier.recipe import serialization
 from espalier.recipe.errors import UserError
-from espalier.recipe.graphs import Batches
 from espalier.recipe.serialization import Value
 
 if TYPE_CHECKING:
     from espalier.track.charts import TimetableBar
 
-VERSION = 2
+VERSION = 3
 BEFORE_CHOICES: dict[str, dict[str, Any]] = {
     "task_waves": {"waves": [], "nested": 1},
     "halo_exchange": {"halo_ages": []},
     "optimizer_node": {"layer_window": 0, "node_link": 0.0},
+    "expert_parallel": {"experts": []},
+    "disk_batches": {"batches": None},
 }
-"""Fields that plans of version 1 had beside the rest, by whose they are, and what they were where nothing was said."""
+"""Fields that plans had beside the rest (the first three systems' in version 1, all in version 2), by whose they are,
+and what they were where nothing was said. `outer` was all that `local_rounds` says."""
 
 Placement = Literal["head_first", "context_first", "interleaved"]
 Tier = Literal["device", "host", "disk", "node"]
@@ -135,24 +137,6 @@ class Exchange(PlanStruct, frozen=True):
     rows: HaloRows | None = None
 
 
-class Outer(PlanStruct, frozen=True):
-    """Replicas that agree round by round: which ranks make each, and how they do.
-
-    Attributes:
-        replicas: ranks of each, in order of rank; within one the plan's units hold.
-        method: a key of `optim.diloco_slowmo.METHODS`; settings: what of its `OuterMethod` was set otherwise.
-        steps: local steps of a round of the fastest replica; adapt: whether they follow the measured waits.
-        paces: of each replica, its steps for each of the fastest.
-    """
-
-    replicas: tuple[tuple[int, ...], ...]
-    method: str = "co2"
-    settings: dict[str, float | str | bool] = msgspec.field(default_factory=dict)
-    steps: int = 1
-    adapt: bool = True
-    paces: tuple[float, ...] = ()
-
-
 class Offload(PlanStruct, frozen=True):
     """Where optimizer states, parameters and activations wait between uses: see `mechanisms.offload`."""
 
@@ -177,6 +161,11 @@ class ChoiceState(PlanStruct, frozen=True):
     """Whether each rank holds parts of its own, and counts the losses that it has computed."""
 
     @property
+    def exchanged(self) -> str:
+        """What its ranks exchange in every micro-batch, of which all then need as many, in words; empty: nothing."""
+        return ""
+
+    @property
     def layout(self) -> dict[str, Any]:
         """What the plan's `Layout` has otherwise."""
         return {}
@@ -193,6 +182,23 @@ class ChoiceState(PlanStruct, frozen=True):
     def cells(self, plan: Plan, origin: str) -> list[Cell]:
         """The plan's cells, where they do not follow from its stages. Raises UserError for nonsense in the state."""
         return []
+
+
+class RoundsState(ChoiceState, frozen=True):
+    """Replicas that agree round by round: which ranks make each, and how they do.
+
+    Attributes:
+        replicas: ranks of each, in order of rank; within one the plan's units hold. Empty: all agree at every step.
+        method: a key of `optim.diloco_slowmo.METHODS`; settings: what of its `OuterMethod` was set otherwise.
+        steps: local steps of a round of the fastest replica.
+        paces: of each replica, its steps for each of the fastest.
+    """
+
+    replicas: tuple[tuple[int, ...], ...] = ()
+    method: str = "co2"
+    settings: dict[str, float | str | bool] = msgspec.field(default_factory=dict)
+    steps: int = 1
+    paces: tuple[float, ...] = ()
 
 
 State = TypeVar("State", bound=ChoiceState)
@@ -330,11 +336,7 @@ class Plan(PlanStruct, frozen=True):
     ranks: tuple[Rank, ...] = (Rank(),)
     units: tuple[Unit, ...] = (Unit(),)
     stages: tuple[Stage, ...] = ()
-    experts: tuple[tuple[int, ...], ...] = ()
-    """Of each rank of an expert group, the experts of every layer that it holds; empty: every rank holds all. The
-    groups are consecutive ranks of those that hold the same parameters."""
     exchanges: tuple[Exchange, ...] = ()
-    outer: Outer | None = None
     rules: tuple[AdaptiveRule, ...] = ()
     algorithm: str = "data"
     """What tensor and sequence ranks do: see `plan.layouts.ALGORITHMS`."""
@@ -355,8 +357,6 @@ class Plan(PlanStruct, frozen=True):
     recompute: str = "none"
     precision: str = "fp32"
     compile: bool = False
-    batches: Batches | None = None
-    """What a step trains on, where the recipe left that open (`graph.fanout = "auto"`)."""
     predicted: Predicted | None = None
     executable: bool = True
     """Whether it fits; `missing`: what it lacks."""
@@ -366,8 +366,8 @@ class Plan(PlanStruct, frozen=True):
 
     def state(self, kind: type[State]) -> State:
         """What the system whose state is of `kind` says; where the plan does not hold it, what it says by itself."""
-        state: State = self.choices.get(kind.name) or kind()
-        return state
+        states = (state for state in self.choices.values() if isinstance(state, kind))
+        return next(states, None) or kind()
 
     def with_state(self, state: ChoiceState) -> Plan:
         """The plan with what a system says."""
@@ -410,15 +410,25 @@ class Plan(PlanStruct, frozen=True):
         return any(state.apart for state in self.choices.values())
 
     @property
+    def replicas(self) -> tuple[tuple[int, ...], ...]:
+        """Ranks of each replica that agrees with the others by rounds; empty: all agree at every step."""
+        return self.state(RoundsState).replicas
+
+    @property
     def replicated(self) -> bool:
         """Whether every rank holds all states."""
         return all(len(unit.optimizer) <= 1 for unit in self.units)
 
     @property
+    def exchanged(self) -> str:
+        """What ranks exchange in every micro-batch, in words; empty: nothing."""
+        states = " and ".join(filter(None, (state.exchanged for state in self.choices.values())))
+        return states or "sharded gradients" * any(len(unit.grads) > 1 for unit in self.units)
+
+    @property
     def rounds(self) -> int | None:
-        """Micro-batches of every rank where all must have as many (parameters, gradients or tokens of experts are
-        exchanged in each)."""
-        if not self.experts and not any(len(unit.grads) > 1 for unit in self.units):
+        """Micro-batches of every rank where all must have as many: something is exchanged in each."""
+        if not self.exchanged:
             return None
         return max(-(-rank.samples // self.micro_batch) for rank in self.trainer_ranks)
 
@@ -429,13 +439,12 @@ class Plan(PlanStruct, frozen=True):
         first = self.ranks[trainers[0]]
         stages = [stage for stage in self.stages if stage.pipeline == 0] or [Stage(ranks=trainers)]
         stage = stages[0]
-        copies = len(self.outer.replicas) if self.outer is not None and stage.ranks else 1
+        copies = len(self.replicas) if self.replicas and stage.ranks else 1
         layout = Layout(
             dp=copies * len(stage.ranks or trainers) // (stage.tensor * stage.sequence),
             tp=stage.tensor,
             sp=stage.sequence,
             pp=len({one.layers for one in stages}) // self.interleave,
-            ep=max(1, len(self.experts)),
             cp=stage.context,
             window=stage.window,
             placement=self.placement,
@@ -479,16 +488,18 @@ def loads(text: str | bytes, origin: str = "plan.json") -> Plan:
                     stage.setdefault("heads", stage.pop("sequence"))
         plan = msgspec.convert(table, Plan)
         return plan.changed(choices=_states(plan.choices)) if plan.choices else plan
-    except (msgspec.DecodeError, msgspec.ValidationError) as error:
+    except (msgspec.DecodeError, TypeError) as error:
         raise UserError(f"{origin} is not a plan: {error}.", do=f"delete {origin}; it is then planned again") from None
 
 
 def _move_to_choices(table: dict[str, Any]) -> None:
-    """Makes a plan of version 1 one of version 2: fields of single systems go to `choices`, where they say anything."""
+    """Makes a plan of version 1 or 2 one of version 3: fields of single systems go to `choices`, where they say
+    anything."""
+    states = {"local_rounds": table.pop("outer", None)}
     for name, fields in BEFORE_CHOICES.items():
         state = {field: table.pop(field) for field in fields if field in table}
-        if any(state[field] != fields[field] for field in state):
-            table.setdefault("choices", {})[name] = state
+        states[name] = any(state[field] != fields[field] for field in state) and state
+    table["choices"] = {**table.get("choices", {}), **{name: state for name, state in states.items() if state}}
     table["version"] = VERSION
 
 
@@ -515,12 +526,7 @@ def check(plan: Plan, samples: int, origin: str = "plan.json") -> Plan:
     fewest = min(rank.samples for rank in plan.trainer_ranks)
     if plan.rounds is not None and fewest < plan.rounds:
         few = f"a rank has {fewest} samples for {plan.rounds} micro-batches"
-        what = "experts on several ranks" if plan.experts else "sharded gradients"
-        raise nonsense(origin, f"{few}; with {what} every rank needs one for each")
-    held = sorted(expert for experts in plan.experts for expert in experts)
-    if held != list(range(len(held))):
-        told = ", ".join(map(str, held))
-        raise nonsense(origin, f"its expert ranks hold the experts {told}; each is held once, numbered from 0")
+        raise nonsense(origin, f"{few}; with {plan.exchanged} every rank needs one for each")
     return plan
 
 
@@ -530,7 +536,7 @@ def _cells(plan: Plan, origin: str) -> list[Cell]:
     apart = [cell for state in plan.choices.values() for cell in state.cells(plan, origin)]
     if apart:
         return apart
-    if plan.outer is not None or not plan.stages:
+    if plan.replicas or not plan.stages:
         return [(plan.ranks[index].share, (index,)) for index in plan.trainers]
     if sorted(rank for stage in plan.stages for rank in stage.ranks) != sorted(plan.trainers * plan.interleave):
         times = "once" if plan.interleave == 1 else f"{plan.interleave} times"

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from espalier.machine.cluster import Place
-from espalier.plan import choice, collective_time, device_model, explain
-from espalier.plan.axes.experts import placed
+from espalier.plan import choice, collective_time, explain
 from espalier.plan.axes.offload import NODE
-from espalier.plan.base import Exchange, Plan, Predicted, Rank, Stage, Unit
+from espalier.plan.base import Plan, Predicted, Rank, Stage, Unit
 from espalier.plan.calibration import DATASHEET, Calibration, own_stack
 from espalier.plan.collective_time import seats
 from espalier.plan.layout_estimate import Shares, estimate
@@ -36,15 +32,7 @@ def make(request: Request, found: Found, option: Option, calibration: Calibratio
             ),
         ),
         stages=_stages(request, option),
-        experts=(held := _experts(request, option)),
-        exchanges=(
-            *(exchanges(request.crossings) if layout.shards > 1 else ()),
-            *(
-                Exchange(traffic="experts", codec=request.expert_rows)
-                for _ in held[:1]
-                if request.expert_rows != "exact"
-            ),
-        ),
+        exchanges=exchanges(request.crossings) if layout.shards > 1 else (),
         algorithm=layout.algorithm,
         placement=layout.placement,
         offload=request.offload,
@@ -57,16 +45,13 @@ def make(request: Request, found: Found, option: Option, calibration: Calibratio
         precision=request.precision,
         compile=request.compile,
         predicted=predicted,
-        why=(
-            *explain.why(request, found, option),
-            *_spread(request, held),
-            *filter(None, [calibration.doubt(own_stack(option.cluster))]),
-        ),
+        why=tuple(explain.why(request, found, option)),
         runners_up=tuple(explain.runners_up(request, found, option)),
     )
     for each in choice.asked(request, option.cluster):
         plan = each.placed(plan, request, option)
-    return plan
+    doubt = calibration.doubt(own_stack(option.cluster))
+    return plan.changed(why=(*plan.why, doubt)) if doubt else plan
 
 
 def predict(request: Request, option: Option, calibration: Calibration) -> Predicted:
@@ -82,43 +67,6 @@ def predict(request: Request, option: Option, calibration: Calibration) -> Predi
         price_per_hour=price,
         sources={**predicted.sources, "coefficients": calibration.source},
     )
-
-
-def _experts(request: Request, option: Option) -> tuple[tuple[int, ...], ...]:
-    """Who holds which experts: more on faster ranks with faster links, as memory allows. Empty: every rank all of
-    them."""
-    ep = request.expert_ranks
-    if ep == 1:
-        return ()
-    places = seats(option.cluster, int(option.layout.world))
-    each = request.expert_parameters / request.experts
-    work, crossing = 6 * each, 4.0 * request.width * request.compute  # of a row: operations, and bytes each way
-
-    def rate(place: Place) -> float:
-        table = place.table
-        used = option.layout.threads / max(1, table.cores) if table.device.kind == "cpu" else 1.0
-        flops = device_model.sustained(table.device, request.precision) * used
-        link = table.between or option.cluster.between
-        return 1 / max(work / max(flops, 1.0), crossing / link.bandwidth if link is not None else 0.0)
-
-    rates = [min(map(rate, places[first::ep])) for first in range(ep)]
-    stored = 4 * request.bytes_each * each * max(1, request.layers // option.layout.pp)
-    most = -(-request.experts // ep) + max(0, int(-option.over / stored))
-    return placed(rates, [1.0] * request.experts, [most] * ep)
-
-
-def _spread(request: Request, held: Sequence[Sequence[int]]) -> list[str]:
-    """Why experts lie where they lie."""
-    if not held:
-        return []
-    sizes = [len(experts) for experts in held]
-    told = " and ".join(map(str, dict.fromkeys(sizes)))
-    pinned = f", as pinned: plan.pin.ep = {len(held)}" if request.pin.ep else ""
-    unlike = max(sizes) - min(sizes) > 1
-    return [
-        f"Experts are spread over groups of {len(held)} ranks ({told} each{pinned}). Messages are priced for even "
-        f"routing.{' Ranks that compute or send faster hold more.' if unlike else ''}"
-    ]
 
 
 def _samples(request: Request, option: Option) -> list[int]:

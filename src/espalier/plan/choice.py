@@ -116,7 +116,7 @@ class ChoiceRow:
     Attributes:
         module: with a `CHOICE`; what it says in plans, if anything, is `STATE` of `state.py` beside it.
         when: whether it may add something, of a request on a cluster.
-        holds: whether it has added something to a plan that is trained, of a request where that is known.
+        holds: whether it has added something to a plan that has no state of it, of a request where that is known.
     """
 
     module: str
@@ -141,7 +141,7 @@ TABLE: dict[str, ChoiceRow] = {
     "task_waves": ChoiceRow(
         "espalier.mechanisms.task_waves.choice",
         lambda request, cluster: "task_waves" in request.facts,
-        lambda plan, request: "task_waves" in (plan.choices if request is None else {**plan.choices, **request.facts}),
+        lambda plan, request: request is not None and "task_waves" in request.facts,
     ),
     "precision": ChoiceRow(
         "espalier.plan.precision_choice",
@@ -152,6 +152,10 @@ TABLE: dict[str, ChoiceRow] = {
         lambda request, cluster: (
             request.codec != "exact" and (request.codec != "auto" or (cluster.machines > 1 and not gpus(cluster)))
         ),
+    ),
+    "expert_parallel": ChoiceRow(
+        "espalier.mechanisms.expert_parallel.choice",
+        lambda request, cluster: request.expert_ranks > 1,
     ),
     "optimizer_node": ChoiceRow(
         "espalier.mechanisms.optimizer_node.choice",
@@ -171,7 +175,6 @@ TABLE: dict[str, ChoiceRow] = {
         lambda request, cluster: (
             isinstance(request.sync, ByRounds) or (isinstance(request.sync, Auto) and cluster.machines > 1)
         ),
-        lambda plan, request: plan.outer,
     ),
     "disk_batches": ChoiceRow(
         "espalier.mechanisms.disk_batches.choice",
@@ -196,7 +199,7 @@ def asked(request: Request, cluster: Cluster) -> list[PlanChoice]:
 
 def of(plan: Plan, request: Request | None = None) -> Iterator[PlanChoice]:
     """Those that have added something to `plan`, of `request` where that is known."""
-    return (row.choice for row in TABLE.values() if row.holds(plan, request))
+    return (row.choice for name, row in TABLE.items() if name in plan.choices or row.holds(plan, request))
 
 
 def priced(ask: Ask) -> tuple[Request, tuple[str, ...]]:

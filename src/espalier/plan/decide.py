@@ -39,6 +39,6 @@ def decide(
         best = replace(best, plan=each.finish(best, ask))
     plan = checkpoint_cost.paced(best.plan, request.saves, cluster, request.write_rate)
     plan = checkpoint_cost.with_copies(plan, request.copies, cluster)
-    sentences = plan_summary.sentences(plan, cluster if plan.outer is None else best.cluster)
+    sentences = plan_summary.sentences(plan, best.cluster if plan.replicas else cluster)
     words = (sentence for each in choices for sentence in each.words(best, ask))
     return replace(best, plan=plan.changed(why=(*sentences, *plan.why, *words)), finished=True)

@@ -61,7 +61,7 @@ def _measured(ask: Ask) -> PlanDecision:
     remarks = (*ask.request.remarks, precision.ON_PROCESSORS)
     decision = _decided(ask.changed(precision="fp32", remarks=remarks))
     exact = decision.plan
-    if ask.trials is None or not (decision.fits and precision.worth_trying(ask.cluster)) or exact.outer is not None:
+    if ask.trials is None or not (decision.fits and precision.worth_trying(ask.cluster)) or exact.replicas:
         return decision
     alike = {"ranks": len(exact.ranks), "threads": exact.ranks[0].threads, "micro_batch": exact.micro_batch}
     pin = ask.request.pin.changed(**alike, recompute=exact.recompute)

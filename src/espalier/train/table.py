@@ -80,7 +80,7 @@ def properties(recipe: Recipe, plan: Plan) -> list[Claim]:
         NCCL: any(rank.device != "cpu" for rank in plan.ranks),
         ROLES: len(plan.trainers) < len(plan.ranks),
         MACHINES: len({rank.node for rank in plan.ranks}) > 1,
-        SINGLES: plan.outer is not None and all(len(ranks) == 1 for ranks in plan.outer.replicas),
+        SINGLES: {len(ranks) for ranks in plan.replicas} == {1},
         CUT_MATRICES: _cut_matrices(recipe, plan),
         CUT_SEQUENCES: any(stage.sequence > 1 for stage in plan.stages),
         SPREAD_EXPERTS: _experts(recipe, plan),
@@ -134,7 +134,7 @@ def _cut_matrices(recipe: Recipe, plan: Plan) -> bool:
 
 
 def _experts(recipe: Recipe, plan: Plan) -> bool:
-    return len(plan.experts) > 1
+    return plan.layout.ep > 1
 
 
 def _sequences(recipe: Recipe, plan: Plan) -> bool:
@@ -161,7 +161,7 @@ TABLE: tuple[Choose, ...] = (
     MechanismRow("task_waves.wave_schedule", _waves, "choose_towers"),
     MechanismRow("task_waves.wave_schedule", _waves),
     optimizers.choose_muon,
-    MechanismRow("local_rounds.outer_rounds", lambda recipe, plan: plan.outer),
+    MechanismRow("local_rounds.outer_rounds", lambda recipe, plan: plan.replicas),
     MechanismRow("sequence_parallel.attention_2d", _sequences),
     MechanismRow("expert_parallel.mechanism", _experts),
     MechanismRow("pattern_attention.token_parallel", _halo),

@@ -11,6 +11,7 @@ from tests.plan import asked
 
 from espalier import recipe as config
 from espalier.machine import cluster as clusters
+from espalier.mechanisms.expert_parallel.state import ExpertParallelState
 from espalier.plan import decide
 from espalier.plan.axes.experts import ExpertLoad, Routed, cost, expected, placed, sent_bytes
 from espalier.recipe.errors import UserError
@@ -137,7 +138,7 @@ def test_placement_is_near_the_best_of_all():
 
 def test_unequal_machines_of_a_plan_hold_unequal_numbers_of_experts():
     found = decide.decide(mixture(pin=config.Pin(ep=2, ranks=2, pp=1)), named("1Gbit/s", "100Mbit/s"))
-    first, second = map(len, found.plan.experts)
+    first, second = map(len, found.plan.state(ExpertParallelState).experts)
     assert first > second
     assert first + second == EXPERTS
     assert any("faster hold more" in why for why in found.plan.why)
@@ -161,6 +162,6 @@ def test_ranks_may_share_the_matrices_of_spread_experts():
     )
     assert (cut.layout.ep, cut.layout.tp, cut.layout.dp) == (2, 2, 2)
     assert cut.stages[0].tensor == 2
-    assert cut.experts == whole.experts
+    assert cut.choices == whole.choices
     assert cut.predicted.memory_bytes["params"] < 0.6 * whole.predicted.memory_bytes["params"]
     assert cut.predicted.sent_bytes["experts"] == whole.predicted.sent_bytes["experts"]

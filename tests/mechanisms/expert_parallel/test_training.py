@@ -15,6 +15,7 @@ from tests.plan import asked
 
 from espalier import recipe as config
 from espalier.language import gpt, hf, moe
+from espalier.mechanisms.expert_parallel.state import ExpertParallelState
 from espalier.parallel.expert_map import spread_evenly
 from espalier.plan import base as plans
 from espalier.plan import decide, pins
@@ -42,7 +43,7 @@ def plan_of(count: int, experts: Any, shard: tuple[int, int, int] = (1, 1, 1), *
     units = (plans.Unit(**dict(zip(("params", "grads", "optimizer"), groups, strict=True))),)
     plan = plans.Plan(
         units=units,
-        experts=experts,
+        choices={"expert_parallel": ExpertParallelState(experts=experts)},
         **{"micro_batch": 2, "precision": "fp64", "ranks": tuple(plans.Rank(share=share) for share in shares)}
         | changes,
     )

@@ -15,6 +15,7 @@ from espalier.machine.cluster import Cluster, Link
 from espalier.mechanisms.local_rounds import overlap_cost
 from espalier.mechanisms.local_rounds import round_plan as co2
 from espalier.mechanisms.local_rounds.co2 import chosen_of
+from espalier.mechanisms.local_rounds.state import LocalRoundsState
 from espalier.plan.base import Plan, dumps, loads
 from espalier.plan.calibration import DATASHEET
 from espalier.plan.decide import decide
@@ -61,11 +62,12 @@ def planned(request: Request, cluster: Cluster) -> Plan:
 def test_a_round_is_the_shortest_that_hides_its_exchange() -> None:
     request = asked(Co2(codec="exact"))
     plan = planned(request, office())
-    assert plan.outer is not None
+    assert plan.replicas
     assert plan.predicted is not None
     local = plan.predicted.step_seconds
     flight = overlap_cost.flight_seconds(4.0 * request.trainable, 4, Link(bandwidth=100e6 / 8, latency=5e-3))
-    assert (plan.outer.steps - 1) * local < 1.1 * flight <= plan.outer.steps * local * (1 + 1e-9)
+    steps = plan.state(LocalRoundsState).steps
+    assert (steps - 1) * local < 1.1 * flight <= steps * local * (1 + 1e-9)
     assert plan.predicted.terms["outer"] == 0
     assert [rule.name for rule in plan.rules] == ["sync.steps", "checkpoint.every"]
     assert any("local steps hide that in full precision" in sentence for sentence in plan.why)
@@ -74,18 +76,18 @@ def test_a_round_is_the_shortest_that_hides_its_exchange() -> None:
 
 def test_four_bits_are_taken_where_rounds_would_be_long() -> None:
     long, short = (planned(asked(Co2(codec=name)), office("20Mbit/s")) for name in ("exact", None))
-    assert long.outer is not None
-    assert short.outer is not None
-    assert long.outer.steps > co2.LONG
-    assert short.outer.settings == {"codec": "int4"}
-    assert short.outer.steps <= -(-long.outer.steps // 7)
+    assert long.replicas
+    assert short.replicas
+    assert long.state(LocalRoundsState).steps > co2.LONG
+    assert short.state(LocalRoundsState).settings == {"codec": "int4"}
+    assert short.state(LocalRoundsState).steps <= -(-long.state(LocalRoundsState).steps // 7)
     assert any("with the differences as int4" in sentence for sentence in short.why)
 
 
 def test_replicas_share_the_batch_and_cut_their_optimizer_among_their_ranks() -> None:
     plan = planned(asked(Co2(), ranks=8), office())
-    assert plan.outer is not None
-    assert plan.outer.replicas == ((0, 1), (2, 3), (4, 5), (6, 7))
+    assert plan.replicas
+    assert plan.replicas == ((0, 1), (2, 3), (4, 5), (6, 7))
     assert [rank.node for rank in plan.ranks] == [0, 0, 1, 1, 2, 2, 3, 3]
     cuts = [rank.share for rank in plan.ranks]
     assert cuts[0][0] == 0
@@ -100,9 +102,9 @@ def test_a_slower_machine_takes_fewer_steps() -> None:
         'devices = 1\n[links]\nbetween = "50Mbit/s"'
     )
     plan = planned(replace(asked(Co2()), compile=True, global_batch=8192), mixed)
-    assert plan.outer is not None
-    assert plan.outer.paces[0] == 1.0
-    assert 0 < plan.outer.paces[1] < 0.9
+    assert plan.replicas
+    assert plan.state(LocalRoundsState).paces[0] == 1.0
+    assert 0 < plan.state(LocalRoundsState).paces[1] < 0.9
 
 
 def test_methods_that_wait_have_rounds_in_which_that_is_little() -> None:
@@ -114,10 +116,10 @@ def test_methods_that_wait_have_rounds_in_which_that_is_little() -> None:
 
 @pytest.mark.slow
 def test_auto_takes_rounds_only_where_little_else_would_happen() -> None:
-    assert planned(asked(Auto()), office("10Gbit/s")).outer is None
-    assert planned(asked(Auto()), office("20Mbit/s")).outer is not None
-    assert planned(asked(EveryStep()), office("20Mbit/s")).outer is None
-    assert planned(asked(Auto(), ranks=3), office("20Mbit/s", machines=3)).outer is None, "64 samples are no thirds"
+    assert not planned(asked(Auto()), office("10Gbit/s")).replicas
+    assert planned(asked(Auto()), office("20Mbit/s")).replicas
+    assert not planned(asked(EveryStep()), office("20Mbit/s")).replicas
+    assert not planned(asked(Auto(), ranks=3), office("20Mbit/s", machines=3)).replicas, "64 samples are no thirds"
 
 
 @pytest.mark.parametrize(
@@ -141,8 +143,8 @@ def test_what_cannot_be_says_what_would(options: ByRounds, cluster: Cluster, pin
 
 def test_steps_by_hand_say_what_stays_in_view() -> None:
     plan = planned(asked(Co2(steps=1, codec="exact")), office())
-    assert plan.outer is not None
-    assert plan.outer.steps == 1
+    assert plan.replicas
+    assert plan.state(LocalRoundsState).steps == 1
     assert plan.predicted is not None
     assert plan.predicted.terms["outer"] > 0
     assert any("sync.steps = 1 leaves" in sentence for sentence in plan.why)
@@ -157,7 +159,7 @@ def test_settings_are_those_that_differ() -> None:
 
 
 def test_a_penalty_by_tensors_is_refused_where_ranks_hold_pieces_of_them() -> None:
-    assert planned(asked(Co2(penalty="per_tensor"), ranks=4), office()).outer is not None
+    assert planned(asked(Co2(penalty="per_tensor"), ranks=4), office()).replicas
     with pytest.raises(UserError, match=r"sync\.penalty = 'per_tensor' with replicas of 2 ranks"):
         planned(asked(Co2(penalty="per_tensor"), ranks=8), office())
 
@@ -186,12 +188,12 @@ def shape(name: str, sync: Any, **sizes: Any) -> Request:
 )
 def test_what_rounds_keep_is_part_of_the_peak_of_a_plan_that_fits(options: ByRounds) -> None:
     plan = planned(shape("llama-7b", options), hosts())
-    assert plan.outer is not None
+    assert plan.replicas
     assert plan.predicted is not None
     held = plan.predicted.memory_bytes
     assert held["peak"] == pytest.approx(sum(size for kind, size in held.items() if kind != "peak"))
     assert held["peak"] <= plan.predicted.memory_limit
-    chosen = chosen_of(plan.outer.method, dict(plan.outer.settings))
+    chosen = chosen_of(plan.state(LocalRoundsState).method, dict(plan.state(LocalRoundsState).settings))
     assert held["outer"] == pytest.approx(overlap_cost.copies(chosen, False) * 4 * 6_738_415_616 / 8, rel=0.01)
     assert any(f"{units.show_size(held['peak'])} of " in sentence for sentence in plan.why)
 
@@ -204,15 +206,15 @@ def test_rounds_whose_states_do_not_fit_are_refused_with_their_bytes() -> None:
     assert "outer 42" in caught.value.why
     assert caught.value.do.startswith('sync.kind="every_step", which keeps no outer states (')
     kept = planned(shape("llama-13b", Auto()), hosts())
-    assert kept.outer is None
+    assert not kept.replicas
     assert kept.predicted is not None
     assert kept.predicted.memory_bytes["peak"] <= kept.predicted.memory_limit
 
 
 def test_a_machine_is_a_replica_where_none_of_its_cards_can_hold_one() -> None:
     plan = planned(shape("", Auto(), depth=28, width=2048, heads=16), hosts("A10"))
-    assert plan.outer is not None
-    assert len(plan.outer.replicas) == 4
+    assert plan.replicas
+    assert len(plan.replicas) == 4
     assert all(len(unit.optimizer) == 8 for unit in plan.units)
     assert plan.predicted is not None
     assert plan.predicted.memory_bytes["peak"] <= plan.predicted.memory_limit
@@ -227,7 +229,7 @@ def test_a_link_that_is_too_slow_is_told_a_faster_one(between: str, shown: str) 
     (wanted,) = re.findall(r"a link of (\S+ [MG]bit/s)", caught.value.do)
     faster = units.rate(wanted.replace(" ", ""))
     assert faster > units.rate(between)
-    assert planned(shape("llama-7b", DiLoCo()), hosts(between=f"{1.01 * 8 * faster}bit/s")).outer is not None
+    assert planned(shape("llama-7b", DiLoCo()), hosts(between=f"{1.01 * 8 * faster}bit/s")).replicas
     assert ('sync.kind="eager"' in caught.value.do) == (between == "100Mbit/s")
 
 
@@ -252,9 +254,9 @@ def test_a_plan_that_can_be_executed_never_exceeds_its_limit(first: int, count: 
         assert plan.executable, seed
         assert held["peak"] == pytest.approx(sum(size for kind, size in held.items() if kind != "peak")), seed
         assert held["peak"] <= plan.predicted.memory_limit, seed
-        assert ("outer" in held) == (plan.outer is not None), seed
+        assert ("outer" in held) == bool(plan.replicas), seed
         assert any(f"{units.show_size(held['peak'])} of " in sentence for sentence in plan.why), seed
         planned_ += 1
-        rounds += plan.outer is not None
+        rounds += bool(plan.replicas)
     assert planned_ >= count // 2
     assert rounds >= count // 6

@@ -17,6 +17,7 @@ from espalier.language.decoder_workload import TokenWindows
 from espalier.language.workload import LanguageWorkload, open_language
 from espalier.launch.ranks import agent
 from espalier.machine import cluster
+from espalier.mechanisms.local_rounds.state import LocalRoundsState
 from espalier.parallel.workload import Shard
 from espalier.plan import base as plans
 from espalier.plan.axes.sequence import SequenceGrid, SequenceLoad, cost
@@ -321,10 +322,10 @@ def test_replicas_that_agree_by_rounds_may_share_sequences(corpus: Path) -> None
         ranks = tuple(plans.Rank(share=share) for share in ((0, 2), (2, 4)) for _ in range(context))
         replicas = tuple(tuple(range(start, start + context)) for start in (0, context))
         stage = plans.Stage(ranks=replicas[0], layers=(0, 2), context=context)
-        outer = plans.Outer(replicas=replicas, method="co2", steps=2, adapt=False)
+        outer = LocalRoundsState(replicas=replicas, method="co2", steps=2, adapt=False)
         unit = plans.Unit(optimizer=replicas[0] if context > 1 else ())
         how = {"micro_batch": 2, "precision": "fp64"}
-        return plans.Plan(ranks=ranks, units=(unit,), stages=(stage,), outer=outer, **how)
+        return plans.Plan(ranks=ranks, units=(unit,), stages=(stage,), choices={"local_rounds": outer}, **how)
 
     recipe = recipe_of(corpus, steps=4)
     assert train(recipe, plan(2))[0] == pytest.approx(train(recipe, plan(1))[0], rel=1e-9)

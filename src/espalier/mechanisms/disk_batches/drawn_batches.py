@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from espalier.mechanisms.disk_batches.state import DiskBatchesState
 from espalier.plan.base import Plan
 from espalier.recipe import units
 from espalier.recipe.graphs import Batches, with_batches
@@ -50,6 +51,6 @@ def choose(
     return drawn, f"Batches: drawn ones; {steps}. A pass over the nodes takes {there}, {here} (graph.fanout=[]); {by}."
 
 
-def told(plan: Plan, chosen: Batches | None, why: str = "") -> Plan:
+def told(plan: Plan, chosen: Batches, why: str) -> Plan:
     """The plan with what was chosen."""
-    return plan.changed(batches=chosen, why=(*([why] if why else []), *plan.why))
+    return plan.with_state(DiskBatchesState(batches=chosen)).changed(why=(*([why] if why else []), *plan.why))

@@ -17,6 +17,7 @@ from espalier.checkpoint.all_names import AllNames
 from espalier.comm.base import Traffic, traffic
 from espalier.mechanisms.expert_parallel.flashmoe import FlashMoE
 from espalier.mechanisms.expert_parallel.flashmoe.shared_memory import links
+from espalier.mechanisms.expert_parallel.state import ExpertParallelState
 from espalier.parallel.expert_map import ExpertMap
 from espalier.parallel.model_cut import ModelCut
 from espalier.plan.compose import Claim
@@ -157,4 +158,5 @@ def keep(module: nn.Module, local_experts: tuple[int, ...], count: int) -> None:
 def choose(recipe: Recipe, plan: Plan) -> Mechanism | None:
     """Where the plan spreads the experts."""
     codec = next((exchange.codec for exchange in plan.exchanges if exchange.traffic == Traffic.EXPERTS), "exact")
-    return ExpertParallel(ExpertMap(plan.experts), codec) if len(plan.experts) > 1 else None
+    experts = plan.state(ExpertParallelState).experts
+    return ExpertParallel(ExpertMap(experts), codec) if len(experts) > 1 else None

@@ -37,7 +37,7 @@ class HaloChoice(PlanChoice):
         request, plan, whole_graph = ask.request, best.plan, _whole_graph(ask.request)
         if whole_graph is not None:
             only_rank = len(plan.trainers) == ask.cluster.machines == 1
-            if plan.outer is not None or only_rank:
+            if plan.replicas or only_rank:
                 return plan
             return planned.with_whole_graph(plan, _instead_of_whole(whole_graph, ask))
         if not best.fits:

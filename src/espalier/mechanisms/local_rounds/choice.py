@@ -12,6 +12,7 @@ from espalier.machine import cluster as clusters
 from espalier.machine.cluster import Cluster
 from espalier.mechanisms.local_rounds import round_plan as co2
 from espalier.mechanisms.local_rounds import rounds_at_nodes
+from espalier.mechanisms.local_rounds.state import LocalRoundsState
 from espalier.plan import precision, refusals
 from espalier.plan.ask import Ask, PlanDecision
 from espalier.plan.base import Plan
@@ -59,13 +60,12 @@ class LocalRoundsChoice(PlanChoice):
 
     def part(self, plan: Plan) -> str:
         """How long rounds are."""
-        return f"rounds of {plan.outer.steps if plan.outer else 0} local steps"
+        return f"rounds of {plan.state(LocalRoundsState).steps} local steps"
 
     def waits(self, plan: Plan) -> Iterable[Waits]:
         """For the exchange of a round."""
-        if plan.outer is not None:
-            words = {"outer": "a step beyond what local steps hide"}
-            yield Waits("Agreeing by rounds", words, list(zip(*plan.outer.replicas, strict=True)))
+        words = {"outer": "a step beyond what local steps hide"}
+        yield Waits("Agreeing by rounds", words, list(zip(*plan.replicas, strict=True)))
 
 
 def _on_replicas(ask: Ask) -> Ask:

@@ -23,6 +23,7 @@ from espalier.mechanisms.local_rounds.co2 import CLAIM, chosen_of, refuse_pieces
 from espalier.mechanisms.local_rounds.membership import MemberGroup, Members
 from espalier.mechanisms.local_rounds.outer_loop import OuterSync
 from espalier.mechanisms.local_rounds.round_length import Rounds
+from espalier.mechanisms.local_rounds.state import LocalRoundsState
 from espalier.optim.outer_optimizer import Sum
 from espalier.parallel.agreement import AgreedStep, Agreement, LauncherNews
 from espalier.parallel.mesh import ProcessMesh
@@ -33,7 +34,7 @@ from espalier.train import every_step
 from espalier.train.mechanism import Build, Mechanism
 
 if TYPE_CHECKING:
-    from espalier.plan.base import Outer, Plan
+    from espalier.plan.base import Plan
     from espalier.recipe import Recipe
 
 
@@ -200,7 +201,7 @@ class OuterRounds(Mechanism):
     claim = CLAIM
     record = "co2"
 
-    def __init__(self, outer: Outer) -> None:
+    def __init__(self, outer: LocalRoundsState) -> None:
         self.outer = outer
 
     def wrap(self, context: Build) -> None:
@@ -232,15 +233,14 @@ def engine(plan: Plan, mesh: ProcessMesh, owned: Sequence[Tensor], timeout: floa
     """The outer engine of what this rank owns.
 
     Args:
-        plan: with `outer`.
+        plan: with a `LocalRoundsState`.
         mesh: of the plan.
         owned: what this rank moves.
         timeout: seconds of any wait.
 
     Raises UserError: what a rank owns is not cut by all ranks of its replica, so several would send the same.
     """
-    outer, world, rank = plan.outer, mesh.mesh, mesh.rank
-    assert outer is not None
+    outer, world, rank = plan.state(LocalRoundsState), mesh.mesh, mesh.rank
     replica = mesh.coordinates.replica
     ranks = world.replicas[replica]
     pipelines = len({stage.pipeline for stage in plan.stages})  # of unequal ones each holds each layer once
@@ -354,7 +354,7 @@ class RoundsAtNodes(Mechanism):
 
     claim = AT_NODES
 
-    def __init__(self, outer: Outer) -> None:
+    def __init__(self, outer: LocalRoundsState) -> None:
         self.outer = outer
 
     def wrap(self, context: Build) -> None:
@@ -368,7 +368,8 @@ class RoundsAtNodes(Mechanism):
 
 def choose(recipe: Recipe, plan: Plan) -> Mechanism | None:
     """Rounds, where the plan has them."""
-    if plan.outer is None:
+    outer = plan.state(LocalRoundsState)
+    if not outer.replicas:
         return None
     at_nodes = any(rank.role == "optimizer" for rank in plan.ranks)
-    return RoundsAtNodes(plan.outer) if at_nodes else OuterRounds(plan.outer)
+    return RoundsAtNodes(outer) if at_nodes else OuterRounds(outer)

@@ -19,11 +19,12 @@ from espalier.machine.cluster import Cluster, Link
 from espalier.mechanisms.local_rounds import overlap_cost
 from espalier.mechanisms.local_rounds.co2 import chosen_of, refuse_pieces
 from espalier.mechanisms.local_rounds.fragment import cut as cut_sizes
+from espalier.mechanisms.local_rounds.state import LocalRoundsState
 from espalier.optim.diloco_slowmo import METHODS
 from espalier.plan import collective_time
 from espalier.plan.axes.placement import ShardFactors
 from espalier.plan.axes.sharding import owned, refreshed
-from espalier.plan.base import AdaptiveRule, Exchange, Outer, Plan, Predicted, Rank
+from espalier.plan.base import AdaptiveRule, Exchange, Plan, Predicted, Rank
 from espalier.plan.compose import Refusal
 from espalier.plan.cost_inputs import CostInputs
 from espalier.plan.layouts import of_view
@@ -106,7 +107,8 @@ def _refused(refuses: Callable[[Plan], Refusal | None], method: str, plan: Plan)
     """Why two replicas that are each `plan` cannot agree by rounds; None: they can."""
     ranks = len(plan.ranks)
     replicas = tuple(range(ranks)), tuple(range(ranks, 2 * ranks))
-    return refuses(plan.changed(ranks=plan.ranks * 2, outer=Outer(replicas=replicas, method=method)))
+    doubled = plan.with_state(LocalRoundsState(replicas=replicas, method=method))
+    return refuses(doubled.changed(ranks=plan.ranks * 2))
 
 
 def _machines(cluster: Cluster, count: int) -> list[Cluster]:
@@ -235,7 +237,7 @@ def join(parts: Sequence[Plan], made: Replicas, chosen: RoundChoice, options: By
             ranks.append(rank.changed(node=index if several else rank.node, share=share))
     seconds = [part.predicted.step_seconds if part.predicted else 1.0 for part in parts]
     paces = tuple(min(seconds) / one for one in seconds)
-    outer = Outer(
+    outer = LocalRoundsState(
         replicas=tuple(replicas),
         method=method_of(options),
         settings=settings_of(options, chosen.codec),
@@ -245,10 +247,9 @@ def join(parts: Sequence[Plan], made: Replicas, chosen: RoundChoice, options: By
     )
     first = parts[0]
     refuse_pieces(chosen_of(outer.method, dict(outer.settings)), len(first.ranks))
-    return first.changed(
+    return first.with_state(outer).changed(
         planner="co2",
         ranks=tuple(ranks),
-        outer=outer,
         exchanges=(*first.exchanges, Exchange(traffic="outer_step", codec=chosen.codec, agreement=outer.method)),
         rules=(
             *first.rules,
@@ -277,7 +278,7 @@ def _fragments(step: CostInputs, nodes: Sequence[int], count: int) -> Sequence[S
     return cut_sizes(owned(states.sizes, states.whole, factors, nodes, int(states.bucket_bytes)), count)
 
 
-def _predicted(part: Plan, made: Replicas, chosen: RoundChoice, outer: Outer) -> Predicted | None:
+def _predicted(part: Plan, made: Replicas, chosen: RoundChoice, outer: LocalRoundsState) -> Predicted | None:
     inside = part.predicted
     if inside is None:
         return None

@@ -12,11 +12,12 @@ from dataclasses import replace
 
 from espalier.machine.cluster import Cluster
 from espalier.mechanisms.local_rounds import round_plan as co2
+from espalier.mechanisms.local_rounds.state import LocalRoundsState
 from espalier.optim.diloco_slowmo import METHODS
 from espalier.plan import collective_time
 from espalier.plan.axes import optimizer_node
 from espalier.plan.axes.node_layout import BITS, LOCAL_BYTES, outer_method, push_of
-from espalier.plan.base import Exchange, Outer, Plan, Predicted
+from espalier.plan.base import Exchange, Plan, Predicted
 from espalier.plan.request import Request
 from espalier.recipe import ByRounds, EveryStep, units
 from espalier.recipe.errors import UserError
@@ -55,15 +56,14 @@ def joined(plan: Plan, request: Request, cluster: Cluster, options: ByRounds) ->
     sent = optimizer_node.pushed(request) * BITS[push_of([codec], "sync")] / 32
     flight, local, computing = _seconds(plan, request, cluster, sent)
     steps = options.steps or min(co2.MOST, max(1, math.ceil(flight / (co2.WAITING * (local + computing)))))
-    outer = Outer(replicas=replicas, method=method, settings=settings, steps=steps, adapt=False)
+    outer = LocalRoundsState(replicas=replicas, method=method, settings=settings, steps=steps, adapt=False)
     told = (
         f"In a round workers take {units.plural(steps, 'step')} of their own, on parameters and AdamW's states on "
         f"their disks. At its end they push how far they went to the optimizer nodes, which run {method}, and pull the "
         f"outer parameters: {units.show_seconds(flight)}."
     )
-    return plan.changed(
+    return plan.with_state(outer).changed(
         planner="co2",
-        outer=outer,
         stages=tuple(stage.changed(ranks=stage.ranks[:1]) for stage in plan.stages),
         exchanges=(Exchange(traffic="outer_step", codec=codec, agreement=method),),
         predicted=_predicted(plan.predicted, outer.steps, sent, (flight, local)),

@@ -123,7 +123,7 @@ class ModelOnNodes(Mechanism):
         )
         context.stalled = lambda: window.stalled
         context.meters["node"] = lambda: {**window.read(), **window.client.read()}
-        if context.plan.outer is not None:
+        if context.plan.replicas:
             context.sharding = LocalSharding(context.model, window)
             return
         train = context.recipe.train
@@ -139,7 +139,7 @@ class ModelOnNodes(Mechanism):
     def recovered(self, context: Build, error: Exception) -> int | None:
         """Where a node has started again, or its standby goes on."""
         assert isinstance(context.sharding, NodeSharding)
-        if not isinstance(error, StepLost) or context.plan.outer is not None:
+        if not isinstance(error, StepLost) or context.plan.replicas:
             return None
         return context.sharding.window.recover() if error.again is None else error.again
 

@@ -36,6 +36,7 @@ from espalier.mechanisms.optimizer_node.wire import Address, Times
 from espalier.parallel.layer_client import LayerClient as Connected
 from espalier.parallel.layer_client import filler, layers_of
 from espalier.plan.axes.node_layout import FlatLayer, NodeJob, outer_method, push_of
+from espalier.plan.base import RoundsState
 from espalier.recipe import Adamw
 from espalier.recipe.cache_dir import unwritable
 from espalier.recipe.errors import RunFailed, UserError
@@ -45,7 +46,7 @@ from espalier.train.layer_window import rank_memory
 
 if TYPE_CHECKING:
     from espalier.parallel.workload import Workload
-    from espalier.plan.base import Outer, Plan
+    from espalier.plan.base import Plan
     from espalier.recipe import Recipe
     from espalier.store.generations import Generations
     from espalier.train.mechanism import Build
@@ -156,11 +157,12 @@ def job_of(recipe: Recipe, plan: Plan, layers: Sequence[FlatLayer]) -> NodeJob:
             f"train.optimizer.kind = {options.__struct_config__.tag!r}, and an optimizer node runs AdamW.",
             do='train.optimizer.kind = "adamw"',
         )
-    pushed = "gradients" if plan.outer is None else "outer_step"
+    rounds = plan.state(RoundsState)
+    pushed, section = ("outer_step", "sync") if rounds.replicas else ("gradients", "comm")
     codecs = {exchange.codec for exchange in plan.exchanges if exchange.traffic == pushed}
-    outer, push = None, push_of(codecs or {"exact"}, "comm" if plan.outer is None else "sync")
-    if plan.outer is not None:
-        outer = outer_method(plan.outer.method, plan.outer.settings, plan.outer.replicas)
+    outer, push = None, push_of(codecs or {"exact"}, section)
+    if rounds.replicas:
+        outer = outer_method(rounds.method, rounds.settings, rounds.replicas)
     return NodeJob(tuple(layers), options, push, workers=len(plan.trainers), outer=outer)
 
 
@@ -256,8 +258,7 @@ def _until_left(place: NodePlace, node: OptimizerNode, stepped: Callable[[int], 
     Raises what the node failed with."""
     sites = [site_of(place.plan, rank) for rank in place.plan.trainers]
     due = len(set(sites) - {None}) + sites.count(None)
-    every = 1 if place.plan.outer is None else place.plan.outer.steps
-    last = -(-(place.recipe.train.steps or 0) // every)
+    last = -(-(place.recipe.train.steps or 0) // place.plan.state(RoundsState).steps)
     stands_by = isinstance(node, Standby)
     came, step = 0, -1
     while True:
@@ -373,7 +374,8 @@ def load_into(model: nn.Module, workload: Workload, recipe: Recipe, plan: Plan, 
             f"The optimizer nodes' files are of steps {', '.join(map(str, steps))}.",
             do="run espalier train again: nodes come to the same step when they meet",
         )
-    return steps[0] if plan.outer is None else min(steps[0] * plan.outer.steps, recipe.train.steps or 0)
+    rounds = plan.state(RoundsState)
+    return min(steps[0] * rounds.steps, recipe.train.steps or 0) if rounds.replicas else steps[0]
 
 
 # --- a worker's way there ------------------------------------------------------------------------------------------
@@ -395,7 +397,7 @@ def connect(context: Build, layers: Sequence[FlatLayer]) -> Connected:
     addresses = addresses_of(plan, posts)
     if site is not None:
         addresses = [[address] for address in posts[site].addresses]
-    answer = TIMES.answer if plan.outer is None else LONGEST_ROUND
+    answer = LONGEST_ROUND if plan.replicas else TIMES.answer
     link = plan.state(OptimizerNodeState).node_link if site is None else 0.0
     times = replace(TIMES, answer=answer, unheard=context.reconnects, link=link)
     client = Client(addresses, rank, job, _token(posts), times)
@@ -403,10 +405,10 @@ def connect(context: Build, layers: Sequence[FlatLayer]) -> Connected:
     predicted = {} if plan.predicted is None else plan.predicted.memory_bytes
     spare = rank_memory(context) - predicted.get("peak", 0.0)
     client.feedback = sum(4 * layer.numel for layer in layers) <= spare
-    return client if plan.outer is None else _local(context, plan.outer, client)
+    return _local(context, plan.state(RoundsState), client) if plan.replicas else client
 
 
-def _local(context: Build, outer: Outer, client: Client) -> LocalSteps:
+def _local(context: Build, outer: RoundsState, client: Client) -> LocalSteps:
     """Steps of a worker's own between the nodes', in a folder beside theirs."""
     plan, rank = context.plan, context.mesh.rank
     replica = next(number for number, ranks in enumerate(outer.replicas) if rank in ranks)

@@ -188,7 +188,7 @@ def push_of(codecs: Collection[str], section: str) -> Push:
 
 
 def outer_method(method: str, settings: Mapping[str, Any], replicas: Sequence[Sequence[int]]) -> OuterMethod:
-    """How nodes move outer parameters (`plan.base.Outer`). Raises UserError for what they cannot do."""
+    """How nodes move outer parameters (`plan.base.RoundsState`). Raises UserError for what they cannot do."""
     outer = replace(METHODS[method], **settings)
     if outer.delay or outer.fragments > 1:
         raise UserError(
