@@ -107,9 +107,9 @@ def with_batches(
 
 
 def with_chosen(plan: plans.Plan, chosen: Batches | None, why: str = "") -> plans.Plan:
-    """The plan with what steps train on, and why; where the recipe says it, the plan as it is."""
+    """The plan with what steps train on, and why; where the recipe says it, the plan says nothing of it."""
     if chosen is None:
-        return plan
+        return plan.changed(choices={name: state for name, state in plan.choices.items() if name != "disk_batches"})
     from espalier.mechanisms.disk_batches import drawn_batches
 
     return drawn_batches.told(plan, chosen, why)
