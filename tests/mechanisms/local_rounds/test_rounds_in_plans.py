@@ -15,6 +15,7 @@ from espalier.machine.cluster import Cluster, Link
 from espalier.mechanisms.local_rounds import overlap_cost
 from espalier.mechanisms.local_rounds import round_plan as co2
 from espalier.mechanisms.local_rounds.co2 import chosen_of
+from espalier.mechanisms.local_rounds.options import ByRounds, Co2, DiLoCo, Eager, LocalSgd
 from espalier.plan.base import Plan, dumps, loads
 from espalier.plan.calibration import DATASHEET
 from espalier.plan.decide import decide
@@ -22,12 +23,7 @@ from espalier.plan.refusals import DoesNotFit
 from espalier.plan.request import Request
 from espalier.recipe import (
     Auto,
-    ByRounds,
-    Co2,
-    DiLoCo,
-    Eager,
     EveryStep,
-    LocalSgd,
     ShardPin,
     defaults,
     recipe_file,

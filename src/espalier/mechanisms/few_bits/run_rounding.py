@@ -20,6 +20,7 @@ from espalier.graph.tasks import answers
 from espalier.graph.tasks.graph_classification import GraphTask
 from espalier.graph.tasks.node_classification import NodeTask
 from espalier.mechanisms.few_bits import a2q, quantization, quantized_networks
+from espalier.mechanisms.few_bits.options import Quant
 from espalier.mechanisms.few_bits.quantized_graph import QuantizedGraph
 from espalier.parallel.workload import Shard
 from espalier.recipe.cost import VALUE_BYTES, Work
@@ -44,7 +45,7 @@ class QuantizedRounding(Rounding):
     @property
     def options(self) -> Any:
         """`[quant]`."""
-        return self.run.recipe.quant
+        return self.run.recipe.options(Quant)
 
     @cached_property
     def graph(self) -> QuantizedGraph:

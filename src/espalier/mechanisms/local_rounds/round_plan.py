@@ -17,6 +17,7 @@ from espalier.comm import compressed_collectives
 from espalier.comm.codecs import codec
 from espalier.machine.cluster import Cluster, Link
 from espalier.mechanisms.local_rounds import overlap_cost
+from espalier.mechanisms.local_rounds.options import ByRounds
 from espalier.mechanisms.local_rounds.co2 import chosen_of, refuse_pieces
 from espalier.mechanisms.local_rounds.fragment import cut as cut_sizes
 from espalier.optim.diloco_slowmo import METHODS
@@ -28,7 +29,7 @@ from espalier.plan.compose import Refusal
 from espalier.plan.cost_inputs import CostInputs
 from espalier.plan.layouts import of_view
 from espalier.plan.request import Request
-from espalier.recipe import ByRounds, EveryStep, ShardPin, units
+from espalier.recipe import EveryStep, ShardPin, units
 from espalier.recipe.errors import UserError
 
 SLOW, ALONE = 3.0, 0.9
