@@ -12,7 +12,7 @@ import pytest
 
 from espalier.machine import cluster as clusters
 from espalier.machine.cluster import Cluster, Link
-from espalier.mechanisms.local_rounds import overlap_cost
+from espalier.mechanisms.local_rounds import cost
 from espalier.mechanisms.local_rounds import round_plan as co2
 from espalier.mechanisms.local_rounds.co2 import chosen_of
 from espalier.mechanisms.local_rounds.options import ByRounds, Co2, DiLoCo, Eager, LocalSgd
@@ -60,7 +60,7 @@ def test_a_round_is_the_shortest_that_hides_its_exchange() -> None:
     assert plan.outer is not None
     assert plan.predicted is not None
     local = plan.predicted.step_seconds
-    flight = overlap_cost.flight_seconds(4.0 * request.trainable, 4, Link(bandwidth=100e6 / 8, latency=5e-3))
+    flight = cost.flight_seconds(4.0 * request.trainable, 4, Link(bandwidth=100e6 / 8, latency=5e-3))
     assert (plan.outer.steps - 1) * local < 1.1 * flight <= plan.outer.steps * local * (1 + 1e-9)
     assert plan.predicted.terms["outer"] == 0
     assert [rule.name for rule in plan.rules] == ["sync.steps", "checkpoint.every"]
@@ -188,7 +188,7 @@ def test_what_rounds_keep_is_part_of_the_peak_of_a_plan_that_fits(options: ByRou
     assert held["peak"] == pytest.approx(sum(size for kind, size in held.items() if kind != "peak"))
     assert held["peak"] <= plan.predicted.memory_limit
     chosen = chosen_of(plan.outer.method, dict(plan.outer.settings))
-    assert held["outer"] == pytest.approx(overlap_cost.copies(chosen, False) * 4 * 6_738_415_616 / 8, rel=0.01)
+    assert held["outer"] == pytest.approx(cost.copies(chosen, False) * 4 * 6_738_415_616 / 8, rel=0.01)
     assert any(f"{units.show_size(held['peak'])} of " in sentence for sentence in plan.why)
 
 
