@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from co2_rank import Outcome, Task
 from espalier.comm.codecs import codec
 from espalier.machine.cluster import Link
-from espalier.mechanisms.local_rounds import overlap_cost
+from espalier.mechanisms.local_rounds import cost
 from netlab import Lab, Shape, first_said
 from table import Row, arguments, interval, publish
 
@@ -53,8 +53,8 @@ def contestants(kinds: Sequence[str], task: Task, rate: float, torchft: str | No
     found = {"alone": run(_as(task, "alone"), rate, sys.executable)}
     step = found["alone"].seconds / found["alone"].steps
     size, link = 4.0 * found["alone"].parameters, Link(bandwidth=rate / 8, latency=DELAY)
-    flight = float(overlap_cost.flight_seconds(size, HOSTS, link))
-    steps = overlap_cost.least_steps(flight, step)
+    flight = float(cost.flight_seconds(size, HOSTS, link))
+    steps = cost.least_steps(flight, step)
     ratio = 4 * 2**20 / float(codec("int4").wire_bytes(2**20, 4))
     short = max(1, -(-int(1000 * flight / ratio) // int(1000 * DUTY * step)))
     print(f"a step alone {step:.2f} s, an exchange {flight:.1f} s: rounds of {steps}, with int4 of {short}", flush=True)

@@ -45,6 +45,7 @@ from espalier.machine import probe
 from espalier.machine.cluster import Cluster, Link
 from espalier.mechanisms.unequal_pipelines import pipeline_search as flashflex
 from espalier.mechanisms.unequal_pipelines import unequal_plan as unequal
+from espalier.mechanisms.unequal_pipelines.cost import EngineCosts
 from espalier.mechanisms.unequal_pipelines.pipeline_solver import Group, Slot, SolvedPipeline
 from espalier.plan import base as plans
 from espalier.plan import collective_time, replan
@@ -112,7 +113,7 @@ def hosts(request: Request, rate: float, found: Found, cards: str = "A") -> Clus
     link = Link(bandwidth=bandwidth, latency=latency, share=share, measured=True, source="sums are measured")
     nodes = [msgspec.structs.replace(one, inside=link) for one in made.nodes]
     roomy = [_with_memory(one, 1 << 40) for one in nodes]
-    costs = unequal.EngineCosts(request, msgspec.structs.replace(made, nodes=tuple(roomy)), task_size(request))
+    costs = EngineCosts(request, msgspec.structs.replace(made, nodes=tuple(roomy)), task_size(request))
     held, _ = costs.held(Group(0), Slot(0, 1), request.layers)
     own = float(sum(held.values())) - CPU_RUNTIME
     sizes = [int((CPU_RUNTIME + own * one / MODEL) / CPU_MEMORY) for one in CARDS[cards]]
@@ -132,7 +133,7 @@ def measured(task: Task, rate: float) -> Found:
     """The hosts, from passes of the model and sums over links of `rate` Mbit/s."""
     found = msgspec.json.decode(started(msgspec.structs.replace(task, passes=6), rate), type=Speeds)
     request, alike = request_of(task), Found((1.0,) * len(CORES), found.sums)
-    costs = unequal.EngineCosts(request, hosts(request, rate, alike), task.micro_batch)
+    costs = EngineCosts(request, hosts(request, rate, alike), task.micro_batch)
     whole = task.depth * costs.layer(Group(0)) + costs.extra(Group(0), Slot(0, 1))
     passes = ", ".join(f"{1e3 * one:.0f} ms" for one in found.seconds)
     print(f"  passes take {passes}; by the probe {1e3 * whole:.0f} ms; sums at {found.sums * 8e-6:.0f} Mbit/s")
@@ -180,7 +181,7 @@ def planned(task: Task, rate: float, found: Found) -> Task:
         (memory_rule("A"), "A", MemoryRule),
         (memory_rule("B"), "B", MemoryRuleB),
     ):
-        costs = unequal.EngineCosts(request, hosts(request, rate, found, cards), task.micro_batch)
+        costs = EngineCosts(request, hosts(request, rate, found, cards), task.micro_batch)
         layout = search(costs.classes, costs, whole=True).best()
         made[name], seconds[name] = unequal.plan_of(costs, layout), layout.seconds
         for one in layout.pipelines:
@@ -227,7 +228,7 @@ def planning(rounds: int) -> Row:
     cluster, taken = clusters.loads(SIX), []
     for _ in range(rounds):
         begun = time.perf_counter()
-        costs = unequal.EngineCosts(request, cluster, 1, (1,), "block")
+        costs = EngineCosts(request, cluster, 1, (1,), "block")
         found = flashflex.place(costs.classes, costs)
         taken.append((time.perf_counter() - begun, 2.0))
     case = f"planning 64 GPUs of 6 classes, Llama 7B: {len(found.pipelines)} pipelines, {found.priced} priced"

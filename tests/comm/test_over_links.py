@@ -139,7 +139,8 @@ def part_of_a_graph(lab: Any, index: int, said: Any) -> None:
     from espalier.graph.parts import halo
     from espalier.graph.sampling.neighbor_sampler import Style, whole
     from espalier.mechanisms.halo_exchange import quantized_exchange as sylvie
-    from espalier.recipe import HaloOptions, Sage
+    from espalier.mechanisms.halo_exchange.options import HaloOptions
+    from espalier.recipe import Sage
 
     lab.enter(index)
     os.environ["GLOO_SOCKET_IFNAME"] = "eth0"

@@ -8,9 +8,10 @@ from pathlib import Path
 from doc_pages import PAGES
 
 from espalier.machine import cluster as clusters
+from espalier.mechanisms.local_rounds.options import ByRounds
 from espalier.optim.diloco_slowmo import METHODS
 from espalier.plan.decide import decide
-from espalier.recipe import ByRounds, defaults, recipe_file
+from espalier.recipe import defaults, recipe_file
 from espalier.train import request_from_recipe
 
 ROOT = Path(__file__).parents[2]

@@ -36,8 +36,9 @@ from espalier.plan import base as plans
 from espalier.plan import choice, replan
 from espalier.plan.compose import Claim
 from espalier.plan.decide import decide
-from espalier.recipe import Pin, defaults, recipe_file
+from espalier.recipe import Pin, defaults, mechanism_options, recipe_file
 from espalier.recipe.errors import UserError
+from espalier.recipe.mechanism_options import OptionsRow
 from espalier.train import rank_spec as launch
 from espalier.train import request_from_recipe, table, trainer, worker
 from espalier.train.mechanism import Mechanism
@@ -59,8 +60,9 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def recipe_of(corpus: Path, kind: str = "gpt", **train: Any) -> Any:
+def recipe_of(corpus: Path, kind: str = "gpt", tables: Any = None, **train: Any) -> Any:
     table = {
+        **(tables or {}),
         "model": {"kind": kind, "depth": 2, "width": 32, "heads": 4, "kv_heads": 2, "feed_forward": 64},
         "data": {"path": str(corpus), "cache": str(corpus.parent / "cache"), "validation": 0.2},
         "train": {
@@ -119,10 +121,48 @@ def test_a_shard_rule_is_one_row(corpus: Path, ranks: int) -> None:
     near(train(workload, recipe, plan_of(ranks), sums.choose), train(workload, recipe, plan_of(ranks)))
 
 
-def test_a_schedule_is_one_row(corpus: Path) -> None:
-    recipe = recipe_of(corpus)
-    workload = open_language(recipe)
+@pytest.fixture
+def reversed_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(mechanism_options.TABLE, "reversed_batches", OptionsRow("reversed_batches.options"))
+
+
+@pytest.mark.usefixtures("reversed_options")
+def test_a_schedule_is_one_row(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = recipe_of(corpus, tables={"reversed_batches": {"keep": 1}})
+    workload, kept = open_language(recipe), set()
+    run = reversed_batches.Reversed.run
+
+    def seen(schedule: Any, *given: Any) -> Any:
+        kept.add(schedule.keep)
+        return run(schedule, *given)
+
+    monkeypatch.setattr(reversed_batches.Reversed, "run", seen)
     near(train(workload, recipe, plan_of(2), reversed_batches.choose), train(workload, recipe, plan_of(2)))
+    train(workload, recipe, plan_of(1), reversed_batches.choose)  # in this process
+    assert kept == {1}
+    assert reversed_batches.choose(recipe_of(corpus), plan_of(2)) is None
+
+
+@pytest.mark.usefixtures("reversed_options")
+def test_options_of_a_mechanism_are_read_written_and_refused_as_all_are(corpus: Path) -> None:
+    recipe = recipe_of(corpus, tables={"reversed_batches": {"keep": 2}})
+    assert recipe_file.to_table(recipe)["reversed_batches"] == {"keep": 2}
+    assert recipe_file.from_table(recipe_file.to_table(recipe)) == recipe
+    assert ("reversed_batches.keep", 2, 3) in recipe_file.changed(
+        recipe, recipe_of(corpus, tables={"reversed_batches": {"keep": 3}})
+    )
+    for options, words in (
+        ({"keep": -1}, "reversed_batches.keep = -1 is not possible"),
+        ({"keep": "x"}, "reversed_batches.keep: expected int, got 'x'"),
+        ({"kep": 1}, "unknown key reversed_batches.kep"),
+    ):
+        with pytest.raises(UserError, match=re.escape(words)):
+            recipe_of(corpus, tables={"reversed_batches": options})
+
+
+def test_a_table_without_its_row_is_refused_by_name(corpus: Path) -> None:
+    with pytest.raises(UserError, match="unknown key reversed_batches"):
+        recipe_of(corpus, tables={"reversed_batches": {}})
 
 
 def test_an_agreement_is_one_row(corpus: Path) -> None:
@@ -133,12 +173,15 @@ def test_an_agreement_is_one_row(corpus: Path) -> None:
     near(train(workload, fast, plan_of(2), rated.choose), train(workload, slow, plan_of(2)))
 
 
+@pytest.mark.usefixtures("reversed_options")
 def test_a_planned_schedule_is_a_folder_and_a_row(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The row plans it with its cost and its words; the plan file keeps it, and the trainer's row finds it there."""
-    recipe = recipe_of(corpus)
+    recipe = recipe_of(corpus, tables={"reversed_batches": {}})
     request = replace(request_from_recipe.of_recipe(recipe), pin=Pin(ranks=1, micro_batch=2))
     plain = decide(request, MACHINES).taken
-    row = choice.ChoiceRow("reversed_batches.choice", lambda request, cluster: request.pin.micro_batch)
+    row = choice.ChoiceRow(
+        "reversed_batches.choice", lambda request, cluster: "reversed_batches" in request.recipe.mechanisms
+    )
     monkeypatch.setitem(choice.TABLE, "reversed_batches", row)
     plan = decide(request, MACHINES).taken
     assert plan.predicted is not None
@@ -150,7 +193,7 @@ def test_a_planned_schedule_is_a_folder_and_a_row(corpus: Path, monkeypatch: pyt
     workload = open_language(recipe)
     assert isinstance(reversed_batches.choose_planned(recipe, read), reversed_batches.ReversedMechanism)
     near(train(workload, recipe, read, reversed_batches.choose_planned), train(workload, recipe, plain))
-    assert decide(replace(request, pin=Pin(ranks=1)), MACHINES).taken.choices == {}
+    assert decide(replace(request, recipe=recipe_of(corpus)), MACHINES).taken.choices == {}
 
 
 class Moved(Mechanism):
@@ -243,23 +286,41 @@ def test_a_codec_is_planned_by_its_row(corpus: Path, monkeypatch: pytest.MonkeyP
     assert "comm.codec = halves" in plan.why
 
 
+def test_options_of_a_codec_are_in_its_name(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The row of the planner names the codec as the recipe says it; the ranks make it by that name."""
+    monkeypatch.setitem(codecs.FAMILIES, "halves", lambda text: halves.Halves(float(text or 1)))
+    monkeypatch.setitem(mechanism_options.TABLE, "halves", OptionsRow("halves.options"))
+    row = choice.ChoiceRow("halves.choice", lambda request, cluster: "halves" in request.recipe.mechanisms)
+    monkeypatch.setattr(choice, "TABLE", {"halves": row, **choice.TABLE})
+    recipe = recipe_of(corpus, tables={"halves": {"scale": 1024.0}})
+    plan = decide(replace(request_from_recipe.of_recipe(recipe), pin=Pin(ranks=2)), MACHINES).taken
+    assert [(exchange.traffic, exchange.codec) for exchange in plan.exchanges] == [("gradients", "halves:1024")]
+    workload = open_language(recipe)
+    rounded = plan_of(2, exchanges=(plans.Exchange(traffic="gradients", codec="halves:1024"),))
+    near(train(workload, recipe, rounded), train(workload, recipe, plan_of(2)), 5e-3)
+    with pytest.raises(UserError, match=re.escape("halves.scale = 0 is not possible")):
+        recipe_of(corpus, tables={"halves": {"scale": 0.0}})
+
+
 GONE = ("task_waves", "local_rounds", "unequal_pipelines")
 PROGRAM = """
 import sys
 from espalier.cli.main import main
 
+refused = main(["plan", "recipe.toml", "sync.kind=diloco"])
+assert refused == 2, refused
 sys.exit(main(["plan", "recipe.toml"]) or main(["train", "recipe.toml", "--run", "run"]))
 """
 
 
 def test_mechanisms_are_deleted_with_their_folders_and_rows(corpus: Path, tmp_path: Path) -> None:
-    """Without three of them text is planned and trained."""
+    """Without three of them text is planned and trained, and options of one of them are refused by name."""
     package = tmp_path / "src" / "espalier"
     shutil.copytree(Path(espalier.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__"))
     for name in GONE:
         shutil.rmtree(package / "mechanisms" / name)
-    for file in (package / "plan" / "choice.py", package / "train" / "table.py"):
-        without_rows(file)
+    for file, rows in (("plan/choice.py", 3), ("train/table.py", 3), ("recipe/mechanism_options.py", 1)):
+        without_rows(package / file, rows)
     (tmp_path / "recipe.toml").write_text(
         "[model]\ndepth = 2\nwidth = 32\nheads = 4\nvocabulary = 300\n"
         f'[[data]]\npath = "{corpus}"\ncache = "cache"\nvalidation = 0.2\n'
@@ -274,9 +335,10 @@ def test_mechanisms_are_deleted_with_their_folders_and_rows(corpus: Path, tmp_pa
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert (tmp_path / "run" / "plan.json").exists()
     assert "Micro-batch" in ran.stdout
+    assert "sync.kind = 'diloco' is not a choice" in ran.stdout + ran.stderr
 
 
-def without_rows(table: Path) -> None:
+def without_rows(table: Path, rows: int) -> None:
     """Deletes the rows of `GONE`, each on lines of its own."""
     lines, deleted = table.read_text().splitlines(keepends=True), 0
     for node in ast.walk(ast.parse("".join(lines))):
@@ -285,7 +347,7 @@ def without_rows(table: Path) -> None:
             if module.startswith(GONE):
                 lines[node.lineno - 1 : node.end_lineno] = [""] * ((node.end_lineno or 0) - node.lineno + 1)
                 deleted += 1
-    assert deleted >= len(GONE)
+    assert deleted >= rows
     table.write_text("".join(lines))
 
 
@@ -308,10 +370,22 @@ def test_two_answers_to_one_question_are_refused(corpus: Path) -> None:
 
 def test_toys_need_nothing_but_public_parts_of_the_package() -> None:
     """No toy reaches into the trainer, the planner or the command line, and none is imported by the package."""
-    allowed = ("comm", "mechanisms", "optim", "parallel", "plan.axes", "plan.compose", "train.mechanism", "train.seams")
+    allowed = (
+        "recipe.sections",
+        "recipe.errors",
+        "plan.request",
+        "comm",
+        "mechanisms",
+        "optim",
+        "parallel",
+        "plan.axes",
+        "plan.compose",
+        "train.mechanism",
+        "train.seams",
+    )
     allowed += ("train.whole_model", "train.every_step", "plan.ask", "plan.base", "plan.choice")
     files = sorted(TOYS.rglob("*.py"))
-    assert len(files) == 9
+    assert len(files) == 12
     for file in files:
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("espalier"):
@@ -333,7 +407,7 @@ def test_the_page_shows_the_toys_as_they_are() -> None:
     shown = re.findall(
         r"`tests/toys/(\S+\.py)`:\n\n(?:<!--[^\n]*-->\n)?```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE
     )
-    assert len(shown) == 4
+    assert len(shown) == 5
     for name, code in shown:
         assert code in (TOYS / name).read_text()
 

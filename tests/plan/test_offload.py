@@ -22,6 +22,7 @@ from test_search import every_layout
 
 from espalier.machine import cluster as clusters
 from espalier.machine.cluster import Cluster
+from espalier.mechanisms.local_rounds.options import DiLoCo, Eager
 from espalier.mechanisms.local_rounds.state import LocalRoundsState
 from espalier.mechanisms.optimizer_node.state import OptimizerNodeState
 from espalier.plan import collective_time, search
@@ -35,7 +36,7 @@ from espalier.plan.layout_estimate import grid
 from espalier.plan.layouts import Layouts
 from espalier.plan.refusals import DoesNotFit
 from espalier.plan.request import Request
-from espalier.recipe import Auto, DiLoCo, Eager, Pin
+from espalier.recipe import Auto, Pin
 from espalier.recipe.errors import UserError
 
 tiers = st.sampled_from(["device", "host", "disk"])

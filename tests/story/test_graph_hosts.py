@@ -17,6 +17,7 @@ from espalier import recipe as config
 from espalier.cli.prepare import batches_of
 from espalier.graph.networks.gnn import Gnn
 from espalier.graph.parts import partition_folder
+from espalier.mechanisms.halo_exchange.options import HaloOptions
 from espalier.mechanisms.halo_exchange.quantized_exchange import step_bytes
 from espalier.plan import base as plans
 
@@ -79,7 +80,7 @@ def planned(home: Path, **options: int) -> np.ndarray:
     """float [hosts]: bytes of rows that leave each in a step, by the formula."""
     network = Gnn(config.Sage(depth=3, width=64, dropout=0.0), 32, 6)
     rows = partition_folder.rows_of(parts_in_the_cache(home))
-    return step_bytes(network, rows, config.HaloOptions(**options)).sum(1)
+    return step_bytes(network, rows, HaloOptions(**options)).sum(1)
 
 
 @pytest.fixture(scope="module")

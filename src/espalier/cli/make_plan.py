@@ -39,7 +39,8 @@ def make_plan(
             run's folder), else datasheets.
         pins: decisions already taken, by the names of a plan's layout: `dp=8`, `shard={"optimizer": 8}`, …; and `sync`,
             when replicas agree: by default as the recipe says, and of a module `"auto"`, which is by rounds where links
-            between machines leave little else (`"every_step"`, or an `espalier.recipe.Co2(…)`).
+            between machines leave little else (`"every_step"`, or a `Co2(…)` of
+            `espalier.mechanisms.local_rounds.options`).
 
     Returns:
         The plan.
@@ -74,5 +75,8 @@ def _sync(given: Any) -> Sync:
     known: dict[str, Sync] = {"auto": Auto(), "every_step": EveryStep()}
     choice = known.get(given) if isinstance(given, str) else given
     if not isinstance(choice, Sync):
-        raise UserError(f"sync = {given!r} is not possible.", do='"auto", "every_step", or espalier.recipe.Co2(…)')
+        raise UserError(
+            f"sync = {given!r} is not possible.",
+            do='"auto", "every_step", or espalier.mechanisms.local_rounds.options.Co2(…)',
+        )
     return choice

@@ -21,7 +21,7 @@ from espalier.launch.hosts.remote_process import Far
 from espalier.launch.hosts.ssh import Crowd
 from espalier.launch.launchers import torchrun
 from espalier.machine import cluster as clusters
-from espalier.recipe import Recipe, cache_dir, recipe_file, units, value_ranges
+from espalier.recipe import Recipe, cache_dir, mechanism_options, recipe_file, units, value_ranges
 from espalier.recipe.errors import EspalierError, PeerLost, RunFailed, UserError
 from espalier.recipe.terminal import say
 from espalier.track.events import read
@@ -55,7 +55,7 @@ def _train(arguments: argparse.Namespace, named: Sequence[hosts.Host]) -> int:
     message = {
         "is": "task",
         "task": "train",
-        "recipe": msgspec.to_builtins(recipe),  # with what is None, which is not always the default
+        "recipe": mechanism_options.to_builtins(recipe),  # with what is None, which is not always the default
         "origin": str(arguments.recipe),
         "beside": str(Path(arguments.recipe).absolute().parent),
         "folder": os.getcwd(),

@@ -59,7 +59,7 @@ class DataChoice:
         """Whether the data itself is read. `frozen`: what the run has frozen of it."""
         if self.trains or self.path is not None or frozen is None:
             return True
-        needed = self.evaluates or self.predicts or recipe.quant is not None  # widths are of all nodes
+        needed = self.evaluates or self.predicts or "quant" in recipe.mechanisms  # widths are of all nodes
         return needed and not _suffices(recipe, frozen, self.evaluates)
 
 

@@ -66,5 +66,5 @@ def batching(recipe: Recipe) -> type[Drawn]:
 
 def rounding(recipe: Recipe) -> type[Rounding]:
     """What rounds values of the recipe's networks."""
-    found: type[Rounding] = named("graph.run:Rounding" if recipe.quant is None else FEW_BITS)
+    found: type[Rounding] = named(FEW_BITS if "quant" in recipe.mechanisms else "graph.run:Rounding")
     return found

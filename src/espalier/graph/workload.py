@@ -272,6 +272,6 @@ def open_graph(
     if asked.task == "link" and kept is not None:
         links = kept_graph.split(graph, kept, asked.split, seed)
     found = GraphWorkload(recipe, graph, folder, said, links)
-    if kept is not None and recipe.quant is not None:
+    if kept is not None and "quant" in recipe.mechanisms:
         found.trained = kept_graph.other_nodes(graph, kept.graph, recipe)
     return found

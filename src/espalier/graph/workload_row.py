@@ -138,7 +138,7 @@ class GraphRow(Row, Freezes, Packs, Predicts, Exports, LoadsPacked, CountsEnergy
         if recipe.graph is not None and recipe.graph.fanout == "auto":  # what its plan weighs drawn batches against
             recipe = with_batches(recipe, Batches())
         frozen = None if opening.frozen is None else kept_graph.read(opening.frozen)
-        if opening.frozen is not None and recipe.quant is not None:
+        if opening.frozen is not None and "quant" in recipe.mechanisms:
             frozen = lookup.named(f"{lookup.PACKED}:with_features")(frozen, opening.frozen.parent)
         if frozen is not None and not opening.reads:
             graph = frozen.graph if frozen.whole else frozen.outlined()

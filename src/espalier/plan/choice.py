@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from espalier.plan.axes.offload import NODE
 from espalier.plan.collective_time import gpus
-from espalier.recipe import Auto, ByRounds, GraphTransformer
+from espalier.recipe import Auto, GraphTransformer
 
 if TYPE_CHECKING:
     from espalier.machine.cluster import Cluster
@@ -165,16 +165,14 @@ TABLE: dict[str, ChoiceRow] = {
     "unequal_pipelines": ChoiceRow(
         "espalier.mechanisms.unequal_pipelines.choice",
         lambda request, cluster: (
-            not isinstance(request.sync, ByRounds)
+            not request.sync.by_rounds
             and (request.pin.pipelines or any(table.device != cluster.nodes[0].device for table in cluster.nodes))
         ),
         lambda plan, request: plan.planner == "flashflex",
     ),
     "local_rounds": ChoiceRow(
         "espalier.mechanisms.local_rounds.choice",
-        lambda request, cluster: (
-            isinstance(request.sync, ByRounds) or (isinstance(request.sync, Auto) and cluster.machines > 1)
-        ),
+        lambda request, cluster: request.sync.by_rounds or (isinstance(request.sync, Auto) and cluster.machines > 1),
     ),
     "disk_batches": ChoiceRow(
         "espalier.mechanisms.disk_batches.choice",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Union
 
+from espalier.recipe import mechanism_options
 from espalier.recipe.decoder_shapes import Decoder as Decoder
 from espalier.recipe.decoder_shapes import Gpt as Gpt
 from espalier.recipe.decoder_shapes import Moe as Moe
@@ -23,50 +24,39 @@ from espalier.recipe.modules import Module as Module
 from espalier.recipe.multitask import Multitask as Multitask
 from espalier.recipe.scenes import SpikingNerf as SpikingNerf
 from espalier.recipe.scenes import Voxels as Voxels
-from espalier.recipe.sections import A2q as A2q
 from espalier.recipe.sections import Adamw as Adamw
 from espalier.recipe.sections import Adapters as Adapters
 from espalier.recipe.sections import Auto as Auto
-from espalier.recipe.sections import ByRounds as ByRounds
 from espalier.recipe.sections import Checkpoint as Checkpoint
 from espalier.recipe.sections import Choice as Choice
-from espalier.recipe.sections import Co2 as Co2
 from espalier.recipe.sections import Comm as Comm
 from espalier.recipe.sections import Constant as Constant
 from espalier.recipe.sections import Cosine as Cosine
 from espalier.recipe.sections import Data as Data
-from espalier.recipe.sections import DiLoCo as DiLoCo
+from espalier.recipe.sections import DiskOptions as DiskOptions
 from espalier.recipe.sections import Dpo as Dpo
-from espalier.recipe.sections import Eager as Eager
 from espalier.recipe.sections import EveryStep as EveryStep
 from espalier.recipe.sections import Faults as Faults
 from espalier.recipe.sections import Full as Full
 from espalier.recipe.sections import GraphOptions as GraphOptions
-from espalier.recipe.sections import HaloOptions as HaloOptions
+from espalier.recipe.sections import GraphParts as GraphParts
 from espalier.recipe.sections import Launch as Launch
-from espalier.recipe.sections import LocalSgd as LocalSgd
 from espalier.recipe.sections import Lora as Lora
-from espalier.recipe.sections import Mega as Mega
 from espalier.recipe.sections import Muon as Muon
 from espalier.recipe.sections import Options as Options
 from espalier.recipe.sections import Pin as Pin
 from espalier.recipe.sections import Planning as Planning
 from espalier.recipe.sections import Precision as Precision
-from espalier.recipe.sections import Quant as Quant
 from espalier.recipe.sections import RecipeBase as RecipeBase
 from espalier.recipe.sections import Recompute as Recompute
 from espalier.recipe.sections import ShardPin as ShardPin
-from espalier.recipe.sections import SlowMo as SlowMo
 from espalier.recipe.sections import Stable as Stable
-from espalier.recipe.sections import Store as Store
-from espalier.recipe.sections import StreamingDiLoCo as StreamingDiLoCo
 from espalier.recipe.sections import Sync as Sync
 from espalier.recipe.sections import TaskOptions as TaskOptions
 from espalier.recipe.sections import Tower as Tower
 from espalier.recipe.sections import Track as Track
 from espalier.recipe.sections import Train as Train
 from espalier.recipe.sections import Tuning as Tuning
-from espalier.recipe.sections import Uniform as Uniform
 
 if TYPE_CHECKING:
     from espalier.recipe.sections import Model as Model
@@ -96,5 +86,6 @@ RESUMABLE = (
         "name",
     ),
     *("graph.order", "graph.format", "graph.halo", "graph.pickle"),
-    *("store.memory", "store.path", "store.disk"),
+    *("store.memory", "store.path"),
+    *(f"{name}.{key}" for name, row in mechanism_options.TABLE.items() for key in row.resumable),
 )

@@ -40,7 +40,7 @@ class Draft:
     def fill(self, key: str, value: bool | int | float | str, reason: str) -> None:
         """Sets `key` where it is None, and notes why."""
         if self.get(key) is None:
-            self.recipe = _replaced(self.recipe, key.split("."), value)
+            self.recipe = replaced(self.recipe, key.split("."), value)
             self.derivations.append(Derivation(key, value, reason))
 
     def rates(self, adamw: float, reason: str, share: float = 1.0, because: str = "") -> None:
@@ -54,9 +54,10 @@ class Draft:
         self.fill("train.optimizer.adamw.learning_rate", adamw, reason)
 
 
-def _replaced(struct: Any, path: list[str], value: Any) -> Any:
+def replaced(struct: Any, path: list[str], value: Any) -> Any:
+    """`struct` with another `value` at a path of keys."""
     name, *rest = path
-    return struct.changed(**{name: _replaced(getattr(struct, name), rest, value) if rest else value})
+    return struct.changed(**{name: replaced(getattr(struct, name), rest, value) if rest else value})
 
 
 def _nothing(recipe: RecipeBase) -> None:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any, Literal
 
 import msgspec
 from msgspec import field
 
-from espalier.recipe import units
+from espalier.recipe import mechanism_options
 from espalier.recipe.base import Draft, Model, ModelKind, RecipeBase
 from espalier.recipe.data_table import data_table
 from espalier.recipe.errors import UserError
-from espalier.recipe.sections import GraphOptions, HaloOptions, Quant, Stable, Store, Uniform
+from espalier.recipe.sections import GraphOptions, Stable
 
 
 class Network(Model, frozen=True):
@@ -158,11 +157,6 @@ def _check(recipe: RecipeBase) -> None:
         _attention(model)
     if graph is not None:
         _graph(graph, model)
-        _precision(graph.halo or HaloOptions(), recipe.train.precision)
-    if recipe.store is not None:
-        _store(recipe.store, graph or GraphOptions())
-    if recipe.quant is not None:
-        _quant(recipe.quant, model, graph or GraphOptions())
     if len(recipe.data) > 1:
         raise UserError(f"A graph recipe has one [data] table; this one has {len(recipe.data)}.", do="keep one of them")
     if recipe.train.recompute not in (None, "none"):
@@ -255,148 +249,8 @@ def _graph(graph: GraphOptions, model: Model) -> None:
             why="links are predicted from the edges, and labels are not read",
             do='graph.task = "node" or "graph", or leave graph.target out',
         )
-    if graph.halo is not None:
-        _halo(graph.halo, graph, model)
     if graph.task == "graph" and graph.inductive:
         raise UserError("graph.inductive has no effect when whole graphs are held out.", do="leave it out")
-
-
-def _halo(halo: HaloOptions, graph: GraphOptions, model: Model) -> None:
-    if graph.task != "node" or graph.fanouts:
-        raise UserError(
-            f"[graph.halo] is not possible with graph.task = {graph.task!r} and graph.fanout = {list(graph.fanouts)}.",
-            why="the whole graph is cut into parts, and each rank trains on the nodes of its own",
-            do='graph.task = "node" without graph.fanout, or leave [graph.halo] out',
-        )
-    if isinstance(model, GraphTransformer):
-        if halo != HaloOptions():
-            raise UserError(
-                "[graph.halo] has no options for a graph transformer.",
-                why="its ranks exchange queries, keys and values, as they are and in every step",
-                do="[graph.halo] without options",
-            )
-        return
-    _halo_options(halo, isinstance(model, Network) and model.activation == "maxk")
-
-
-def _halo_options(halo: HaloOptions, maxk: bool) -> None:
-    if halo.synchronize < 0:
-        raise UserError(f"graph.halo.synchronize = {halo.synchronize} is below 0.", do="graph.halo.synchronize = 1")
-    if halo.bits == "auto" and (halo.by_degree or halo.adapt or halo.delta):
-        raise UserError(
-            'graph.halo.bits = "auto" is not possible with by_degree, adapt and delta.',
-            why="it gives all rows for a peer the bits that the link to it carries",
-            do="graph.halo.bits = 1",
-        )
-    if (halo.by_degree or halo.adapt) and halo.bits == WHOLE:
-        raise UserError(
-            f"graph.halo.{'by_degree' if halo.by_degree else 'adapt'} has no effect when values cross as they are.",
-            why=f"graph.halo.bits = {WHOLE}",
-            do="graph.halo.bits = 1",
-        )
-    if halo.by_degree and not halo.adapt and halo.bits == MOST:
-        raise UserError(
-            f"graph.halo.by_degree has no effect with graph.halo.bits = {MOST}.",
-            why=f"rows of nodes with more neighbours have more bits, up to {MOST}",
-            do="graph.halo.bits = 4",
-        )
-    if halo.staleness < 1 or (halo.staleness > 1 and halo.synchronize == 1):
-        setting = f"graph.halo.synchronize = {halo.synchronize}"
-        raise UserError(
-            f"graph.halo.staleness = {halo.staleness} is not possible with {setting}.",
-            why="it is how many steps old rows may be, at least 1, in steps that do not wait for fresh ones",
-            do="graph.halo.staleness = 1" if halo.synchronize == 1 else "graph.halo.staleness = 2",
-        )
-    if halo.delta and (halo.bits == WHOLE or halo.adapt):
-        raise UserError(
-            f"graph.halo.delta is not possible with graph.halo.bits = {halo.bits}{' and adapt' * halo.adapt}.",
-            why="values that cross as they are lose nothing that could be sent later",
-            do="graph.halo.bits = 1, without adapt",
-        )
-    if halo.delta and maxk:
-        raise UserError(
-            'graph.halo.delta is not possible with model.activation = "maxk".',
-            why="kept values are of other columns in each step",
-            do="graph.halo.delta = false",
-        )
-    if halo.synchronize != 1 and maxk:
-        raise UserError(
-            f'graph.halo.synchronize = {halo.synchronize} is not possible with model.activation = "maxk".',
-            why="the gradients of a late row are for columns that its owner no longer keeps",
-            do="graph.halo.synchronize = 1",
-        )
-
-
-def _precision(halo: HaloOptions, precision: str) -> None:
-    if precision == "fp16" and halo.bits != WHOLE:
-        raise UserError(
-            f'graph.halo.bits = {halo.bits!r} is not possible with train.precision = "fp16".',
-            why="a step whose scaled gradients overflow is left out, and few bits cannot say that one did",
-            do='train.precision = "bf16", or graph.halo.bits = 32',
-        )
-
-
-WHOLE, MOST = 32, 8
-"""Bits of a value that crosses as it is, and the most of one that is rounded."""
-
-
-def _store(store: Store, graph: GraphOptions) -> None:
-    if graph.task != "node" or not graph.fanouts:
-        raise UserError(
-            f"[store] is not possible with graph.task = {graph.task!r} and graph.fanout = {list(graph.fanout)}.",
-            why="the rows of sampled neighbourhoods of nodes are packed",
-            do='graph.task = "node" and graph.fanout = [10, 10]',
-        )
-    if units.size(store.memory, "store.memory") <= 0:
-        raise UserError(f"store.memory = {store.memory!r} holds no batch.", do='store.memory = "512MiB"')
-    if store.disk is not None:
-        units.size(store.disk, "store.disk")
-    if not 0 <= store.resample <= 1:
-        raise UserError(
-            f"store.resample = {store.resample} is not possible.",
-            why="it is the share of the pool that is sampled anew in each epoch, between 0 and 1",
-            do="store.resample = 0.1",
-        )
-    if store.path == () or (isinstance(store.path, tuple) and len(set(store.path)) < len(store.path)):
-        raise UserError(
-            f"store.path = {list(store.path)} is not possible.", do="one folder for each disk, or leave it out"
-        )
-
-
-def _quant(quant: Quant, model: Model, graph: GraphOptions) -> None:
-    for name, value, least in (
-        ("bits", quant.bits, 1),
-        ("weights", quant.weights, 2),
-        ("messages", quant.messages, 2),
-        ("aggregates", quant.aggregates, 2),
-    ):
-        if not least <= value <= 8 and not (value == 0 and name != "bits"):
-            raise UserError(
-                f"quant.{name} = {value} is not possible.",
-                why=f"a value takes {least} to 8 bits" + ("" if name == "bits" else "; 0: it is not quantized"),
-                do=f"quant.{name} = 4",
-            )
-    if isinstance(quant, Uniform) and quant.bits != int(quant.bits):
-        raise UserError(
-            f'quant.bits = {quant.bits} is not possible with quant.kind = "uniform".',
-            why="all values have as many bits, and no value has a part of one",
-            do=f'quant.bits = {math.ceil(quant.bits)}, or quant.kind = "a2q", whose widths differ',
-        )
-    if isinstance(model, MessagesModel) and quant.aggregates:
-        raise UserError(
-            f'quant.aggregates = {quant.aggregates} is not possible with model.kind = "messages".',
-            why="sums are made inside layers that are not ours: rows that they read are rounded, and their matrices",
-            do="quant.aggregates = 0",
-        )
-    if quant.target is None:
-        return
-    if isinstance(quant, Uniform):
-        raise UserError(
-            'quant.target has no effect with quant.kind = "uniform".',
-            why="quant.bits are the bits of every value",
-            do='quant.bits, or quant.kind = "a2q"',
-        )
-    units.size(quant.target, "quant.target")
 
 
 def _usual(table: dict[str, Any]) -> dict[str, Any]:
@@ -418,7 +272,7 @@ KIND = ModelKind(
     row="espalier.graph.workload_row",
     fill=_fill,
     check=_check,
-    sections=("graph", "store", "quant"),
+    sections=("graph",),
     usual=_usual,
     validation=lambda recipe: VALIDATION_COST,
     data="python:imports",
@@ -446,7 +300,7 @@ def with_batches(recipe: Any, chosen: Batches) -> Any:
     """`recipe` as if `chosen` had been asked for. Its steps, and those between validations and checkpoints, are passes
     over the training nodes: they become as many times `chosen.steps`."""
     graph, train, saves = recipe.graph, recipe.train, recipe.checkpoint
-    halo = None if chosen.fanout else graph.halo or HaloOptions()
+    halo = None if chosen.fanout else graph.halo or mechanism_options.TABLE["graph.halo"].options()
     recipe = recipe.changed(graph=graph.changed(fanout=chosen.fanout, halo=halo))
     if not chosen.fanout:
         return recipe

@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from types import UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Union, get_args, get_origin
 
 import msgspec
 
 from espalier import recipe as config
+from espalier.recipe import mechanism_options
 from espalier.recipe.errors import UserError, nearest
 
 Table = dict[str, Any]
@@ -28,7 +29,7 @@ def known_keys(kind: Any = config.Recipe, prefix: str = "", choices: bool = True
             keys.append(prefix + "kind")
             if not choices:
                 continue
-        for name, hint in get_type_hints(struct).items():
+        for name, hint in mechanism_options.fields(struct, prefix.split(".")[:-1]).items():
             inner = known_keys(hint, f"{prefix}{name}.", choices)
             keys.extend(inner or [prefix + name])
     return sorted(set(keys))
@@ -42,7 +43,7 @@ def refuse_unknown(table: Mapping[str, Any], kind: Any, origin: str, path: tuple
     struct = _chosen(structs, table, origin, path)
     if struct is None:
         return
-    hints = get_type_hints(struct)
+    hints = mechanism_options.fields(struct, path)
     for key, value in table.items():
         inner = (*path, key)
         if key not in hints and not (key == "kind" and struct.__struct_config__.tag is not None):
@@ -75,7 +76,7 @@ def _unknown(path: tuple[str, ...], struct: Any, origin: str) -> UserError:
     always = set(known_keys(choices=False))
     same_name = [other for other in known if other.split(".")[-1] == path[-1]]
     same_name.sort(key=lambda other: other not in always)  # what every recipe has comes before what a choice brings
-    sibling = nearest(path[-1], get_type_hints(struct))
+    sibling = nearest(path[-1], mechanism_options.fields(struct, path[:-1]))
     if sibling:
         near: str | None = ".".join((*path[:-1], sibling))
     else:
@@ -90,7 +91,7 @@ def _unknown(path: tuple[str, ...], struct: Any, origin: str) -> UserError:
 
 def _misplaced(key: str, structs: list[Any], origin: str, path: tuple[str, ...]) -> UserError | None:
     """The error for a key that belongs to another alternative of the same choice, if it does."""
-    kinds = [str(other.__struct_config__.tag) for other in structs if key in get_type_hints(other)]
+    kinds = [str(other.__struct_config__.tag) for other in structs if key in mechanism_options.fields(other, path)]
     if not kinds:
         return None
     where = ".".join(path)
@@ -142,10 +143,10 @@ def _at(table: Any, where: str) -> Any:
 def _choices(path: list[str]) -> list[str]:
     """The words that the key at `path` may take, empty when it takes others."""
     kinds: list[Any] = [config.Recipe]
-    for part in path:
-        kinds = [
-            hints[part] for kind in kinds for struct in _structs(kind) if part in (hints := get_type_hints(struct))
-        ]
+    for depth, part in enumerate(path):
+        structs = [struct for kind in kinds for struct in _structs(kind)]
+        options = [mechanism_options.fields(struct, path[:depth]) for struct in structs]
+        kinds = [hints[part] for hints in options if part in hints]
     alternatives = [part for kind in kinds for part in (kind, *get_args(kind)) if get_origin(part) is Literal]
     return [str(word) for part in alternatives for word in get_args(part)]
 

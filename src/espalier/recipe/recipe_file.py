@@ -14,7 +14,7 @@ import msgspec
 import tomli_w
 
 from espalier import recipe as config
-from espalier.recipe import foreign_files, model_kinds, recipe_errors
+from espalier.recipe import foreign_files, mechanism_options, model_kinds, recipe_errors
 from espalier.recipe.errors import UserError
 
 Table = dict[str, Any]
@@ -48,7 +48,7 @@ def _recipe(table: Table, origin: str, overridden: Sequence[str]) -> config.Reci
     _refuse_odd_values(table, origin)
     table = _normalise(table)
     try:
-        return msgspec.convert(table, config.Recipe, strict=True)
+        return mechanism_options.convert(table, config.Recipe)
     except msgspec.ValidationError as error:
         invalid = error
     recipe_errors.refuse_unknown(table, config.Recipe, origin)  # says more of a key that nothing has
@@ -57,7 +57,7 @@ def _recipe(table: Table, origin: str, overridden: Sequence[str]) -> config.Reci
 
 def to_table(recipe: config.Recipe) -> Table:
     """The recipe as a plain table without the keys that are None, as TOML has no null."""
-    table: Table = without_none(msgspec.to_builtins(recipe))
+    table: Table = without_none(mechanism_options.to_builtins(recipe))
     return table
 
 

@@ -1,14 +1,22 @@
-"""Recipe sections: every option of the product but those of `[model]`, one frozen struct a table. Imports no torch."""
+"""Recipe sections: one frozen struct a table; `[model]` and what mechanisms bring are elsewhere. Imports no torch."""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal, TypeVar
+
+from msgspec import field
 
 from espalier.recipe.serialization import Value
 
 
 class Options(Value, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Base of all option structs: frozen, keyword only, unknown keys are errors."""
+
+    def check(self, recipe: RecipeBase) -> None:
+        """Raises UserError where options that a mechanism brings contradict each other or the rest of the recipe."""
+
+
+AnyOptions = TypeVar("AnyOptions", bound=Options)
 
 
 class Choice(Options, frozen=True, tag_field="kind"):
@@ -47,25 +55,10 @@ class Data(Options, frozen=True):
 # --- [graph] ---------------------------------------------------------------------------------------------------------
 
 
-class HaloOptions(Options, frozen=True):
-    """A part of the graph for each rank, which exchange the rows of boundary nodes before each layer (Sylvie).
+class GraphParts(Options, frozen=True):
+    """A part of the graph for each rank. `parts`: a `.npy` file with the rank of each node, in the order of the data;
+    empty: the graph is cut for the plan."""
 
-    `bits` of a value that crosses between hidden layers: 32 as it is, 1 to 8 rounded at random, `auto` what the links
-    inside and between machines carry while ranks compute; `by_degree`: more for
-    rows of nodes with more neighbours. Every `synchronize`-th step waits for fresh rows, the others take those of the
-    step before (1: all wait; 0: none but the first), or of up to `staleness` steps before where a link takes so long,
-    and fresh ones from machines whose link is fast. `adapt`: bits and late rows follow how fast the loss changes.
-    `delta`: what crosses is the difference to what crossed before, with what rounding lost of it.
-    `parts`: a `.npy` file with the rank of each node, in the order of the data; empty: the graph is cut for the plan.
-    A graph transformer takes none of these options: each rank has a range of the tokens, and computes some heads.
-    """
-
-    bits: Literal[1, 2, 4, 8, 32, "auto"] = 32
-    by_degree: bool = False
-    synchronize: int = 1
-    staleness: int = 1
-    adapt: bool = False
-    delta: bool = False
     parts: str = ""
 
 
@@ -92,7 +85,7 @@ class GraphOptions(Options, frozen=True):
     pickle: bool = False
     order: Literal["auto", "none", "rcmpp", "clusters"] = "auto"
     format: Literal["auto", "csr", "cbm"] = "auto"
-    halo: HaloOptions | None = None
+    halo: GraphParts | None = None
 
     @property
     def fanouts(self) -> tuple[int, ...]:
@@ -103,50 +96,12 @@ class GraphOptions(Options, frozen=True):
 # --- [store] -----------------------------------------------------------------------------------------------------
 
 
-class Store(Options, frozen=True):
-    """Features on disk: mini-batches are sampled once into a pool, and their rows packed beside it (DiskGNN).
-
-    `memory`: bytes of features that the ranks of a machine may hold; `path`: a folder, or one for each of several disks
-    (default: the cache folder); `disk`: bytes that packed rows may take (default: what the fastest layout takes);
-    `rows`: how packed rows are stored; `resample`: share of the pool that is sampled anew in each epoch.
-    """
+class DiskOptions(Options, frozen=True):
+    """What waits on disk. `memory`: bytes of features that the ranks of a machine may hold; `path`: a folder, or one
+    for each of several disks (default: the cache folder)."""
 
     memory: str | int = "512MiB"
     path: str | tuple[str, ...] | None = None
-    disk: str | int | None = None
-    rows: Literal["fp32", "bf16", "int8", "int4"] = "fp32"
-    resample: float = 0.0
-
-
-# --- [quant] -----------------------------------------------------------------------------------------------------
-
-
-class Quant(Choice, frozen=True):
-    """Features, messages, sums and weights of a graph network in few bits, while training and after.
-
-    `target`: bytes that the codes of features may take (default: 2 bits a value); `bits`: of a feature, learned from
-    there on, with `uniform` as they are; `weights`, `messages`, `aggregates`: bits of the matrices, of rows that were
-    multiplied and are about to be summed, and of the sums (0: not quantized).
-    """
-
-    target: str | int | None = None
-    bits: float = 4.0
-    weights: int = 4
-    messages: int = 4
-    aggregates: int = 0
-
-
-class A2q(Quant, frozen=True, tag="a2q"):
-    """A width and a step for each node; graphs that are classified whole share a bank of them (arXiv 2302.00193)."""
-
-
-class Mega(Quant, frozen=True, tag="mega"):
-    """A width and a step for each in-degree, so that nodes nobody has seen have one (arXiv 2311.09775)."""
-
-
-class Uniform(Quant, frozen=True, tag="uniform"):
-    """One width, which is given, and one step for each layer, learned from the quantization error. It begins as LSQ's
-    does (arXiv 1902.08153)."""
 
 
 # --- [[towers]] and [[tasks]] ------------------------------------------------------------------------------------
@@ -423,65 +378,24 @@ class Faults(Options, frozen=True):
 # --- [sync] ------------------------------------------------------------------------------------------------------
 
 
-class Auto(Choice, frozen=True, tag="auto"):
+class Sync(Choice, frozen=True):
+    """When replicas agree; `by_rounds`: after several steps of their own."""
+
+    by_rounds = False
+
+
+class Auto(Sync, frozen=True, tag="auto"):
     """At every step, or by rounds where the links between machines are so slow that little else would happen."""
 
 
-class EveryStep(Choice, frozen=True, tag="every_step"):
+class EveryStep(Sync, frozen=True, tag="every_step"):
     """Replicas agree at every step: plain data parallel."""
 
 
-class ByRounds(Choice, frozen=True):
-    """Replicas take `steps` steps of their own in a round, then agree. What is left out is the method's own, the number
-    of steps and the codec what the links ask for; see `optim.diloco_slowmo`.
-
-    `replicas`: in how many parts the ranks are cut (as many as machines). `adapt`: rounds follow the measured waits;
-    a run's folder: they are as long as they were there, and beyond its end as measured.
-    """
-
-    replicas: int | None = None
-    steps: int | None = None
-    adapt: bool | str = True
-    codec: str | None = None
-    average: Literal["parameters", "differences"] | None = None
-    delay: float | None = None
-    fragments: int | None = None
-    rate: float | None = None
-    momentum: float | None = None
-    nesterov: bool | None = None
-    clip: float | None = None
-    scaled: bool | None = None
-    penalty: Literal["none", "norm", "per_tensor", "constant"] | None = None
-    constant: float | None = None
-    mixing: float | None = None
-    eager: bool | None = None
-
-
-class LocalSgd(ByRounds, frozen=True, tag="local_sgd"):
-    """The mean of the replicas after each round (arXiv 1805.09767)."""
-
-
-class SlowMo(ByRounds, frozen=True, tag="slowmo"):
-    """With momentum between rounds (arXiv 1910.00643)."""
-
-
-class DiLoCo(ByRounds, frozen=True, tag="diloco"):
-    """With Nesterov momentum between rounds (arXiv 2311.08105)."""
-
-
-class StreamingDiLoCo(ByRounds, frozen=True, tag="streaming_diloco"):
-    """In fragments, behind the next steps, in four bits (arXiv 2501.18512)."""
-
-
-class Co2(ByRounds, frozen=True, tag="co2"):
-    """One round late, so that the exchange is hidden behind it (arXiv 2401.16265)."""
-
-
-class Eager(ByRounds, frozen=True, tag="eager"):
-    """As CO2, but a replica goes on from its own progress while that travels (arXiv 2502.12996)."""
-
-
-Sync = Auto | EveryStep | LocalSgd | SlowMo | DiLoCo | StreamingDiLoCo | Co2 | Eager
+if TYPE_CHECKING:
+    CoreSync = Sync
+else:  # msgspec reads the annotation; a row of `mechanism_options` adds alternatives
+    CoreSync = Auto | EveryStep
 
 
 class Track(Options, frozen=True):
@@ -500,8 +414,9 @@ class RecipeBase(Options, frozen=True):
     model: Model
     data: tuple[Data, ...] = ()
     graph: GraphOptions | None = None
-    store: Store | None = None
-    quant: A2q | Mega | Uniform | None = None
+    store: DiskOptions | None = None
+    mechanisms: dict[str, Options] = field(default_factory=dict)
+    """What mechanisms bring: the options of their tables, by name; see `recipe.mechanism_options`."""
     tune: Full | Lora | Dpo | None = None
     towers: tuple[Tower, ...] | None = None
     tasks: tuple[TaskOptions, ...] | None = None
@@ -511,6 +426,10 @@ class RecipeBase(Options, frozen=True):
     checkpoint: Checkpoint = Checkpoint()
     comm: Comm = Comm()
     faults: Faults = Faults()
-    sync: Sync = Auto()
+    sync: CoreSync = Auto()
     launch: Launch = Launch()
     track: Track = Track()
+
+    def options(self, kind: type[AnyOptions]) -> AnyOptions | None:
+        """What the table of a mechanism says whose options are of `kind`; None: the recipe does not have it."""
+        return next((options for options in self.mechanisms.values() if isinstance(options, kind)), None)

@@ -7,7 +7,8 @@ import operator
 from typing import Any
 
 from espalier import recipe as config
-from espalier.recipe import model_kinds, recipe_file, units
+from espalier.recipe import mechanism_options, model_kinds, recipe_file, units
+from espalier.recipe.base import ModelKind
 from espalier.recipe.data_table import data_table
 from espalier.recipe.errors import UserError
 
@@ -27,12 +28,10 @@ def check(recipe: config.Recipe) -> None:
                     raise UserError(f"{key} = {value} is not possible.", why=why, do=f"correct {key}")
     model_kind = model_kinds.of(recipe.model)
     for kind in model_kinds.KINDS:
-        for section in () if kind is model_kind else kind.sections:
-            if getattr(recipe, section) is not None and not (section == "store" and _of_states(recipe.store)):
-                *first, last = (f'"{tag}"' for tag in kind.tags)
-                tags = f"{', '.join(first)} or {last}" if first else last
-                raise UserError(f"[{section}] belongs to {kind.name}.", do=f"model.kind = {tags}")
+        if kind is not model_kind:
+            _refuse_tables_of(kind, recipe)
     model_kind.check(recipe)
+    mechanism_options.check(recipe, model_kind)
     _batch(recipe.train)
     _places(recipe)
     _start(recipe.name, recipe.launch)
@@ -48,9 +47,18 @@ def check(recipe: config.Recipe) -> None:
         )
 
 
-def _of_states(store: config.Store | None) -> bool:
+def _refuse_tables_of(kind: ModelKind, recipe: config.Recipe) -> None:
+    for section in mechanism_options.tables_of(kind):
+        options = mechanism_options.get(recipe, section)
+        if options is not None and not (section == "store" and _of_states(recipe.store)):
+            *first, last = (f'"{tag}"' for tag in kind.tags)
+            tags = f"{', '.join(first)} or {last}" if first else last
+            raise UserError(f"[{section}] belongs to {kind.name}.", do=f"model.kind = {tags}")
+
+
+def _of_states(store: config.DiskOptions | None) -> bool:
     """Whether it only says where states of optimizer nodes lie, which any kind of model may have."""
-    return store is not None and store.path is not None and store == config.Store(path=store.path)
+    return store is not None and store.path is not None and store == type(store)(path=store.path)
 
 
 def _start(name: str, launch: config.Launch) -> None:

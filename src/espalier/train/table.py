@@ -167,7 +167,7 @@ TABLE: tuple[Choose, ...] = (
     MechanismRow("pattern_attention.token_parallel", _halo),
     MechanismRow("halo_exchange.halo_parallel", _halo),
     MechanismRow("pattern_attention.edge_dropping", lambda recipe, plan: getattr(recipe.model, "recall", 1) < 1),
-    MechanismRow("few_bits.over_ranks", lambda recipe, plan: recipe.quant is not None and _halo(recipe, plan)),
+    MechanismRow("few_bits.over_ranks", lambda recipe, plan: "quant" in recipe.mechanisms and _halo(recipe, plan)),
 )
 """Rows that a recipe or a plan asks for."""
 AWAY: tuple[Choose, ...] = (

@@ -26,6 +26,7 @@ from espalier.machine import cluster as clusters_
 from espalier.mechanisms.few_bits import quantization
 from espalier.mechanisms.halo_exchange import choice, halo_parallel
 from espalier.mechanisms.halo_exchange import halo_plan as halo_exchange
+from espalier.mechanisms.halo_exchange.options import HaloOptions
 from espalier.mechanisms.halo_exchange.quantized_exchange import Adaptive
 from espalier.mechanisms.halo_exchange.state import HaloExchangeState
 from espalier.plan import base as plans
@@ -494,8 +495,8 @@ def test_bits_by_degree_are_a_rule_of_the_plan_and_what_it_says_is_sent():
     assert "(2, 4 and 8 bits a value by degree)" in said
     assert plans.loads(plans.dumps(here)) == here
     shares = [one.share[1] - one.share[0] for one in here.ranks]
-    even = dataclasses.replace(halos, options=config.HaloOptions(bits=2)).step_bytes(shares, 4).sum()
-    most = dataclasses.replace(halos, options=config.HaloOptions(bits=8)).step_bytes(shares, 4).sum()
+    even = dataclasses.replace(halos, options=HaloOptions(bits=2)).step_bytes(shares, 4).sum()
+    most = dataclasses.replace(halos, options=HaloOptions(bits=8)).step_bytes(shares, 4).sum()
     assert even < halos.step_bytes(shares, 4).sum() < most
     recipe = recipe_of({"depth": 3}, {"halo": {"bits": 2, "by_degree": True}}, precision="fp32")
     workload = GraphWorkload(recipe, made())

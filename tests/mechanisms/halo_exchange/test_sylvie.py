@@ -18,9 +18,9 @@ from espalier.graph.tasks.answers import summed_loss
 from espalier.kernels import quantize_rows, row_bits, row_widths
 from espalier.launch.testing import forks, ranks
 from espalier.mechanisms.halo_exchange import quantized_exchange as sylvie
+from espalier.mechanisms.halo_exchange.options import HaloOptions
 from espalier.mechanisms.halo_exchange.quantized_exchange import Adaptive, ByPeer, Every, Sylvie
 from espalier.mechanisms.local_rounds.round_length import Length
-from espalier.recipe import HaloOptions
 from espalier.recipe.errors import Corrupted, UserError
 from espalier.track.decision_log import Decisions, Recorded
 

@@ -12,9 +12,10 @@ import pytest
 
 from espalier.machine import cluster as clusters
 from espalier.machine.cluster import Cluster, Link
-from espalier.mechanisms.local_rounds import overlap_cost
+from espalier.mechanisms.local_rounds import cost
 from espalier.mechanisms.local_rounds import round_plan as co2
 from espalier.mechanisms.local_rounds.co2 import chosen_of
+from espalier.mechanisms.local_rounds.options import ByRounds, Co2, DiLoCo, Eager, LocalSgd
 from espalier.mechanisms.local_rounds.state import LocalRoundsState
 from espalier.plan.base import Plan, dumps, loads
 from espalier.plan.calibration import DATASHEET
@@ -23,12 +24,7 @@ from espalier.plan.refusals import DoesNotFit
 from espalier.plan.request import Request
 from espalier.recipe import (
     Auto,
-    ByRounds,
-    Co2,
-    DiLoCo,
-    Eager,
     EveryStep,
-    LocalSgd,
     ShardPin,
     defaults,
     recipe_file,
@@ -65,7 +61,7 @@ def test_a_round_is_the_shortest_that_hides_its_exchange() -> None:
     assert plan.replicas
     assert plan.predicted is not None
     local = plan.predicted.step_seconds
-    flight = overlap_cost.flight_seconds(4.0 * request.trainable, 4, Link(bandwidth=100e6 / 8, latency=5e-3))
+    flight = cost.flight_seconds(4.0 * request.trainable, 4, Link(bandwidth=100e6 / 8, latency=5e-3))
     steps = plan.state(LocalRoundsState).steps
     assert (steps - 1) * local < 1.1 * flight <= steps * local * (1 + 1e-9)
     assert plan.predicted.terms["outer"] == 0
@@ -194,7 +190,7 @@ def test_what_rounds_keep_is_part_of_the_peak_of_a_plan_that_fits(options: ByRou
     assert held["peak"] == pytest.approx(sum(size for kind, size in held.items() if kind != "peak"))
     assert held["peak"] <= plan.predicted.memory_limit
     chosen = chosen_of(plan.state(LocalRoundsState).method, dict(plan.state(LocalRoundsState).settings))
-    assert held["outer"] == pytest.approx(overlap_cost.copies(chosen, False) * 4 * 6_738_415_616 / 8, rel=0.01)
+    assert held["outer"] == pytest.approx(cost.copies(chosen, False) * 4 * 6_738_415_616 / 8, rel=0.01)
     assert any(f"{units.show_size(held['peak'])} of " in sentence for sentence in plan.why)
 
 

@@ -19,7 +19,7 @@ from espalier.optim.schedules import factor
 from espalier.parallel.workload import Shard
 from espalier.plan import base as plans
 from espalier.plan.axes.node_cost import Layers, pushed_bytes
-from espalier.recipe import Adamw, Recipe, Store
+from espalier.recipe import Adamw, DiskOptions, Recipe
 from espalier.train import rank_spec as launch
 from espalier.train import trainer, worker
 from espalier.train.rank_setup import RankSetup
@@ -141,7 +141,7 @@ def test_a_run_goes_on_with_other_workers(tmp_path: Path) -> None:
 
 def test_a_node_whose_files_are_on_two_disks_serves_the_same_bits(tmp_path: Path) -> None:
     asked = recipe(tmp_path / "data", steps=3)
-    two = msgspec.structs.replace(asked, store=Store(path=(str(tmp_path / "a"), str(tmp_path / "b"))))
+    two = msgspec.structs.replace(asked, store=DiskOptions(path=(str(tmp_path / "a"), str(tmp_path / "b"))))
     (one,), (striped,) = (run(how, plan(4, 2), tmp_path / "run", 3) for how in (asked, two))
     assert one.steps == striped.steps
     sizes = [(tmp_path / name / "node-0" / "state").stat().st_size for name in ("a", "b")]

@@ -7,7 +7,7 @@ from tests.mechanisms.unequal_pipelines.test_unequal import GIB, asked, processo
 
 from espalier.machine import cluster as clusters
 from espalier.mechanisms.unequal_pipelines import choice
-from espalier.mechanisms.unequal_pipelines import unequal_plan as unequal
+from espalier.mechanisms.unequal_pipelines.cost import EngineCosts
 from espalier.plan import base as plans
 from espalier.plan import replan
 from espalier.plan.calibration import DATASHEET
@@ -128,7 +128,7 @@ def test_over_machines_what_is_left_is_planned_with_the_links_between_them() -> 
     assert [one.node for one in made.ranks] == [plan.ranks[rank].node for rank in kept]
     costs = choice._costs(REQUEST, there, plan, kept, replan.equal(plan))
     assert costs.cluster.machines == len({plan.ranks[rank].node for rank in kept})
-    assert costs.link((0, 1)) == unequal.EngineCosts(REQUEST, there, 1).link((0, 2)), (
+    assert costs.link((0, 1)) == EngineCosts(REQUEST, there, 1).link((0, 2)), (
         "what crosses machines, not what is inside"
     )
     assert costs.link((0, 1)).bandwidth < 200e6 / 8

@@ -12,8 +12,9 @@ from espalier.cli import plan_page
 from espalier.machine import cluster as clusters
 from espalier.machine.cluster import Cluster
 from espalier.mechanisms.unequal_pipelines import unequal_plan as unequal
+from espalier.mechanisms.unequal_pipelines.cost import EngineCosts
 from espalier.mechanisms.unequal_pipelines.pipeline_search import pipeline_of, stage_rates
-from espalier.mechanisms.unequal_pipelines.pipeline_solver import Group
+from espalier.mechanisms.unequal_pipelines.pipeline_solver import Group, Slot
 from espalier.plan import base as plans
 from espalier.plan.calibration import DATASHEET
 from espalier.plan.decide import decide
@@ -105,17 +106,15 @@ def test_stages_of_one_pipeline_share_matrices_over_unequal_numbers_of_devices()
     assert made is not None
     plan = plans.check(unequal.plan_of(*made), 24)
     assert {one.tensor for one in plan.stages} == {1, 2}
-    alike = [
-        unequal.flashflex.place(costs.classes, costs).seconds for costs in (unequal.EngineCosts(request, there, 1),)
-    ]
+    alike = [unequal.flashflex.place(costs.classes, costs).seconds for costs in (EngineCosts(request, there, 1),)]
     assert made[1].seconds < min(alike)
 
 
 def test_pipelines_that_cut_a_layer_differently_sum_whole_gradients_over_all_its_ranks() -> None:
     request, there = cards()
-    costs = unequal.EngineCosts(request, there, 1, (1, 2), "block")
+    costs = EngineCosts(request, there, 1, (1, 2), "block")
     search = unequal.flashflex.Search(costs.classes, costs)
-    wide, narrow = ([unequal.Group(0, 2), unequal.Group(1)], [unequal.Group(kind) for kind in (0, 1, 1, 2, 2)])
+    wide, narrow = ([Group(0, 2), Group(1)], [Group(kind) for kind in (0, 1, 1, 2, 2)])
     made = [search.in_order(one, 10.0) for one in (wide, narrow)]
     pipelines = [one for one in made if one is not None]
     assert len(pipelines) == 2
@@ -150,7 +149,7 @@ def test_no_plan_holds_more_than_its_devices_may() -> None:
     for _ in range(200):
         count = draw.randint(1, 3)
         cores = [(draw.choice([1e9, 1e10, 4e10]), draw.randint(262, 330) * 2**20) for _ in range(count)]
-        costs = unequal.EngineCosts(request, processors(*cores), draw.choice([1, 2, 4]))
+        costs = EngineCosts(request, processors(*cores), draw.choice([1, 2, 4]))
         try:
             layout = unequal.flashflex.place(costs.classes, costs)
         except UserError:  # refused: nothing holds the model
@@ -158,7 +157,7 @@ def test_no_plan_holds_more_than_its_devices_may() -> None:
         made += 1
         for one in layout.pipelines:
             for number, stage in enumerate(one.stages):
-                slot = unequal.Slot(number, len(one.stages))
+                slot = Slot(number, len(one.stages))
                 held, limit = costs.held(stage.group, slot, stage.layers)
                 assert float(sum(held.values())) <= limit
     assert 50 < made < 200
@@ -180,7 +179,7 @@ def test_sums_of_gradients_take_what_they_reach_of_a_measured_link() -> None:
     for share in (1.0, 0.25):
         link = clusters.Link(bandwidth=1e8, latency=1e-4, measured=True, share=share)
         nodes = tuple(msgspec.structs.replace(one, inside=link) for one in cluster.nodes)
-        costs = unequal.EngineCosts(asked(), msgspec.structs.replace(cluster, nodes=nodes), 2)
+        costs = EngineCosts(asked(), msgspec.structs.replace(cluster, nodes=nodes), 2)
         one = pipeline_of([Group(0)], [8], stage_rates([Group(0)], costs), costs)
         other = pipeline_of([Group(1)], [8], stage_rates([Group(1)], costs), costs)
         seconds.append((costs.gradients([one, other])[0], costs.send(Group(0), Group(1))))

@@ -15,6 +15,7 @@ from torch.distributed._tools.mem_tracker import MemTracker
 
 from espalier.language import gpt
 from espalier.mechanisms.unequal_pipelines import unequal_plan as unequal
+from espalier.mechanisms.unequal_pipelines.cost import EngineCosts
 from espalier.mechanisms.unequal_pipelines.pipeline_solver import Slot, UnequalLayout
 from espalier.parallel.action_list import Pipeline
 from espalier.parallel.model_stages import ModelStages, Placed
@@ -73,13 +74,13 @@ def tracked(layers: tuple[int, int], flying: int, size: int, recompute: str) -> 
     return int(most["Total"])
 
 
-def drawn(count: int, seed: int) -> list[tuple[unequal.EngineCosts, UnequalLayout]]:
+def drawn(count: int, seed: int) -> list[tuple[EngineCosts, UnequalLayout]]:
     """So many plans of random clusters, some of which are so small that memory bounds their layers."""
-    draw, found = random.Random(seed), list[tuple[unequal.EngineCosts, UnequalLayout]]()
+    draw, found = random.Random(seed), list[tuple[EngineCosts, UnequalLayout]]()
     while len(found) < count:
         cores = [(draw.choice([1e9, 1e10, 4e10]), draw.randint(262, 330) * 2**20) for _ in range(draw.randint(2, 4))]
         recompute = draw.choice(["none", "none", "block"])
-        costs = unequal.EngineCosts(REQUEST, processors(*cores), draw.choice([1, 2, 4]), recompute=recompute)
+        costs = EngineCosts(REQUEST, processors(*cores), draw.choice([1, 2, 4]), recompute=recompute)
         try:
             found.append((costs, unequal.flashflex.place(costs.classes, costs, whole=draw.random() < 0.5)))
         except UserError:  # refused: nothing holds the model

@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 
-from espalier import recipe as config
 from espalier.graph.data import graph as graphs
 from espalier.graph.data.graph import IGNORED, Array, DataSplit, Graph, parted
 from espalier.graph.data.targets import Scale
@@ -238,7 +237,7 @@ def other_nodes(graph: Graph, before: Graph, recipe: Recipe) -> tuple[int, Array
     """How many nodes `before` has and, where `recipe` quantizes by node, the `places` of those of `graph` among them;
     None: they are the same."""
     assert recipe.graph is not None
-    by_node = isinstance(recipe.quant, config.A2q) and recipe.graph.task != "graph"
+    by_node = getattr(recipe.mechanisms.get("quant"), "by_node", False) and recipe.graph.task != "graph"
     place = places(graph, before) if by_node else None
     if place is not None and len(place) == before.nodes and np.array_equal(place, np.arange(len(place))):
         place = None

@@ -158,7 +158,7 @@ def check(recipe: Recipe, partition: Partition, style: Style) -> None:
         raise UserError(f"{what}, and graph.halo.parts says how to cut one.", do='graph.halo.parts = ""')
     if recipe.plan.pin.ranks != ranks:
         raise UserError(f"{what}, for as many ranks.", do=f"plan.pin.ranks={ranks}, or the graph itself as data.path")
-    if recipe.quant is not None and partition.degrees is None:
+    if "quant" in recipe.mechanisms and partition.degrees is None:
         raise UserError(
             f"{what}, and {NODES} has no degrees.",
             why="widths of [quant] are of all nodes, and follow their degrees",

@@ -21,7 +21,7 @@ from espalier.graph.parts.graph_cut import LARGE
 from espalier.graph.tasks import answers
 from espalier.parallel.workload import ALONE, PackStart, Shard
 from espalier.plan.compose import Claim
-from espalier.recipe import HaloOptions
+from espalier.recipe import mechanism_options
 from espalier.recipe.errors import UserError
 
 if TYPE_CHECKING:
@@ -277,7 +277,7 @@ class WholeGraph:
         assert options is not None
         if run.graph.edges > LARGE:
             return None
-        asked = options.changed(halo=HaloOptions())
+        asked = options.changed(halo=mechanism_options.TABLE["graph.halo"].options())
         try:
             made = run.like(run.recipe.changed(graph=asked))
             made.halos()

@@ -36,6 +36,7 @@ from espalier.mechanisms.disk_batches import features as feature_files
 from espalier.mechanisms.disk_batches.batch_pool import Draws, epoch_seeds
 from espalier.mechanisms.disk_batches.features import Features, FeatureTable
 from espalier.mechanisms.disk_batches.inference import InferenceFolder
+from espalier.mechanisms.disk_batches.options import Store
 from espalier.mechanisms.disk_batches.pack import BUFFER, PackedSet, PackRequest, pack, repack
 from espalier.mechanisms.disk_batches.reader import (
     TIERS,
@@ -188,7 +189,7 @@ def stored_features(
         least = inference.least_memory(model, int(held.graph.degrees().max(initial=0)))
         return inference.foretold(model, held.sampler, max(memory, least))
 
-    assert store is not None
+    assert isinstance(store, Store)
     assert recipe.graph is not None
     row, memory = (
         RowFormat(store.rows, graph.features.shape[1], torch.float32),
@@ -221,14 +222,14 @@ class RunBatches(Drawn):
     def __init__(self, run: GraphRun) -> None:
         super().__init__(run)
         recipe, task = run.recipe, run.whole_task
-        assert recipe.store is not None
+        assert isinstance(recipe.store, Store)
         assert recipe.graph is not None
         self.store, self.fanouts, self.seed = recipe.store, recipe.graph.fanouts, recipe.train.seed
         self.pool_steps, self.steps = -(-task.items // run.global_batch), recipe.train.steps or 0
         self.memory = units.size(recipe.store.memory, "store.memory")
         task.inference = self.infer
         self.meters = {"store": self.moved}
-        self.names_nodes = recipe.quant is not None
+        self.names_nodes = "quant" in recipe.mechanisms
         self.features: TieredFeatures | None = None
         for view in (task.train, task.held):
             if topology.stays_on_disk(view.graph, self.memory):

@@ -244,31 +244,6 @@ def fitted_by_rows(x: Tensor, logarithm: Tensor, bits: Tensor, signed: bool, gai
     return out
 
 
-FITTED, ROUNDED, ROUNDED_BACK = 90, 25, 25
-"""What fitting the steps of rows, rounding, and the gradients of both take for a value of 4 bytes, as bytes that could
-be read and written meanwhile. Measured once, rows of 30,000 x 64 and 200,000 x 32 on one and two threads of an AMD
-EPYC: 56 to 131, 12 to 44, and 11 to 43."""
-TEMPORARY = 6
-"""Arrays of the values' size that backward makes besides."""
-
-
-class Cost(NamedTuple):
-    """Bytes moved forward and backward, kept until backward, and held besides at the worst moment."""
-
-    moved: Any
-    moved_back: Any
-    kept: Any
-    transient: Any
-
-
-def cost(values: Any, size: int, fits: bool = False) -> Cost:
-    """Of rounding so many `values` of `size` bytes in a pass (arrays allowed); `fits`: each row's step is fitted. Kept
-    are rounded values beside those that they are of."""
-    share = size / 4
-    moved = (ROUNDED + FITTED * fits) * share * values
-    return Cost(moved, ROUNDED_BACK * share * values, size * values, TEMPORARY * size * values)
-
-
 class Coded(NamedTuple):
     """Rows as they are stored: codes int8 (signed) or uint8 [rows, columns]; of each row the stored width, the code of
     its step (`base.STEPS`), and the entry of its allocator."""

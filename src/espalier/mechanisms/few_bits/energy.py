@@ -21,6 +21,7 @@ from espalier.graph.tasks.node_classification import NodeTask
 from espalier.graph.workload import GraphWorkload
 from espalier.kernels.counts import Counts, integer_sums, low_bit
 from espalier.mechanisms.few_bits import quantization
+from espalier.mechanisms.few_bits.options import Quant
 from espalier.mechanisms.few_bits.packed_run import packed_input
 from espalier.parallel.workload import Workload
 from espalier.recipe.errors import UserError
@@ -30,7 +31,6 @@ from espalier.train.workload_row import EnergyTables
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from espalier import recipe as config
     from espalier.graph.data.graph import Graph
     from espalier.graph.networks.base import MessageBlock, Rows
     from espalier_accelerators.simulator import LayerShape, Network, Result
@@ -138,7 +138,7 @@ def parts(workload: GraphWorkload, model: nn.Module) -> dict[str, Counts]:
             why="operations are counted in layers that pass messages and come with the package",
             do="espalier.kernels.counts.Counter(model) around a call",
         )
-    options, graph = workload.recipe.quant, workload.graph
+    options, graph = workload.recipe.options(Quant), workload.graph
     counted: dict[str, Counts] = {}
     for at, (layer, rows) in enumerate(zip(model.layers, row_stats(workload, model), strict=True)):
         assert isinstance(layer, Layer)
@@ -147,7 +147,7 @@ def parts(workload: GraphWorkload, model: nn.Module) -> dict[str, Counts]:
     return counted
 
 
-def _layer(layer: Layer, rows: RowStats, options: config.Quant | None, graph: Graph) -> tuple[Counts, Counts]:
+def _layer(layer: Layer, rows: RowStats, options: Quant | None, graph: Graph) -> tuple[Counts, Counts]:
     """Of its product and of its aggregation. A layer that sums first multiplies the sums (GraphSAGE own rows too)."""
     width = layer.heads * layer.columns if isinstance(layer, GraphAttention) else layer.outputs
     weight = options.weights if options is not None and options.weights else 32
@@ -178,7 +178,7 @@ def _layer(layer: Layer, rows: RowStats, options: config.Quant | None, graph: Gr
     return product + Counts(bytes_moved=rows.size + matrix), aggregation
 
 
-def message_bits(rows: RowStats, options: config.Quant | None) -> int:
+def message_bits(rows: RowStats, options: Quant | None) -> int:
     """Of rows between product and sum; 32: fp32, as where a layer sums first."""
     return 32 if options is None or not options.messages or rows.sums is not None else options.messages
 
@@ -190,7 +190,7 @@ def network(workload: GraphWorkload, model: Gnn) -> Network:
     from espalier.sparse.partition import clusters
     from espalier_accelerators.simulator import LayerShape, Network
 
-    options, graph = workload.recipe.quant, workload.graph
+    options, graph = workload.recipe.options(Quant), workload.graph
     if any(isinstance(layer, GraphAttention) for layer in model.layers):
         raise UserError(
             "Accelerators are not simulated for GAT.",

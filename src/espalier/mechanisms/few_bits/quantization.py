@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from espalier import recipe as config
 from espalier.comm.base import Traffic, traffic
 from espalier.graph.networks.base import Aggregate, Forms, Kept, MessageBlock, Rows, dense
 from espalier.graph.networks.gnn import Gnn, GraphAttention, Layer
@@ -41,6 +40,7 @@ from espalier.mechanisms.few_bits.bit_allocator import (
     stored,
 )
 from espalier.mechanisms.few_bits.mega.package import PackedRows, encode
+from espalier.mechanisms.few_bits.options import Quant
 from espalier.mechanisms.few_bits.packed_spmm import PackedMatrix, packed_matmul
 from espalier.mechanisms.few_bits.quantized_graph import QuantizedGraph
 from espalier.recipe import units
@@ -69,7 +69,7 @@ class Quantization:
         entry: of features, in other networks; now, rows: of the pass under way; ids, owned: see `HeldRows`.
     """
 
-    def __init__(self, options: config.Quant, told: QuantizedGraph) -> None:
+    def __init__(self, options: Quant, told: QuantizedGraph) -> None:
         self.options, self.told = options, told
         self.features: list[FeatureQuantizer] = []
         self.columns: list[ColumnQuantizer] = []
@@ -460,7 +460,7 @@ def sentence(found: Quantization) -> str:
     )
 
 
-def _components(options: config.Quant, columns: bool) -> list[tuple[str, int]]:
+def _components(options: Quant, columns: bool) -> list[tuple[str, int]]:
     named = (("weights", options.weights), ("messages", options.messages), ("sums", options.aggregates))
     return [(name, bits) for name, bits in named if bits and (columns or name == "weights")]
 

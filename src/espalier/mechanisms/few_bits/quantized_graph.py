@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from espalier import recipe as config
 from espalier.graph.data.graph import signed
 from espalier.graph.sampling.neighbor_sampler import symmetric_root
 from espalier.mechanisms.few_bits.bit_allocator import BankBits, BitAllocator, DegreeBits, NodeBits, UniformBits
+from espalier.mechanisms.few_bits.options import Mega, Quant, Uniform
 
 if TYPE_CHECKING:
     from espalier.graph.data.graph import Array, Graph
@@ -46,15 +46,15 @@ class QuantizedGraph:
         """The same: it does not change."""
         return self
 
-    def allocator(self, options: config.Quant, bits: float) -> BitAllocator:
+    def allocator(self, options: Quant, bits: float) -> BitAllocator:
         """By the kind of the options; learned widths begin higher for higher degrees (a bank's for larger values)."""
         nodes, degrees = self.trained or self.graph.nodes, self.degrees(training=True)
         places = None if self.places is None else torch.from_numpy(self.places)
         found: BitAllocator
         match options:
-            case config.Uniform():
+            case Uniform():
                 return UniformBits(nodes, bits)
-            case config.Mega():
+            case Mega():
                 shown = self.shown
                 found = DegreeBits(degrees if shown is None else degrees[shown], bits, rows=nodes)
             case _ if self.whole:

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from espalier import recipe as config
 from espalier.graph.networks import compiled_aggregate, foreign_network
 from espalier.graph.networks.gnn import Gnn
 from espalier.graph.networks.network import QUANTIZED, GraphNetwork
@@ -26,6 +25,7 @@ from espalier.graph.sampling.subgraphs import MESSAGES
 from espalier.mechanisms.few_bits import a2q, quantization
 from espalier.mechanisms.few_bits.a2q import ColumnQuantizer, FeatureQuantizer
 from espalier.mechanisms.few_bits.bit_allocator import MemoryTarget
+from espalier.mechanisms.few_bits.options import Quant
 from espalier.mechanisms.few_bits.quantization import Quantization
 from espalier.mechanisms.few_bits.quantized_graph import QuantizedGraph
 from espalier.recipe import units
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from espalier.graph.sampling.subgraphs import SubgraphBatch
 
 
-def equip(model: nn.Module, options: config.Quant, told: QuantizedGraph) -> Quantization:
+def equip(model: nn.Module, options: Quant, told: QuantizedGraph) -> Quantization:
     """Puts quantizers into `model`, whose `quantization` is what is returned. Raises UserError: a target that is too
     small, a network that does not run on a few nodes."""
     found = Quantization(options, told)
@@ -52,7 +52,7 @@ def equip(model: nn.Module, options: config.Quant, told: QuantizedGraph) -> Quan
     return found
 
 
-def built(model: nn.Module, options: config.Quant, told: QuantizedGraph, batch: SubgraphBatch | None) -> None:
+def built(model: nn.Module, options: Quant, told: QuantizedGraph, batch: SubgraphBatch | None) -> None:
     """`model` with kernels, quantizers round them, and steps that fit what the untrained network makes of `batch`;
     None: they begin where the parts of the graph are. Computes in one thread, since ranks may be forked later."""
     threads = torch.get_num_threads()

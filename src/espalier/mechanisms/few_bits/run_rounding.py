@@ -20,6 +20,8 @@ from espalier.graph.tasks import answers
 from espalier.graph.tasks.graph_classification import GraphTask
 from espalier.graph.tasks.node_classification import NodeTask
 from espalier.mechanisms.few_bits import a2q, quantization, quantized_networks
+from espalier.mechanisms.few_bits.cost import cost
+from espalier.mechanisms.few_bits.options import Quant
 from espalier.mechanisms.few_bits.quantized_graph import QuantizedGraph
 from espalier.parallel.workload import Shard
 from espalier.recipe.cost import VALUE_BYTES, Work
@@ -44,7 +46,7 @@ class QuantizedRounding(Rounding):
     @property
     def options(self) -> Any:
         """`[quant]`."""
-        return self.run.recipe.quant
+        return self.run.recipe.options(Quant)
 
     @cached_property
     def graph(self) -> QuantizedGraph:
@@ -131,11 +133,11 @@ def quantized_work(work: Work, network: nn.Module, reach: Sequence[Reach], times
         sources, targets = one.sources * times, one.targets * times
         for name, part in layer.named_modules():
             if isinstance(part, a2q.FeatureQuantizer):
-                extra.append(a2q.cost(sources * part.columns, size, part.allocator.fits))
+                extra.append(cost(sources * part.columns, size, part.allocator.fits))
             elif isinstance(part, a2q.ColumnQuantizer) and part.dim:
-                extra.append(a2q.cost((targets if name.endswith("sums") else sources) * len(part.raw_step), size))
+                extra.append(cost((targets if name.endswith("sums") else sources) * len(part.raw_step), size))
             elif parametrize.is_parametrized(part):
-                extra.append(a2q.cost(part.weight.numel(), size))
+                extra.append(cost(part.weight.numel(), size))
     return replace(
         work,
         moved=work.moved + sum(one.moved for one in extra),

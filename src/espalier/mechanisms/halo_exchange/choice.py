@@ -17,7 +17,6 @@ from espalier.plan.choice import PlanChoice
 from espalier.plan.decide import decide
 from espalier.plan.layout_decision import best_layout
 from espalier.plan.request import Request
-from espalier.recipe import ByRounds
 from espalier.recipe.errors import UserError
 
 if TYPE_CHECKING:
@@ -48,7 +47,7 @@ class HaloChoice(PlanChoice):
             plan = _on_ranks(most, ask).plan
         plan = _beside_batches(plan, ask)
         several = planned.with_halos(plan, halos, ask.cluster)
-        if len(plan.trainers) == 1 or pinned is not None or isinstance(request.sync, ByRounds):
+        if len(plan.trainers) == 1 or pinned is not None or request.sync.by_rounds:
             return several
         try:
             alone = _on_ranks(1, ask)

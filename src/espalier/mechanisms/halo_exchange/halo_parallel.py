@@ -29,6 +29,7 @@ from espalier.graph.parts.graph_cut import Cutting, open_part
 from espalier.graph.sampling.batch_strategy import OVER_RANKS, HeldRows, OverRanks, all_rows
 from espalier.graph.sampling.subgraphs import SubgraphBatch, forward
 from espalier.mechanisms.halo_exchange import quantized_exchange as sylvie
+from espalier.mechanisms.halo_exchange.options import HaloOptions
 from espalier.mechanisms.halo_exchange.quantized_exchange import (
     WHOLE,
     Adaptive,
@@ -58,7 +59,7 @@ if TYPE_CHECKING:
     from espalier.graph.run import GraphRun
     from espalier.graph.tasks.node_classification import NodeTask
     from espalier.plan.base import Exchange, Plan
-    from espalier.recipe import HaloOptions, Recipe
+    from espalier.recipe import Recipe
 
 FEW_BITS = replace(OVER_RANKS, changes=OVER_RANKS.changes | {"rows cross in few bits"})
 """Which cannot say that a gradient overflowed, as scaled losses need."""
@@ -258,8 +259,8 @@ BITS = {"exact": WHOLE, "int8": 8, "int4": 4, "int2": 2, "int1": 1}
 def choose(recipe: Recipe, plan: Plan) -> Mechanism | None:
     """Where the recipe asks for it and there are several ranks."""
     options = None if recipe.graph is None else recipe.graph.halo
-    taken = options is not None and len(plan.trainers) > 1 and isinstance(recipe.model, Network | MessagesModel)
-    return HaloParallel(options) if options is not None and taken else None
+    taken = len(plan.trainers) > 1 and isinstance(recipe.model, Network | MessagesModel)
+    return HaloParallel(options) if isinstance(options, HaloOptions) and taken else None
 
 
 def opened(cutting: Cutting, shares: Sequence[int], group: dist.ProcessGroup, writes: bool) -> partition_folder.Part:
@@ -391,7 +392,7 @@ class PartBatching(OverRanks):
         """See `Halos`."""
         options, view = self.run.recipe.graph, self.run.whole_task.train
         assert options is not None
-        assert options.halo is not None
+        assert isinstance(options.halo, HaloOptions)
         network = self.run.network.crossing(self.run)
         sums = self.run.network.takes_sums(network)
         weighed = None if view.graph.partition is not None else cache(partial(self._sampled, halo.depth(network)))
@@ -412,7 +413,7 @@ class PartBatching(OverRanks):
         assert recipe.graph is not None
         drawn = changed(recipe.graph, halo=None, fanout=(FANOUT,) * layers)
         train = changed(recipe.train, batch_tokens=few)
-        return self.run.like(changed(recipe, graph=drawn, train=train, quant=None))
+        return self.run.like(changed(recipe, graph=drawn, train=train, mechanisms={}))
 
     def write_parts(self, folder: Path, shares: Sequence[int]) -> None:
         """See `Halos.write`."""

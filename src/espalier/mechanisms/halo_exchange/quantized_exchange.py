@@ -35,7 +35,7 @@ from espalier.recipe.errors import RESUME, Corrupted, UserError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from espalier.recipe import HaloOptions
+    from espalier.mechanisms.halo_exchange.options import HaloOptions
 
 TOO_FEW = "few bits between a smallest and a largest value cannot say that"
 WHOLE = 32

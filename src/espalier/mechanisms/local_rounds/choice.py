@@ -12,6 +12,7 @@ from espalier.machine import cluster as clusters
 from espalier.machine.cluster import Cluster
 from espalier.mechanisms.local_rounds import round_plan as co2
 from espalier.mechanisms.local_rounds import rounds_at_nodes
+from espalier.mechanisms.local_rounds.options import ByRounds, Eager
 from espalier.mechanisms.local_rounds.state import LocalRoundsState
 from espalier.plan import precision, refusals
 from espalier.plan.ask import Ask, PlanDecision
@@ -20,7 +21,7 @@ from espalier.plan.choice import PlanChoice, Waits
 from espalier.plan.collective_time import gpus
 from espalier.plan.layout_decision import best_layout
 from espalier.plan.search import Found
-from espalier.recipe import Auto, ByRounds, Eager, EveryStep
+from espalier.recipe import Auto, EveryStep
 from espalier.recipe.errors import UserError
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from espalier.mechanisms.local_rounds.overlap_cost import MARGIN
+from espalier.mechanisms.local_rounds.cost import MARGIN
 from espalier.recipe.errors import UserError
 
 NAME = "sync.steps"

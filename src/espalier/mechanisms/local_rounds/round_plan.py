@@ -1,6 +1,6 @@
 """Which replicas a run is cut into, how many steps a round has, and what travels. After CO2, arXiv 2401.16265, which
 gives no rule for the number of steps: here it is the least that hides the exchange
-(`mechanisms.local_rounds.overlap_cost.least_steps`).
+(`mechanisms.local_rounds.cost.least_steps`).
 
 A replica is a machine (or what `sync.replicas` says), planned by itself for its share of the batch; within one, the
 optimizer's state is cut among all its ranks, so that each sends only what it owns.
@@ -16,9 +16,10 @@ from functools import partial
 from espalier.comm import compressed_collectives
 from espalier.comm.codecs import codec
 from espalier.machine.cluster import Cluster, Link
-from espalier.mechanisms.local_rounds import overlap_cost
+from espalier.mechanisms.local_rounds import cost
 from espalier.mechanisms.local_rounds.co2 import chosen_of, refuse_pieces
 from espalier.mechanisms.local_rounds.fragment import cut as cut_sizes
+from espalier.mechanisms.local_rounds.options import ByRounds
 from espalier.mechanisms.local_rounds.state import LocalRoundsState
 from espalier.optim.diloco_slowmo import METHODS
 from espalier.plan import collective_time
@@ -29,7 +30,7 @@ from espalier.plan.compose import Refusal
 from espalier.plan.cost_inputs import CostInputs
 from espalier.plan.layouts import of_view
 from espalier.plan.request import Request
-from espalier.recipe import ByRounds, EveryStep, ShardPin, units
+from espalier.recipe import EveryStep, ShardPin, units
 from espalier.recipe.errors import UserError
 
 SLOW, ALONE = 3.0, 0.9
@@ -100,7 +101,7 @@ def _kept(options: ByRounds, cluster: Cluster) -> float:
     """Copies of what a rank moves that the outer engine keeps."""
     name = method_of(options)
     chosen = chosen_of(name, settings_of(options, options.codec or METHODS[name].codec))
-    return overlap_cost.copies(chosen, on_host=not collective_time.gpus(cluster))
+    return cost.copies(chosen, on_host=not collective_time.gpus(cluster))
 
 
 def _refused(refuses: Callable[[Plan], Refusal | None], method: str, plan: Plan) -> Refusal | None:
@@ -176,8 +177,8 @@ def round_of(options: ByRounds, made: Replicas, step: float, size: float) -> Rou
     hidden = (options.delay if options.delay is not None else method.delay) > 0
 
     def asked(name: str) -> tuple[float, int]:
-        flight = float(overlap_cost.flight_seconds(size, made.count, made.link, ratio(name)))
-        return flight, overlap_cost.least_steps(flight, step if hidden else WAITING * step)
+        flight = float(cost.flight_seconds(size, made.count, made.link, ratio(name)))
+        return flight, cost.least_steps(flight, step if hidden else WAITING * step)
 
     flight, steps = asked(name)
     differences = (options.average or method.average) == "differences"
@@ -206,8 +207,8 @@ def round_of(options: ByRounds, made: Replicas, step: float, size: float) -> Rou
 def _never(made: Replicas, step: float, size: float, name: str, hidden: bool) -> UserError:
     """Says what link, batch or method would do."""
     room = MOST * step * (1.0 if hidden else WAITING)
-    flight = float(overlap_cost.flight_seconds(size, made.count, made.link, ratio(name)))
-    short = overlap_cost.MARGIN * flight / room
+    flight = float(cost.flight_seconds(size, made.count, made.link, ratio(name)))
+    short = cost.MARGIN * flight / room
     other = "" if hidden or short * WAITING > 1 else 'sync.kind="eager", which computes meanwhile, '
     aim = "hides the exchange" if hidden else f"has an exchange of less than {WAITING:.0%} of its time"
     return UserError(
@@ -290,12 +291,10 @@ def _predicted(part: Plan, made: Replicas, chosen: RoundChoice, outer: LocalRoun
     step = CostInputs(made.request, on, on.kinds[0], of_view(part.layout))
     nodes = [rank.node if rank.device == "cpu" else 0 for rank in part.ranks]
     fragments = _fragments(step, nodes, choices.fragments)
-    given = overlap_cost.OuterRound(
-        [sum(one) for one in fragments], chosen.steps, chosen.codec, made.request.bytes_each
-    )
-    added = overlap_cost.cost(given, made.count, made.link)
+    given = cost.OuterRound([sum(one) for one in fragments], chosen.steps, chosen.codec, made.request.bytes_each)
+    added = cost.cost(given, made.count, made.link)
     sent = {**inside.sent_bytes, **{key: float(value) for key, value in added.sent.items()}}
-    steering = overlap_cost.steering_bytes(shards, choices.fragments, choices.penalty, outer.adapt)
+    steering = cost.steering_bytes(shards, choices.fragments, choices.penalty, outer.adapt)
     times = min(choices.fragments, chosen.steps)  # of a round in which live parameters are set
     again = {"control": steering, "parameters": times * float(refreshed(step.states, step.division))}
     sent |= {name: sent.get(name, 0.0) + size / chosen.steps for name, size in again.items() if size}
@@ -323,9 +322,7 @@ def pays(together: Plan, apart: Sequence[Plan], made: Replicas) -> str:
     if not alone or whole < times * max(alone):
         return ""
     request, here = made.request, made.link.bandwidth
-    sent = here * overlap_cost.flight_seconds(
-        (request.low or request.bytes_each) * request.trainable, made.count, made.link
-    )
+    sent = here * cost.flight_seconds((request.low or request.bytes_each) * request.trainable, made.count, made.link)
     return (
         f"Over the link of {units.show_bits(here)} the best plan that agrees at every step takes "
         f"{units.show_seconds(whole)} a step, a replica by itself {units.show_seconds(max(alone))}: replicas agree by "

@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from espalier.machine.cluster import Cluster
 from espalier.mechanisms.local_rounds import round_plan as co2
+from espalier.mechanisms.local_rounds.options import ByRounds
 from espalier.mechanisms.local_rounds.state import LocalRoundsState
 from espalier.optim.diloco_slowmo import METHODS
 from espalier.plan import collective_time
@@ -19,7 +20,7 @@ from espalier.plan.axes import optimizer_node
 from espalier.plan.axes.node_layout import BITS, LOCAL_BYTES, outer_method, push_of
 from espalier.plan.base import Exchange, Plan, Predicted
 from espalier.plan.request import Request
-from espalier.recipe import ByRounds, EveryStep, units
+from espalier.recipe import EveryStep, units
 from espalier.recipe.errors import UserError
 
 FAST = 1e15

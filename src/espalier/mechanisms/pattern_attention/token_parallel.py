@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from espalier.graph.run import GraphRun
     from espalier.graph.tasks.node_classification import NodeTask
     from espalier.plan.base import Plan
-    from espalier.recipe import HaloOptions, Recipe
+    from espalier.recipe import GraphParts, Recipe
 
 CLAIM = replace(OVER_RANKS, name="tokens")
 """Ranks compute one another's heads within a step, so all make the same steps with the same weights."""
@@ -154,7 +154,7 @@ class TokenCut:
 
     traffic = Traffic.ACTIVATIONS.value
 
-    def __init__(self, model: GraphTransformer, nodes: int, options: HaloOptions, origin: str) -> None:
+    def __init__(self, model: GraphTransformer, nodes: int, options: GraphParts, origin: str) -> None:
         self.model, self.nodes, self.options, self._origin = model, nodes, options, origin
         self.exchanges = 4 * len(model.layers)
         self.most_ranks = model.options.heads or 1

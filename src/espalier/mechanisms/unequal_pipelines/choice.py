@@ -14,6 +14,7 @@ from typing import cast
 from espalier.machine.cluster import Cluster
 from espalier.mechanisms.unequal_pipelines import pipeline_search as flashflex
 from espalier.mechanisms.unequal_pipelines import unequal_plan as unequal
+from espalier.mechanisms.unequal_pipelines.cost import EngineCosts
 from espalier.mechanisms.unequal_pipelines.pipeline_solver import Group, Slot, SolvedPipeline
 from espalier.plan import base as plans
 from espalier.plan import pins
@@ -27,19 +28,17 @@ from espalier.recipe import EveryStep, Pin, Recompute, units
 from espalier.recipe.errors import UserError
 
 
-def _costs(
-    request: Request, cluster: Cluster, plan: Plan, remaining: Sequence[int], speeds: Speeds
-) -> unequal.EngineCosts:
+def _costs(request: Request, cluster: Cluster, plan: Plan, remaining: Sequence[int], speeds: Speeds) -> EngineCosts:
     """What stages of the plan's kind cost on the places of the ranks `remaining`, each of which is a class."""
     places = seats(cluster, plan)
     there = measured(
         cluster, [plan.ranks[rank] for rank in remaining], speeds.of(remaining), [places[rank] for rank in remaining]
     )
     asked = replace(request, precision=plan.precision, sync=EveryStep())
-    return unequal.EngineCosts(asked, there, plan.micro_batch, (1,), plan.recompute)
+    return EngineCosts(asked, there, plan.micro_batch, (1,), plan.recompute)
 
 
-def _pipelines(plan: Plan, costs: unequal.EngineCosts) -> list[SolvedPipeline]:
+def _pipelines(plan: Plan, costs: EngineCosts) -> list[SolvedPipeline]:
     """The plan's own, on ranks that are classes."""
     made = []
     for number in sorted({stage.pipeline for stage in plan.stages}):

@@ -19,13 +19,13 @@ import msgspec
 
 from espalier.machine.cluster import Cluster
 from espalier.mechanisms.unequal_pipelines import pipeline_search as flashflex
+from espalier.mechanisms.unequal_pipelines.cost import EngineCosts
 from espalier.mechanisms.unequal_pipelines.pipeline_solver import (
     Group,
     SolvedPipeline,
     UnequalLayout,
     share_micro_batches,
 )
-from espalier.mechanisms.unequal_pipelines.unequal_plan import EngineCosts
 from espalier.plan.request import Request
 from espalier.recipe import serialization
 from espalier.recipe.errors import UserError

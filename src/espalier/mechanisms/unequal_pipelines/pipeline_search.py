@@ -483,7 +483,7 @@ def place(classes: Sequence[DeviceClass], costs: StageCosts, whole: bool = False
 
     Args:
         classes: the devices; those of one machine and speed are one class.
-        costs: seconds and memory of the model on them: `espalier.mechanisms.unequal_pipelines.unequal_plan.EngineCosts`
+        costs: seconds and memory of the model on them: `espalier.mechanisms.unequal_pipelines.cost.EngineCosts`
         has the planner's, for a
             request on a cluster; any object with these methods will do.
         whole: no device may be left out.

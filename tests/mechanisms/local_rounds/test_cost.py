@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from espalier.mechanisms.local_rounds.overlap_cost import copies
+from espalier.mechanisms.local_rounds.cost import copies
 from espalier.optim.diloco_slowmo import METHODS
 
 RUN = """

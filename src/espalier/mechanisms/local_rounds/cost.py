@@ -17,7 +17,7 @@ MARGIN = 1.1
 
 
 def copies(chosen: OuterMethod, on_host: bool = True) -> float:
-    """Copies of what a rank moves that the outer engine holds at its fullest. Law: `test_overlap_cost.py`.
+    """Copies of what a rank moves that the outer engine holds at its fullest. Law: `test_cost.py`.
 
     All the time: the outer parameters, the momentum, what a lossy codec keeps back, and with `eager` a replica's own
     difference before and after a departure. For a fragment in flight: what was sent, its sum, what the codec will have
