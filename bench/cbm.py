@@ -116,10 +116,16 @@ def together(ours: Callable[[], Any], theirs: Callable[[], Any], pairs: int) -> 
     return [(alone(ours), alone(theirs)) for _ in range(pairs)]
 
 
+def torch_csr(matrix: CSR) -> torch.Tensor:
+    """A binary matrix as torch has it."""
+    ones = torch.ones(matrix.entries)
+    return torch.sparse_csr_tensor(matrix.indptr.int(), matrix.indices, ones, matrix.shape, check_invariants=False)
+
+
 def products(name: str, graph: Graph, pairs: int) -> list[Row]:
     """CBM in auto mode and our CSR beside torch, and CBM beside SciPy, our CSR and what auto would fall back to."""
     plain = CSR.of(graph.indptr, graph.indices, graph.shape)
-    auto, mkl = CBM.of(plain), plain.to_torch()
+    auto, mkl = CBM.of(plain), torch_csr(plain)
     rows = []
     for threads in (1, 2):
         torch.set_num_threads(threads)
@@ -141,7 +147,7 @@ def products(name: str, graph: Graph, pairs: int) -> list[Row]:
 def building(name: str, graph: Graph, pairs: int) -> list[Row]:
     """Build time in products of torch's CSR at F=128, 2 threads; additions and index bytes beside CSR; fast search."""
     plain = CSR.of(graph.indptr, graph.indices, graph.shape)
-    mkl, x = plain.to_torch(), torch.randn(graph.shape[0], 128)
+    mkl, x = torch_csr(plain), torch.randn(graph.shape[0], 128)
     fresh = lambda: compress(CSR.of(graph.indptr, graph.indices, graph.shape), 0)  # noqa: E731
     taken = together(fresh, lambda: mkl @ x, max(3, pairs // 3))
     counted = [(ours / theirs, 25.0) for ours, theirs in taken]

@@ -7,6 +7,7 @@ Ours goes over a Channel, the peers over PyTorch's own Gloo. Every output is com
 
 from __future__ import annotations
 
+import itertools
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -25,7 +26,7 @@ from espalier.language.moe import MOE, Experts
 from espalier.mechanisms.expert_parallel.alltoall import AllToAll
 from espalier.mechanisms.expert_parallel.flashmoe import FlashMoE
 from espalier.mechanisms.expert_parallel.mechanism import keep
-from espalier.parallel.expert_map import ExpertMap, spread_evenly
+from espalier.parallel.expert_map import ExpertMap
 from espalier.recipe import defaults
 from rank import late, run, stock
 
@@ -272,6 +273,13 @@ class Form:
     def waited(self) -> float:
         """Seconds that ours waited so far."""
         return sum(one.links.idle for one in self.flash.values())
+
+
+def spread_evenly(experts: int, ranks: int) -> ExpertMap:
+    """Consecutive experts on each rank; where ranks do not divide them, the first ranks hold one more."""
+    few, over = divmod(experts, ranks)
+    ends = [rank * few + min(rank, over) for rank in range(ranks + 1)]
+    return ExpertMap(tuple(tuple(range(first, last)) for first, last in itertools.pairwise(ends)))
 
 
 def layers(task: Task, channel: dist.ProcessGroup) -> Outcome:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from regular_mesh import ParallelDegrees, regular
 
 from espalier.launch.testing import ranks
 from espalier.mechanisms.local_rounds.state import LocalRoundsState
@@ -21,10 +22,8 @@ from espalier.parallel.mesh import (
     REPLICA,
     SEQUENCE,
     Coordinates,
-    ParallelDegrees,
     ProcessMesh,
     of_plan,
-    regular,
 )
 from espalier.plan.axes import placement as shards
 from espalier.plan.base import Plan, Rank, Stage
@@ -96,11 +95,6 @@ def test_expert_groups_divide_the_ranks_with_the_same_parameters(sizes: Parallel
         assert sorted({other for copy in copies for other in mesh.expert_group(copy)}) == sorted(
             mesh.same_parameters(rank)
         )
-
-
-def test_a_degree_below_one_is_refused_by_name() -> None:
-    with pytest.raises(UserError, match="tp = 0"):
-        regular(ParallelDegrees(tp=0))
 
 
 def test_a_thousand_ranks_need_no_process_and_no_second() -> None:

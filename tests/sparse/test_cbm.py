@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from awkward import pretend_threads
+from csr_of import csr_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
@@ -38,7 +39,7 @@ def dense(draw: st.DrawFn, most: int = 40, square: bool = False) -> Tensor:
 
 
 def binary(matrix: Tensor) -> CSR:
-    return CSR.from_torch(matrix, binary=True)
+    return csr_of(matrix, binary=True)
 
 
 def cliques(count: int = 12, size: int = 25) -> CSR:
@@ -326,7 +327,7 @@ def _saved(folder: Path) -> tuple[Path, dict[str, Tensor], dict[str, str]]:
 
     path = folder / "matrix.safetensors"
     cliques = torch.block_diag(*[torch.ones(20, 20)] * 3)
-    CBM.of(CSR.from_torch(cliques, binary=True).normalised("symmetric")).save(path)
+    CBM.of(csr_of(cliques, binary=True).normalised("symmetric")).save(path)
     with safe_open(str(path), framework="pt") as file:
         return path, {name: file.get_tensor(name) for name in file.keys()}, file.metadata()  # noqa: SIM118 (not a dict)
 
@@ -356,7 +357,7 @@ def test_a_damaged_file_is_refused(tmp_path: Path, how: str) -> None:
 
 
 def test_scales_may_be_numpys_and_have_strides() -> None:
-    cliques = CSR.from_torch(torch.block_diag(*[torch.ones(20, 20)] * 3), binary=True)
+    cliques = csr_of(torch.block_diag(*[torch.ones(20, 20)] * 3), binary=True)
     wide = torch.rand(60, 2)
     strided = CBM.from_csr(cliques.indptr, cliques.indices, (60, 60), scale=(wide[:, 0], torch.ones(1).expand(60)))
     arrays = CBM.from_csr(cliques.indptr, cliques.indices, (60, 60), scale=(wide[:, 0].numpy(), None))

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from awkward import pretend_threads
+from csr_of import csr_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -38,7 +39,7 @@ def dense(draw: st.DrawFn, square: bool = False) -> Tensor:
 
 
 def binary(matrix: Tensor) -> CSR:
-    return CSR.from_torch(matrix, binary=True)
+    return csr_of(matrix, binary=True)
 
 
 WIDTHS = st.sampled_from([1, 2, 7, 8, 15, 16, 17, 31, 64, 100, 129, 300])
@@ -49,7 +50,7 @@ WIDTHS = st.sampled_from([1, 2, 7, 8, 15, 16, 17, 31, 64, 100, 129, 300])
 def test_a_matrix_is_what_it_was_made_of(matrix: Tensor) -> None:
     weights = matrix * torch.rand(matrix.shape, dtype=torch.float64).add_(0.5)
     assert torch.equal(binary(matrix).to_dense(torch.float64), matrix)
-    weighted = CSR.from_torch(weights)
+    weighted = csr_of(weights)
     assert torch.equal(weighted.to_dense(torch.float64), weights)
     assert torch.equal(weighted.transposed.to_dense(torch.float64), weights.t())
     assert torch.equal(binary(matrix).transposed.to_dense(torch.float64), matrix.t())
@@ -96,7 +97,6 @@ BAD: dict[str, Callable[[], Any]] = {
     "shape is 3": lambda: CSR.from_edges([[0], [1]], 3),  # type: ignore[arg-type]
     "x is ndarray": lambda: matmul(CSR.of([0, 1], [0], (1, 1)), np.ones((1, 2))),  # type: ignore[arg-type]
     "shape is (-1, 3)": lambda: CSR.of([0], [], (-1, 3)),
-    "3 dims": lambda: CSR.from_torch(torch.zeros(1, 1, 1)),
     "x has shape (2, 4)": lambda: matmul(CSR.of([0, 1], [0], (1, 3)), torch.ones(2, 4)),
     "the matrix has 1 entries": lambda: matmul(CSR.of([0, 1], [0], (1, 3)), torch.ones(3, 4), torch.ones(2)),
     "scores has shape": lambda: segment_softmax(CSR.of([0, 1], [0], (1, 3)), torch.ones(2)),
@@ -138,7 +138,7 @@ def test_the_product_of_whole_numbers_is_exact(matrix: Tensor, width: int, seed:
     x = torch.randint(-50, 50, (matrix.shape[1], width), generator=random).to(dtype)
     assert torch.equal(matmul(binary(matrix), x), matrix.to(dtype) @ x)
     weights = matrix * torch.randint(1, 9, matrix.shape, generator=random)
-    assert torch.equal(matmul(CSR.from_torch(weights.to(dtype)), x), weights.to(dtype) @ x)
+    assert torch.equal(matmul(csr_of(weights.to(dtype)), x), weights.to(dtype) @ x)
 
 
 @settings(max_examples=30)
@@ -272,7 +272,7 @@ def test_attention_in_single_precision_takes_isolated_nodes_loops_and_edges_give
 @settings(max_examples=30)
 @given(dense(), WIDTHS, st.booleans(), st.booleans())
 def test_a_product_may_be_added_to_a_row_or_to_rows(matrix: Tensor, width: int, weighted: bool, shared: bool) -> None:
-    found = CSR.from_torch(matrix * torch.rand_like(matrix)) if weighted else binary(matrix)
+    found = csr_of(matrix * torch.rand_like(matrix)) if weighted else binary(matrix)
     x, start = (
         torch.randn(shape, dtype=torch.float64, requires_grad=True)
         for shape in ((matrix.shape[1], width), (width,) if shared else (matrix.shape[0], width))
@@ -297,7 +297,7 @@ def test_gradients_of_attention_are_right() -> None:
 def test_cbsr_equals_the_dense_product_with_gradients(matrix: Tensor, width: int, data: st.DataObject) -> None:
     kept = data.draw(st.integers(1, width))
     weights = matrix * torch.rand(matrix.shape, dtype=torch.float64)
-    found = data.draw(st.sampled_from([binary(matrix), CSR.from_torch(weights)]))
+    found = data.draw(st.sampled_from([binary(matrix), csr_of(weights)]))
     values, indices = torch.randn(matrix.shape[1], width, dtype=torch.float64).topk(kept)
     values.requires_grad_()
     fast, plain = scattered(found, values, indices, width), sparse_rows.reference.run(found, values, indices, width)

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol
-
-from espalier.recipe.errors import UserError
 
 if TYPE_CHECKING:
     import torch
@@ -106,15 +103,3 @@ class ExpertsOverRanks:
     def _routed(self, tokens: RoutedTokens, experts: Sequence[nn.Module]) -> Tensor:
         """The answer's own exchange."""
         raise AssertionError("each answer has its own")
-
-
-def spread_evenly(experts: int, ranks: int) -> ExpertMap:
-    """Consecutive experts on each rank; where ranks do not divide them, the first ranks hold one more.
-
-    Raises UserError for fewer experts than ranks.
-    """
-    if not 1 <= ranks <= experts:
-        raise UserError(f"{experts} experts cannot be held by {ranks} ranks.", do=f"ep = {max(1, min(ranks, experts))}")
-    few, over = divmod(experts, ranks)
-    ends = [rank * few + min(rank, over) for rank in range(ranks + 1)]
-    return ExpertMap(tuple(tuple(range(first, last)) for first, last in itertools.pairwise(ends)))

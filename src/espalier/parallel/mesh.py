@@ -147,32 +147,6 @@ class Mesh:
         return group[group.index(rank) % self.experts :: self.experts]
 
 
-class ParallelDegrees(NamedTuple):
-    """Ranks along each axis of a regular mesh."""
-
-    replica: int = 1
-    pp: int = 1
-    dp: int = 1
-    cp_out: int = 1
-    cp_in: int = 1
-    hp: int = 1
-    tp: int = 1
-
-
-def regular(degrees: ParallelDegrees, experts: int = 1) -> Mesh:
-    """The mesh of `degrees` on ranks that are numbered along its axes, the last of them fastest.
-
-    Raises UserError when a degree is not positive or `experts` does not divide the data-parallel ranks.
-    """
-    for axis, degree in degrees._asdict().items():
-        if degree < 1:
-            raise UserError(f"{axis} = {degree} is not a number of ranks.", do=f"{axis} = 1 or more")
-    every = itertools.product(*(range(degree) for degree in degrees))
-    coordinates = {rank: Coordinates(*values) for rank, values in enumerate(every)}
-    last = {rank for rank, coordinate in coordinates.items() if coordinate.pp == degrees.pp - 1}
-    return _made(("trainer",) * len(coordinates), coordinates, last, experts)
-
-
 def of_plan(plan: Plan) -> Mesh:
     """The mesh of a plan's ranks."""
     roles = tuple(rank.role for rank in plan.ranks)

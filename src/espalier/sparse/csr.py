@@ -97,23 +97,6 @@ class CSR:
         matrix = cls(_offsets(row, shape[0]), column[order].int(), (int(shape[0]), int(shape[1])), ordered_values)
         return matrix.coalesced()
 
-    @classmethod
-    def from_torch(cls, matrix: Tensor, binary: bool = False) -> CSR:
-        """The matrix of a two-dimensional torch tensor of layout CSR, COO or dense; `binary` drops the values."""
-        if matrix.dim() != 2:
-            raise UserError(f"The matrix has {matrix.dim()} dims.", do="give one of two dims")
-        shape = (int(matrix.shape[0]), int(matrix.shape[1]))
-        if matrix.layout == torch.sparse_csr:
-            indptr, indices, values = matrix.crow_indices(), matrix.col_indices(), matrix.values()
-            return cls.of(indptr, indices, shape, None if binary else values)
-        entries = (matrix if matrix.layout == torch.sparse_coo else matrix.to_sparse_coo()).coalesce()
-        return cls.from_edges(entries.indices().flip(0), shape, None if binary else entries.values())
-
-    def to_torch(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """A torch tensor of layout `sparse_csr` (values of one where this matrix is binary)."""
-        values = torch.ones(self.entries, dtype=dtype) if self.values is None else self.values.to(dtype)
-        return torch.sparse_csr_tensor(self.indptr.int(), self.indices, values, self.shape, check_invariants=False)
-
     def to_dense(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """[rows, columns]; duplicate entries are added."""
         values = torch.ones(self.entries, dtype=dtype) if self.values is None else self.values.to(dtype)

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from even_experts import spread_evenly
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -20,7 +21,7 @@ from espalier.mechanisms.expert_parallel.flashmoe import FlashMoE, shared_memory
 from espalier.mechanisms.expert_parallel.flashmoe.shared_memory import SharedMemoryTransport, neighbours
 from espalier.mechanisms.expert_parallel.flashmoe.transport import PeerMessages, row_codec
 from espalier.mechanisms.expert_parallel.mechanism import LoadMeter
-from espalier.parallel.expert_map import ExpertMap, spread_evenly
+from espalier.parallel.expert_map import ExpertMap
 from espalier.parallel.local_experts import local
 from espalier.plan.axes.experts import ExpertLoad, Routed, sent_bytes
 

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from even_experts import spread_evenly
 from safetensors.torch import load_file
 from tests.mechanisms.pipeline.runs import Trained, corpus, recipe_of, train
 from tests.plan import asked
@@ -16,7 +17,6 @@ from tests.plan import asked
 from espalier import recipe as config
 from espalier.language import gpt, hf, moe
 from espalier.mechanisms.expert_parallel.state import ExpertParallelState
-from espalier.parallel.expert_map import spread_evenly
 from espalier.plan import base as plans
 from espalier.plan import decide, pins
 from espalier.recipe import recipe_file, value_ranges

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from espalier.mechanisms.optimizer_node import fixed_point
-from espalier.mechanisms.optimizer_node.fixed_point import BLOCK, NOT_FINITE, WIDTHS
+from espalier.mechanisms.optimizer_node.fixed_point import BLOCK, WIDTHS
+from espalier.mechanisms.optimizer_node.fixed_point_cpu import NOT_FINITE
 
 
 def exponents_plain(values: torch.Tensor) -> torch.Tensor:

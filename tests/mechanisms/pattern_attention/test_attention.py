@@ -7,6 +7,7 @@ import functools
 
 import pytest
 import torch
+from csr_of import csr_of
 from torch import nn
 from torch.nn import functional
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -114,7 +115,7 @@ def test_a_full_pattern_is_full_attention_with_its_bias():
     full = Pattern.full(20)
     found = outcome(lambda: attention(q, k, v, full, bias=bias), [q, k, v, bias], gradient)
     compare(found, outcome(lambda: reference(q, k, v, full, bias), [q, k, v, bias], gradient), 1e-10)
-    every = Pattern.of(CSR.from_torch(torch.ones(20, 20)))
+    every = Pattern.of(csr_of(torch.ones(20, 20)))
     compare([attention(q, k, v, every, plan="block")], [attention(q, k, v, full)], 1e-10)
 
 
@@ -282,9 +283,9 @@ def test_a_bias_finds_its_entries():
 
 def test_counts_choose_windows_where_rows_read_the_same_columns():
     cliques = torch.block_diag(*[torch.ones(32, 32)] * 4)
-    assert operator.by_counts(Pattern.of(CSR.from_torch(cliques))).name == "hybrid"
+    assert operator.by_counts(Pattern.of(csr_of(cliques))).name == "hybrid"
     assert operator.by_counts(made(400, 4000)).name == "edge"
-    columns, entries = Pattern.of(CSR.from_torch(cliques)).dense_columns(1)
+    columns, entries = Pattern.of(csr_of(cliques)).dense_columns(1)
     assert (columns, entries) == (4 * 2 * 32, 4 * 32 * 32)
 
 

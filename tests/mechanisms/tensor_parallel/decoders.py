@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from regular_mesh import ParallelDegrees, regular
 from torch import Tensor
 
 from espalier.comm import Channel
@@ -12,7 +13,7 @@ from espalier.language.decoder_workload import new_model
 from espalier.language.gpt import GPT, recompute, roles
 from espalier.mechanisms.tensor_parallel.cut import cut_model
 from espalier.mechanisms.tensor_parallel.stream import Stream
-from espalier.parallel.mesh import ParallelDegrees, ProcessMesh, regular
+from espalier.parallel.mesh import ProcessMesh
 from espalier.parallel.model_cut import ModelCut
 from espalier.recipe import Gpt, Moe
 

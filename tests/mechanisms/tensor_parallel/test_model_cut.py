@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from regular_mesh import ParallelDegrees, regular
 from torch import Tensor, nn
 
 from espalier.checkpoint.save_and_restore import Checkpoints
@@ -16,7 +17,7 @@ from espalier.launch.testing.ranks import ranks
 from espalier.mechanisms.sharding.amsp import Amsp
 from espalier.optim import adamw
 from espalier.optim.base import owned_by
-from espalier.parallel.mesh import ParallelDegrees, ProcessMesh, regular
+from espalier.parallel.mesh import ProcessMesh
 from espalier.parallel.model_cut import Holders, ModelCut, Slab
 from espalier.plan.axes.placement import ShardFactors
 from espalier.plan.axes.placement_plan import Spread

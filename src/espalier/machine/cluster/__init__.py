@@ -6,7 +6,7 @@ from `devices.toml`, where each constant has its source.
 
 from __future__ import annotations
 
-from espalier.machine.cluster.catalogue import default_link, device, known, known_devices, known_links
+from espalier.machine.cluster.catalogue import default_link, device, known, known_devices
 from espalier.machine.cluster.file import dumps, loads, read
 from espalier.machine.cluster.values import Cluster, CodecSpeed, Copy, Device, Disk, Link, Node, Pair, Place, Rate
 
@@ -26,7 +26,6 @@ __all__ = [
     "dumps",
     "known",
     "known_devices",
-    "known_links",
     "loads",
     "read",
 ]

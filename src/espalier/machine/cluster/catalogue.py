@@ -155,11 +155,6 @@ def link(name: str) -> Link | None:
     )
 
 
-def known_links() -> list[str]:
-    """Names a cluster file may use for the link inside a machine."""
-    return list(_catalogue().links)
-
-
 def of_bandwidth(usual: Link, bandwidth: float) -> Link:
     """A link inside a machine that is said to have this bandwidth: of the `usual` kind, unless it has more."""
     share = usual.share if bandwidth <= ROUNDED * usual.bandwidth else 0.0

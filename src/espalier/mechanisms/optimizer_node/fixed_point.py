@@ -16,8 +16,6 @@ from torch import Tensor
 
 BLOCK = 256
 """Values that share an exponent."""
-NOT_FINITE = 255
-"""Exponent of NaN and infinity in float32; the value's own bits 23 to 30 are what is exchanged."""
 MOST = 256
 """Workers whose sum of 8-bit integers is sure to fit into 16 bits."""
 WIDTHS = {8: torch.int8, 16: torch.int16, 32: torch.int32}

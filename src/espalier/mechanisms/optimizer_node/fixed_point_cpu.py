@@ -11,7 +11,8 @@ from espalier.kernels.numba_compile import jit
 
 BLOCK = 256
 _EXPONENT = np.int32(0x7F800000)
-_NOT_FINITE = 255
+NOT_FINITE = 255
+"""Exponent of NaN and infinity in float32; the value's own bits 23 to 30 are what is exchanged."""
 
 
 @jit("(float32[::1], uint8[::1])")
@@ -36,7 +37,7 @@ def encode(codes: Any, values: Any, shared: Any, places: int, residual: Any) -> 
     for block in range(shared.size):
         first = block * BLOCK
         last = min(values.size, first + BLOCK)
-        if shared[block] == _NOT_FINITE:
+        if shared[block] == NOT_FINITE:
             codes[first:last] = 0
             if residual.size:
                 residual[first:last] = 0
@@ -57,7 +58,7 @@ def encode_stochastic(codes: Any, values: Any, shared: Any, places: int, key: An
     for block in range(shared.size):
         first = block * BLOCK
         last = min(values.size, first + BLOCK)
-        finite = shared[block] != _NOT_FINITE
+        finite = shared[block] != NOT_FINITE
         up = math.ldexp(1.0, places + 126 - int(shared[block])) if finite else 0.0
         for i in range(first, last):
             state += np.uint64(0x9E3779B97F4A7C15)
@@ -81,7 +82,7 @@ def decode(total: Any, values: Any, shared: Any, places: int, weight: int) -> No
     for block in range(shared.size):
         first = block * BLOCK
         last = min(values.size, first + BLOCK)
-        if shared[block] == _NOT_FINITE:
+        if shared[block] == NOT_FINITE:
             values[first:last] = np.nan
             continue
         down = math.ldexp(1.0, int(shared[block]) - 126 - places)
