@@ -490,9 +490,7 @@ def product(adjacency: CSR, x: Tensor, values: Tensor | None, start: Tensor | No
     tiles = spmm_kernels.tiles(x.shape[1], x.element_size())
     indptr, indices = adjacency.arrays
     begin = x if start is None else start.reshape(-1, x.shape[1]).contiguous()
-    rest = (x, begin, -1 if start is None else start.dim() - 1, adjacency.cuts, tiles)
-    if values is None:
-        spmm_kernels.add_rows(y, indptr, indices, *rest)
-    else:
-        spmm_kernels.add_weighted_rows(y, indptr, indices, values.contiguous(), *rest)
+    weights = x.new_empty(0) if values is None else values.contiguous()
+    step = -1 if start is None else start.dim() - 1
+    spmm_kernels.add_rows(y, indptr, indices, weights, x, begin, step, adjacency.cuts, tiles)
     return y

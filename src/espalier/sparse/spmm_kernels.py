@@ -96,12 +96,12 @@ def tiles(width: int, element_bytes: int) -> Any:
 
 
 @jit(
-    "(real[:, ::1], int64[::1], int32[::1], real[:, ::1], real[:, ::1], int64, int64[::1], int64[:, ::1])",
+    "(real[:, ::1], int64[::1], int32[::1], real[::1], real[:, ::1], real[:, ::1], int64, int64[::1], int64[:, ::1])",
     parallel=True,
     uses=(simd64,),
 )
-def add_rows(y, indptr, indices, x, start, step, cuts, tiles):  # type: ignore[no-untyped-def]
-    """y = A·x for a binary A, row i added to start[i · step] where step is not negative.
+def add_rows(y, indptr, indices, values, x, start, step, cuts, tiles):  # type: ignore[no-untyped-def]
+    """y = A·x, row i added to start[i · step] where step is not negative; empty `values` stand for a binary A.
 
     Rows `cuts[p]` to `cuts[p + 1]` are one piece of work.
     """
@@ -109,21 +109,11 @@ def add_rows(y, indptr, indices, x, start, step, cuts, tiles):  # type: ignore[n
     for piece in numba.prange(len(cuts) - 1):
         for i in range(cuts[piece], cuts[piece + 1]):
             above = step if step < 0 else i * step
-            _ROW(y, i, start, above, x, indices, indptr[i], indptr[i + 1], indices, zero, zero, indices, tiles)
-
-
-@jit(
-    "(real[:, ::1], int64[::1], int32[::1], real[::1], real[:, ::1], real[:, ::1], int64, int64[::1], int64[:, ::1])",
-    parallel=True,
-    uses=(simd64,),
-)
-def add_weighted_rows(y, indptr, indices, values, x, start, step, cuts, tiles):  # type: ignore[no-untyped-def]
-    """`add_rows` for an A with `values`."""
-    zero = np.int64(0)
-    for piece in numba.prange(len(cuts) - 1):
-        for i in range(cuts[piece], cuts[piece + 1]):
-            above = step if step < 0 else i * step
-            _ROW_BY_ENTRY(y, i, start, above, x, indices, indptr[i], indptr[i + 1], indices, zero, zero, values, tiles)
+            first, last = indptr[i], indptr[i + 1]
+            if len(values):
+                _ROW_BY_ENTRY(y, i, start, above, x, indices, first, last, indices, zero, zero, values, tiles)
+            else:
+                _ROW(y, i, start, above, x, indices, first, last, indices, zero, zero, indices, tiles)
 
 
 @njit
@@ -137,12 +127,14 @@ def _scale_rows(y, order, left, first, end):  # type: ignore[no-untyped-def]
 
 @jit(
     "(real[:, ::1], int32[::1], int32[::1], int32[::1], int32[::1], int32[::1], int32[::1], real[::1],"
-    " real[:, ::1], int64[::1], int64[:, ::1])",
+    " real[::1], real[:, ::1], int64[::1], int64[:, ::1])",
     parallel=True,
     uses=(simd64,),
 )
-def add_differences(y, order, parent, plus_ptr, plus, minus_ptr, minus, left, x, cuts, tiles):  # type: ignore[no-untyped-def]
-    """y = diag(left)·A·x for a binary A kept as differences (CBM); an empty `left` stands for ones.
+def add_differences(  # type: ignore[no-untyped-def]
+    y, order, parent, plus_ptr, plus, minus_ptr, minus, left, right, x, cuts, tiles
+):
+    """y = diag(left)·A·diag(right)·x for a binary A kept as differences (CBM); empty factors stand for ones.
 
     Row order[p] is y[parent[p]] (nothing if -1) plus the rows of x in its list `plus`, less those in `minus`. Places
     `cuts[p]` to `cuts[p + 1]` are whole branches of the tree; `left` is applied once a piece is done.
@@ -152,27 +144,10 @@ def add_differences(y, order, parent, plus_ptr, plus, minus_ptr, minus, left, x,
             row, above = np.int64(order[p]), np.int64(parent[p])
             first, last = np.int64(plus_ptr[p]), np.int64(plus_ptr[p + 1])
             start, end = np.int64(minus_ptr[p]), np.int64(minus_ptr[p + 1])
-            _ROW(y, row, y, above, x, plus, first, last, minus, start, end, left, tiles)
-        if len(left):
-            _scale_rows(y, order, left, cuts[piece], cuts[piece + 1])
-
-
-@jit(
-    "(real[:, ::1], int32[::1], int32[::1], int32[::1], int32[::1], int32[::1], int32[::1], real[::1],"
-    " real[::1], real[:, ::1], int64[::1], int64[:, ::1])",
-    parallel=True,
-    uses=(simd64,),
-)
-def add_scaled_differences(  # type: ignore[no-untyped-def]
-    y, order, parent, plus_ptr, plus, minus_ptr, minus, left, right, x, cuts, tiles
-):
-    """`add_differences` of diag(left)·A·diag(right)."""
-    for piece in numba.prange(len(cuts) - 1):
-        for p in range(cuts[piece], cuts[piece + 1]):
-            row, above = np.int64(order[p]), np.int64(parent[p])
-            first, last = np.int64(plus_ptr[p]), np.int64(plus_ptr[p + 1])
-            start, end = np.int64(minus_ptr[p]), np.int64(minus_ptr[p + 1])
-            _ROW_BY_COLUMN(y, row, y, above, x, plus, first, last, minus, start, end, right, tiles)
+            if len(right):
+                _ROW_BY_COLUMN(y, row, y, above, x, plus, first, last, minus, start, end, right, tiles)
+            else:
+                _ROW(y, row, y, above, x, plus, first, last, minus, start, end, left, tiles)
         if len(left):
             _scale_rows(y, order, left, cuts[piece], cuts[piece + 1])
 

@@ -341,11 +341,7 @@ def _product(matrix: CBM, x: Tensor) -> Tensor:
     assert deltas is not None
     y = BUFFERS.empty((matrix.shape[0], x.shape[1]), x.dtype)
     tiles = spmm_kernels.tiles(x.shape[1], x.element_size())
-    left, right = (None if factor is None else factor.to(x.dtype) for factor in matrix.scale)
+    left, right = (x.new_empty(0) if factor is None else factor.to(x.dtype) for factor in matrix.scale)
     *lists, cuts = deltas.arrays
-    factors = x.new_empty(0) if left is None else left
-    if right is None:
-        spmm_kernels.add_differences(y, *lists, factors, x, cuts, tiles)
-    else:
-        spmm_kernels.add_scaled_differences(y, *lists, factors, right, x, cuts, tiles)
+    spmm_kernels.add_differences(y, *lists, left, right, x, cuts, tiles)
     return y
