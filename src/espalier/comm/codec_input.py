@@ -61,11 +61,6 @@ def check_length(wire: Tensor, expected: int, codec: str) -> None:
         )
 
 
-def aligned(wire: Tensor) -> Tensor:
-    """`wire`, copied where it does not begin at a multiple of 8 bytes."""
-    return wire.clone() if wire.data_ptr() % 8 or not wire.is_contiguous() else wire
-
-
 def shaped(values: Tensor, like: Tensor) -> Tensor:
     """[n] `values` in `like`'s shape, dtype and device."""
     return values.view(like.shape).to(like.device, like.dtype)

@@ -9,7 +9,10 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Generic, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -104,3 +107,8 @@ def operation(name: str) -> Callable[[Callable[Arguments, Result]], Operation[Ar
 
 def _always(*args: Any, **kwargs: Any) -> bool:
     return True
+
+
+def aligned(wire: Tensor) -> Tensor:
+    """`wire`, copied where words of 8 bytes cannot be read from it."""
+    return wire.clone() if wire.data_ptr() % 8 or not wire.is_contiguous() else wire

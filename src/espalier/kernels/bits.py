@@ -8,7 +8,8 @@ bits / 8). The fast forms stand in bits_cpu.py and bits_gpu.py.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -107,15 +108,24 @@ def unpack(
     return torch.cat(parts)
 
 
+def _packed(kernel: Callable[..., Any], x: Tensor, bits: int, key: int) -> tuple[Tensor, Tensor] | None:
+    scales = x.new_empty(-(-x.numel() // BLOCK))
+    codes = x.new_empty(-(-x.numel() * bits // 8), dtype=torch.uint8)
+    return None if kernel(x.contiguous(), bits, key, scales, codes) else (scales, codes)
+
+
+def _unpacked(kernel: Callable[..., Any], scales: Tensor, codes: Tensor, bits: int, length: int) -> Tensor:
+    values = scales.new_empty(length)
+    kernel(scales, codes, bits, values)
+    return values
+
+
 @pack.fast("cpu")
 def pack_by_blocks(x: Tensor, bits: int, key: int) -> tuple[Tensor, Tensor] | None:
     """numba: a block stays in cache from its magnitude to its codes."""
     from espalier.kernels import bits_cpu
 
-    scales = torch.empty(-(-x.numel() // BLOCK))
-    codes = torch.empty(-(-x.numel() * bits // 8), dtype=torch.uint8)
-    bad = bits_cpu.pack(x.contiguous(), bits, key, scales, codes)
-    return None if bad else (scales, codes)
+    return _packed(bits_cpu.pack, x, bits, key)
 
 
 @unpack.fast("cpu")
@@ -123,28 +133,21 @@ def unpack_by_blocks(scales: Tensor, codes: Tensor, bits: int, length: int) -> T
     """numba."""
     from espalier.kernels import bits_cpu
 
-    values = torch.empty(length)
-    bits_cpu.unpack(scales, codes, bits, values)
-    return values
+    return _unpacked(bits_cpu.unpack, scales, codes, bits, length)
 
 
 def pack_in_triton(x: Tensor, bits: int, key: int) -> tuple[Tensor, Tensor] | None:
     """Triton: a block is a program."""
     from espalier.kernels import bits_gpu
 
-    scales = x.new_empty(-(-x.numel() // BLOCK))
-    codes = torch.empty(-(-x.numel() * bits // 8), dtype=torch.uint8, device=x.device)
-    bad = bits_gpu.pack(x.contiguous(), bits, key, scales, codes)
-    return None if bad else (scales, codes)
+    return _packed(bits_gpu.pack, x, bits, key)
 
 
 def unpack_in_triton(scales: Tensor, codes: Tensor, bits: int, length: int) -> Tensor:
     """Triton."""
     from espalier.kernels import bits_gpu
 
-    values = scales.new_empty(length)
-    bits_gpu.unpack(scales, codes, bits, values)
-    return values
+    return _unpacked(bits_gpu.unpack, scales, codes, bits, length)
 
 
 if has_triton():

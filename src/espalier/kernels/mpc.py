@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from espalier.kernels.base import has_triton, operation
+from espalier.kernels.base import aligned, has_triton, operation
 from espalier.recipe.errors import UserError
 
 if TYPE_CHECKING:
@@ -107,12 +107,6 @@ def _checked(wire: Tensor, width: int) -> tuple[int, int, Tensor, Tensor]:
     return dims, length, marks, stored
 
 
-def _aligned(wire: Tensor) -> Tensor:
-    """As words can be read from it."""
-    ready = wire.data_ptr() % 8 == 0 and wire.is_contiguous()
-    return wire if ready else wire.clone(memory_format=torch.contiguous_format)
-
-
 @pack.fast("cpu")
 def pack_by_tiles(words: Tensor, dims: int) -> Tensor:
     """numba: the tiles of a chunk are transposed side by side, one in each lane of a vector."""
@@ -132,7 +126,7 @@ def unpack_by_tiles(wire: Tensor, width: int) -> Tensor:
     """numba."""
     from espalier.kernels import mpc_cpu
 
-    dims, length, marks, stored = _checked(_aligned(wire), width)
+    dims, length, marks, stored = _checked(aligned(wire), width)
     words = torch.empty(length, dtype=WORDS[width])
     mpc_cpu.unpack(marks.view(WORDS[width]), stored.view(WORDS[width]), dims, words)
     return words
@@ -153,7 +147,7 @@ def unpack_in_triton(wire: Tensor, width: int) -> Tensor:
     """Triton. Looks at the header and at how many words were kept, which waits for the GPU."""
     from espalier.kernels import mpc_gpu
 
-    dims, length, bitmap, stored = _header(_aligned(wire), width)
+    dims, length, bitmap, stored = _header(aligned(wire), width)
     words = torch.empty(length, dtype=WORDS[width], device=wire.device)
     marks = bitmap.view(WORDS[width])
     ends = mpc_gpu.ends(marks, length)

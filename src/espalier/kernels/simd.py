@@ -63,7 +63,8 @@ def _bits(builder: Any, mask: Any) -> Any:
     return builder.bitcast(mask if mask.type == _INT16 else builder.trunc(mask, _INT16), _BITS)
 
 
-def _named(builder: Any, name: str, result: Any, *arguments: Any) -> Any:
+def named(builder: Any, name: str, result: Any, *arguments: Any) -> Any:
+    """A call of LLVM's function of that name."""
     kind = ir.FunctionType(result, [argument.type for argument in arguments])
     return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), arguments)
 
@@ -103,7 +104,7 @@ def load_part(builder: Any, place: Any, lanes: Any) -> Any:
     pointer = builder.inttoptr(place, _FLOATS.as_pointer())
     chosen = _bits(builder, lanes)
     zeros = ir.Constant(_FLOATS, [0.0] * LANES)
-    return _named(builder, "llvm.masked.load.v16f32.p0", _FLOATS, pointer, ir.Constant(_INT32, 4), chosen, zeros)
+    return named(builder, "llvm.masked.load.v16f32.p0", _FLOATS, pointer, ir.Constant(_INT32, 4), chosen, zeros)
 
 
 @emitted(types.float32)
@@ -141,7 +142,7 @@ def gather(builder: Any, place: Any, columns: Any, lanes: Any) -> Any:
     places.type = pointers
     zeros, align = ir.Constant(_FLOATS, [0.0] * LANES), ir.Constant(_INT32, 4)
     name = "llvm.masked.gather.v16f32.v16p0"
-    return _named(builder, name, _FLOATS, places, align, _bits(builder, lanes), zeros)
+    return named(builder, name, _FLOATS, places, align, _bits(builder, lanes), zeros)
 
 
 @emitted(types.void)
@@ -150,7 +151,7 @@ def store_part(builder: Any, place: Any, vector: Any, lanes: Any) -> None:
     pointer = builder.inttoptr(place, vector.type.as_pointer())
     align, chosen = ir.Constant(_INT32, 4), _bits(builder, lanes)
     name = f"llvm.masked.store.v16{'f32' if vector.type == _FLOATS else 'i32'}.p0"
-    _named(builder, name, ir.VoidType(), vector, pointer, align, chosen)
+    named(builder, name, ir.VoidType(), vector, pointer, align, chosen)
 
 
 @emitted(types.void)
@@ -159,7 +160,7 @@ def store_wide(builder: Any, place: Any, vector: Any, lanes: Any) -> None:
     pointer = builder.inttoptr(place, _LONGS.as_pointer())
     wide, chosen = builder.sext(vector, _LONGS), _bits(builder, lanes)
     align, void = ir.Constant(_INT32, 8), ir.VoidType()
-    _named(builder, "llvm.masked.store.v16i64.p0", void, wide, pointer, align, chosen)
+    named(builder, "llvm.masked.store.v16i64.p0", void, wide, pointer, align, chosen)
 
 
 @emitted(types.void)
@@ -173,7 +174,7 @@ def packed(builder: Any, vector: Any, lanes: Any) -> Any:
     """The lanes of the mask moved to the front; what follows them is arbitrary."""
     name = f"llvm.experimental.vector.compress.v16{'f32' if vector.type == _FLOATS else 'i32'}"
     rest = ir.Constant(vector.type, ir.Undefined)
-    return _named(builder, name, vector.type, vector, _bits(builder, lanes), rest)
+    return named(builder, name, vector.type, vector, _bits(builder, lanes), rest)
 
 
 def _comparison(sign: str, ordered: bool) -> Any:

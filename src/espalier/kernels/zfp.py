@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from espalier.kernels.base import has_triton, operation
+from espalier.kernels.base import aligned, has_triton, operation
 
 if TYPE_CHECKING:
     from jaxtyping import Float32, UInt8
@@ -143,12 +143,6 @@ def _signed(value: int) -> int:
     return (value + 2**31) % 2**32 - 2**31
 
 
-def _aligned(wire: Tensor) -> Tensor:
-    """As words can be read from it."""
-    ready = wire.data_ptr() % 8 == 0 and wire.is_contiguous()
-    return wire if ready else wire.clone(memory_format=torch.contiguous_format)
-
-
 @pack.fast("cpu")
 def pack_by_planes(x: Tensor, rate: float) -> Tensor | None:
     """numba: the transform in vectors over blocks; two planes of a block are one look-up."""
@@ -165,7 +159,7 @@ def unpack_by_planes(wire: Tensor, rate: float, length: int) -> Tensor:
     from espalier.kernels import zfp_cpu
 
     values = torch.empty(length)
-    zfp_cpu.unpack(_aligned(wire).view(torch.uint64), block_bits(rate), zfp_cpu.UNPACKING, values)
+    zfp_cpu.unpack(aligned(wire).view(torch.uint64), block_bits(rate), zfp_cpu.UNPACKING, values)
     return values
 
 
@@ -183,7 +177,7 @@ def unpack_in_triton(wire: Tensor, rate: float, length: int) -> Tensor:
     from espalier.kernels import zfp_gpu
 
     values = torch.empty(length, device=wire.device)
-    zfp_gpu.unpack(_aligned(wire).view(torch.int64), block_bits(rate), values)
+    zfp_gpu.unpack(aligned(wire).view(torch.int64), block_bits(rate), values)
     return values
 
 

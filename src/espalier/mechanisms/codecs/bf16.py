@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from espalier.comm.codec_input import aligned, bytes_of, check_length, floats, shaped
+from espalier.comm.codec_input import bytes_of, check_length, floats, shaped
+from espalier.kernels.base import aligned
 
 
 class Bf16:

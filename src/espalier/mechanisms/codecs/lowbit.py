@@ -12,8 +12,9 @@ import torch
 import xxhash
 from torch import Tensor
 
-from espalier.comm.codec_input import aligned, check_length, floats, shaped
+from espalier.comm.codec_input import check_length, floats, shaped
 from espalier.kernels import bits as kernels
+from espalier.kernels.base import aligned
 from espalier.recipe.errors import UserError
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from espalier.comm.codec_input import aligned, bytes_of, check_length
+from espalier.comm.codec_input import bytes_of, check_length
 from espalier.kernels import mpc as kernels
 from espalier.recipe.errors import UserError
 
@@ -53,7 +53,7 @@ class Mpc:
     def decode(self, wire: Tensor, like: Tensor) -> Tensor:
         """Every bit. Raises UserError where the bytes are no stream, RunFailed where it is one of another length."""
         wire = wire.to(like.device) if self.runs_on(like.device.type) else wire
-        words = kernels.unpack(aligned(wire), like.element_size())
+        words = kernels.unpack(wire, like.element_size())
         check_length(words.view(torch.uint8), like.nbytes, self.name)
         return words.view(like.dtype).view(like.shape).to(like.device) if words.numel() else torch.empty_like(like)
 

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from espalier.comm.codec_input import aligned, bytes_of, check_length, floats, shaped
+from espalier.comm.codec_input import bytes_of, check_length, floats, shaped
 from espalier.kernels import rtopk
+from espalier.kernels.base import aligned
 from espalier.recipe.errors import UserError
 
 ROW = 1024

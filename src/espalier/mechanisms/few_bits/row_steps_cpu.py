@@ -7,8 +7,6 @@ from typing import Any
 
 import numba
 import numpy as np
-from llvmlite import ir  # type: ignore[import-untyped]
-from numba.core import cgutils
 
 from espalier.kernels import simd
 from espalier.kernels.numba_compile import emitted, jit, njit
@@ -22,6 +20,7 @@ from espalier.kernels.simd import (
     load,
     load_one,
     load_part,
+    named,
     packed,
     plus,
     smaller,
@@ -36,11 +35,6 @@ from espalier.kernels.simd import (
 BLOCKS = 64
 """Pieces of the rows that sums for columns are taken over, so that they are the same for any number of threads."""
 ZERO, HALF, ONE = np.float32(0), np.float32(0.5), np.float32(1)
-
-
-def _named(builder: Any, name: str, *vectors: Any) -> Any:
-    kind = ir.FunctionType(vectors[0].type, [one.type for one in vectors])
-    return builder.call(cgutils.get_or_insert_function(builder.module, kind, f"llvm.{name}.v16f32"), vectors)
 
 
 @emitted(floats)
@@ -58,19 +52,19 @@ def over(builder: Any, left: Any, right: Any) -> Any:
 @emitted(floats)
 def floors(builder: Any, vector: Any) -> Any:
     """The largest integers that are not above."""
-    return _named(builder, "floor", vector)
+    return named(builder, "llvm.floor.v16f32", vector.type, vector)
 
 
 @emitted(floats)
 def absolute(builder: Any, vector: Any) -> Any:
     """Without signs."""
-    return _named(builder, "fabs", vector)
+    return named(builder, "llvm.fabs.v16f32", vector.type, vector)
 
 
 @emitted(floats)
 def with_sign(builder: Any, vector: Any, of: Any) -> Any:
     """The lanes of `vector` with the signs of those of `of`."""
-    return _named(builder, "copysign", vector, of)
+    return named(builder, "llvm.copysign.v16f32", vector.type, vector, of)
 
 
 @njit
