@@ -7,7 +7,8 @@ and recomputes the shares from it (as FlashAttention does, arXiv 2205.14135): no
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from espalier.kernels.base import operation
 from espalier.kernels.buffer_pool import BUFFERS
 from espalier.recipe.errors import UserError
 from espalier.sparse.csr import CSR
-from espalier.sparse.edge_softmax import segment_softmax
+from espalier.sparse.edge_softmax import row_shares
 
 Scores = tuple[Tensor, Tensor]
 """Of targets [rows, heads] and of sources [columns, heads]: the two halves of GAT's vector a, applied."""
@@ -69,13 +70,27 @@ def attention_aggregate(
 
 @operation("graph_attention")
 def graph_attention(adjacency: CSR, features: Tensor, scores: Scores, slope: float, keep: Tensor | None) -> Tensor:
-    """The plain form, edge by edge in memory."""
-    rows, columns = adjacency.rows, adjacency.indices.long()
+    """The plain form."""
+    edges = Edges(adjacency.rows, adjacency.indices.long(), adjacency.shape[0])
+    return attend_edges(edges, features, scores, slope, lambda shares: shares if keep is None else shares * keep)
+
+
+class Edges(NamedTuple):
+    """Row and column of each entry, int64 [entries], and the number of rows."""
+
+    rows: Tensor
+    columns: Tensor
+    row_count: int
+
+
+def attend_edges(
+    edges: Edges, features: Tensor, scores: Scores, slope: float, drop: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """Attention edge by edge in memory, on any device; `drop` zeroes some of the shares [entries, heads]."""
+    rows, columns, row_count = edges
     edge_scores = functional.leaky_relu(scores[0][rows] + scores[1][columns], slope)
-    shares = segment_softmax(adjacency, edge_scores)
-    shares = shares if keep is None else shares * keep
-    messages = features[columns] * shares[:, :, None]
-    return features.new_zeros(adjacency.shape[0], *features.shape[1:]).index_add(0, rows, messages)
+    messages = features[columns] * drop(row_shares(rows, row_count, edge_scores))[..., None]
+    return features.new_zeros(row_count, *features.shape[1:]).index_add(0, rows, messages)
 
 
 def _fits(adjacency: CSR, features: Tensor, scores: Scores, slope: float, keep: Tensor | None) -> bool:

@@ -36,10 +36,17 @@ def segment_softmax(adjacency: CSR, scores: Tensor) -> Tensor:
 
 @operation("segment_softmax")
 def segment_shares(adjacency: CSR, scores: Tensor) -> Tensor:
-    """The plain form: each row's maximum is taken off, so that nothing overflows."""
-    rows = adjacency.rows
+    """The plain form."""
+    return row_shares(adjacency.rows, adjacency.shape[0], scores)
+
+
+def row_shares(rows: Tensor, count: int, scores: Tensor) -> Tensor:
+    """Softmax of `scores` [entries, heads] over the entries of each of `count` rows; `rows` int64 [entries].
+
+    The largest score of a row is taken off, so that nothing overflows.
+    """
     place = rows[:, None].expand_as(scores)
-    highest = scores.new_full((adjacency.shape[0], scores.shape[1]), -torch.inf)
+    highest = scores.new_full((count, scores.shape[1]), -torch.inf)
     highest = highest.scatter_reduce(0, place, scores.detach(), "amax")
     raised = (scores - highest[rows]).exp()
     total = torch.zeros_like(highest).index_add(0, rows, raised)

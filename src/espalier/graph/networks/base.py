@@ -7,12 +7,15 @@ the plain forms here and are replaced when a run is built.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from espalier.kernels.tall_matmul import tall_product
+from espalier.sparse.attention import Edges, attend_edges
 
 
 class Forms:
@@ -193,12 +196,5 @@ def attend(block: MessageBlock, rows: Tensor, scores: tuple[Tensor, Tensor], dro
     Returns:
         [targets, heads, columns]; zeros where a target has no edge.
     """
-    at, heads = block.rows(), rows.shape[1]
-    logits = torch.nn.functional.leaky_relu(scores[0][at] + scores[1][block.indices], NEGATIVE_SLOPE)
-    most = logits.new_full((block.targets, heads), -torch.inf)
-    most = most.scatter_reduce(0, at[:, None].expand_as(logits), logits.detach(), "amax")
-    powers = (logits - most[at]).exp()
-    sums = powers.new_zeros(block.targets, heads).index_add(0, at, powers)
-    shares = torch.nn.functional.dropout(powers / sums[at], dropout)
-    messages = rows[block.indices] * shares[..., None]
-    return rows.new_zeros(block.targets, *rows.shape[1:]).index_add(0, at, messages)
+    edges = Edges(block.rows(), block.indices, block.targets)
+    return attend_edges(edges, rows, scores, NEGATIVE_SLOPE, partial(functional.dropout, p=dropout))
