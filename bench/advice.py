@@ -6,7 +6,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from unittest.mock import patch
@@ -19,7 +19,7 @@ from espalier.machine.cluster import whatif
 from espalier.plan import refusals
 from espalier.plan.ask import PlanDecision
 from espalier.plan.decide import decide
-from espalier.recipe import model_kinds, units
+from espalier.recipe import Checkpoint, model_kinds, units
 from espalier.sparse import partition
 
 HEAD = """# What to expect from the hardware you have
@@ -73,7 +73,7 @@ class Question:
         try:
             torch.set_num_threads(1)  # as `espalier plan` does: what a product of a graph takes depends on it
             with patch.object(partition, "installed", return_value=False):  # as after a plain install
-                return decide(replace(prepare.request(self.asked), saves=None), cluster)
+                return decide(prepare.request(self.asked).changed(checkpoint=Checkpoint(every=1)), cluster)
         finally:
             sys.path.remove(str(HERE))
 

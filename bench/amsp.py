@@ -18,7 +18,6 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -109,7 +108,7 @@ def show(outcome: Outcome) -> None:
 def request_of(task: Task, ranks: int) -> Request:
     """What the planner is asked: exactly so many ranks of one thread, the batch of each in one piece."""
     pin = Pin(ranks=ranks, threads=1, recompute="none", accumulate=1)
-    return replace(request_from_recipe.of_recipe(task.recipe()), pin=pin)
+    return request_from_recipe.of_recipe(task.recipe()).changed(pin=pin)
 
 
 def two_nodes() -> clusters.Cluster:

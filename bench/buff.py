@@ -100,16 +100,16 @@ def features(rows: Sequence[Measured]) -> np.ndarray:
     found = []
     for row in rows:
         request, layout = row.measurement.request, row.measurement.layout
-        micro_batches = request.global_batch / (layout.dp * layout.micro_batch)
-        passes = request.layers / layout.pp * (micro_batches + layout.pp - 1)
-        stream = layout.micro_batch * request.tokens_per_sample * request.width
+        micro_batches = request.profile.global_batch / (layout.dp * layout.micro_batch)
+        passes = request.profile.layers / layout.pp * (micro_batches + layout.pp - 1)
+        stream = layout.micro_batch * request.profile.tokens_per_sample * request.profile.width
         found.append(
             [
                 1.0,
                 passes,
                 request.model_flops / layout.world * (1 + (layout.pp - 1) / micro_batches),
                 passes * stream * (layout.tp - 1) / layout.tp,
-                request.parameters / (layout.tp * layout.pp) * (layout.dp - 1) / layout.dp,
+                request.profile.parameters / (layout.tp * layout.pp) * (layout.dp - 1) / layout.dp,
                 (micro_batches + 2 * layout.pp - 2) * (layout.pp > 1),
             ]
         )

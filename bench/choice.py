@@ -17,7 +17,6 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -94,10 +93,10 @@ def calibrated(request: Request, here: Cluster) -> Calibration:
     """What steps of three layouts on loopback say of this machine: samples, matrices and layers over the ranks."""
     measured = on_links(0.0)(Task(MODEL))
     cluster = cluster_of(here, measured.inside, None)
-    size = request.global_batch // RANKS
+    size = request.profile.global_batch // RANKS
     layouts = (
         Layouts(dp=RANKS, micro_batch=size),
-        Layouts(algorithm="megatron", tp=RANKS, micro_batch=request.global_batch),
+        Layouts(algorithm="megatron", tp=RANKS, micro_batch=request.profile.global_batch),
         Layouts(pp=RANKS, micro_batch=1),
     )
     kept = search.search(request, cluster)
@@ -116,7 +115,7 @@ def calibrated(request: Request, here: Cluster) -> Calibration:
 
 def candidates(request: Request, cluster: Cluster, calibration: Calibration) -> list[Plan]:
     """The planner's choice, then the best of each other kind that it would run, fastest first."""
-    request = replace(request, factors=calibration.factors)
+    request = request.changed(factors=calibration.factors)
     found = search.search(request, cluster, calibration)
     first = found.best()
     assert first is not None

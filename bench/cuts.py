@@ -18,7 +18,6 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -101,7 +100,7 @@ def cluster_of(here: Cluster, inside: Link | None, between: Link | None) -> Clus
 
 def request_of(task: Task, pin: Pin) -> Request:
     """What the planner is asked."""
-    return replace(request_from_recipe.of_recipe(task.recipe()), pin=pin)
+    return request_from_recipe.of_recipe(task.recipe()).changed(pin=pin)
 
 
 def predicted(task: Task, links: str) -> Predicted:

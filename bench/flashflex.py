@@ -34,7 +34,7 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -92,7 +92,7 @@ def started(task: Task, rate: float) -> str:
 def request_of(task: Task) -> Request:
     """All hosts are to be used."""
     pin = Pin(pipelines="unequal", ranks=len(CORES), threads=1, micro_batch=task.micro_batch, recompute="none")
-    return replace(request_from_recipe.of_recipe(task.recipe()), pin=pin)
+    return request_from_recipe.of_recipe(task.recipe()).changed(pin=pin)
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ def hosts(request: Request, rate: float, found: Found, cards: str = "A") -> Clus
     nodes = [msgspec.structs.replace(one, inside=link) for one in made.nodes]
     roomy = [_with_memory(one, 1 << 40) for one in nodes]
     costs = EngineCosts(request, msgspec.structs.replace(made, nodes=tuple(roomy)), task_size(request))
-    held, _ = costs.held(Group(0), Slot(0, 1), request.layers)
+    held, _ = costs.held(Group(0), Slot(0, 1), request.profile.layers)
     own = float(sum(held.values())) - CPU_RUNTIME
     sizes = [int((CPU_RUNTIME + own * one / MODEL) / CPU_MEMORY) for one in CARDS[cards]]
     return msgspec.structs.replace(made, nodes=tuple(map(_with_memory, nodes, sizes)))
@@ -224,7 +224,7 @@ def rows_of(task: Task, rate: float, note: str, known: Found) -> list[Row]:
 def planning(rounds: int) -> Row:
     """Seconds of planning 64 GPUs of six classes."""
     recipe = Task(depth=32, width=4096, heads=32, batch=256, sequence=4096, vocabulary=32000).recipe()
-    request = replace(request_from_recipe.of_recipe(recipe), precision="bf16", pin=Pin(pipelines="unequal"))
+    request = request_from_recipe.of_recipe(recipe).changed(precision="bf16", pin=Pin(pipelines="unequal"))
     cluster, taken = clusters.loads(SIX), []
     for _ in range(rounds):
         begun = time.perf_counter()

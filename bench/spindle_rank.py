@@ -10,7 +10,6 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -225,7 +224,7 @@ def computing(task: Task, channel: dist.ProcessGroup) -> tuple[dict[str, Step], 
     cluster = clusters.loads(nodes + f'[links]\nbetween = "{8 * slowest / 1e6:g}Mbit/s"\n')
     alone = decide(*task_waves.alone(request, cluster)).taken
     pinned = msgspec.structs.replace(request.pin, ranks=world)
-    asked = replace(request, pin=pinned)
+    asked = request.changed(pin=pinned)
     steps, predicted, count = dict[str, Step](), dict[str, float](), dict[str, int]()
     for method in ("program", "static", "sequential"):
         text = plans.dumps(task_waves.with_waves(alone, asked, cluster, method))

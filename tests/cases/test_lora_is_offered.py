@@ -12,6 +12,8 @@ import pytest
 
 import espalier
 from espalier.cli import prepare
+from espalier.machine import cluster as clusters
+from espalier.plan import refusals
 from espalier.plan.request import Request
 from espalier.recipe import Lora, Recipe
 from espalier.recipe.cost import WHOLE
@@ -30,6 +32,7 @@ batch_tokens = 65536
 precision = "bf16"
 """
 LLAMA = 'shape = "llama3-8b"'
+CARD = '[[nodes]]\ndevice = "A100-80GB"\n'
 
 
 @pytest.fixture(autouse=True)
@@ -80,17 +83,17 @@ def test_a_card_too_small_for_adapters_is_told_what_they_take(tmp_path):
 def test_what_is_offered_is_what_a_recipe_with_adapters_is_planned_with(tmp_path, frozen):
     recipe = resolved(tmp_path, LLAMA)
     full = request_from_recipe.of_recipe(recipe)
-    assert full.with_adapters is not None
-    offered = full.with_adapters(frozen)
+    assert full.request_of is not None
+    offered = full.request_of(msgspec.structs.replace(full.recipe, tune=Lora(frozen=frozen)))
     planned = request_from_recipe.of_recipe(msgspec.structs.replace(recipe, tune=Lora(frozen=frozen)))
     for name in ("parameters", "trainable", "frozen", "sizes", "tokens_per_sample", "global_batch", "layers"):
-        assert getattr(offered, name) == getattr(planned, name)
-    assert offered.trainable < full.trainable / 100
-    assert planned.with_adapters is None
+        assert getattr(offered.profile, name) == getattr(planned.profile, name)
+    assert offered.profile.trainable < full.profile.trainable / 100
+    assert not list(refusals._adapters(planned, clusters.loads(CARD)))
 
 
 def work(request: Request, mode: str) -> Any:
-    return request.anatomy(2, mode, "bf16", WHOLE)
+    return request.profile.anatomy(2, mode, "bf16", WHOLE)
 
 
 @pytest.mark.parametrize("mode", ["none", "selective", "block"])
@@ -107,4 +110,5 @@ def test_adapters_keep_the_activations_of_all_layers(tmp_path, mode):
 
 def test_models_that_take_no_adapters_are_offered_none(tmp_path):
     recipe = resolved(tmp_path, 'kind = "moe"\nwidth = 64\nheads = 2\ndepth = 2\nexperts = 4\nvocabulary = 256')
-    assert request_from_recipe.of_recipe(recipe).with_adapters is None
+    request = request_from_recipe.of_recipe(recipe)
+    assert not list(refusals._adapters(request, clusters.loads(CARD)))

@@ -47,7 +47,7 @@ def test_a_run_is_one_measurement_of_its_plan(folder: RunFolder) -> None:
     assert found.step_seconds == pytest.approx(0.6), "the two slow steps of the warm-up are left out"
     assert found.peak_bytes == 2**30 + 20
     assert (found.layout.dp, found.layout.micro_batch, found.layout.recompute) == (2, 4, "block")
-    assert found.request.parameters == request_from_recipe.of_recipe(folder.read()).parameters
+    assert found.request.profile.parameters == request_from_recipe.of_recipe(folder.read()).profile.parameters
     assert measurements(folder.path)[0].step_seconds == found.step_seconds
 
 

@@ -31,15 +31,13 @@ def test_counting_blocks_equals_building_them(kind: type[config.Gpt], tied: bool
     trainable = names_of(model)
     outside = set(language.embeddings(model))
     hidden = [p for p in trainable if p.ndim == 2 and p not in outside]
-    assert request.parameters == request.trainable == sum(p.numel() for p in model.parameters())
-    assert request.parameters == decoder_shapes.parameter_count(recipe.model)
-    assert request.tensors == len(trainable)
-    assert request.layers == depth
-    assert Counter({(rows, columns): count for rows, columns, count in request.matrix_shapes}) == Counter(
-        tuple(p.shape) for p in hidden
-    )
-    assert request.optimizer == "muon"
-    assert request.matrix_parameters == sum(p.numel() for p in hidden)
+    assert request.profile.parameters == request.profile.trainable == sum(p.numel() for p in model.parameters())
+    assert request.profile.parameters == decoder_shapes.parameter_count(recipe.model)
+    assert request.profile.tensors == len(trainable)
+    assert request.profile.layers == depth
+    assert request.profile.matrices == Counter(tuple(p.shape) for p in hidden)
+    assert request.muon
+    assert request.profile.hidden == sum(p.numel() for p in hidden)
 
 
 @pytest.mark.parametrize("model", [config.Gpt(shape="gpt3-175b"), config.Gpt(depth=10_000, width=64)])
@@ -50,4 +48,4 @@ def test_deep_models_are_asked_about_at_once(model: config.Gpt) -> None:
     begun = time.process_time()
     request = prepare.request(prepare.Resolved(recipe))
     assert time.process_time() - begun < 1
-    assert request.parameters == decoder_shapes.parameter_count(recipe.model)
+    assert request.profile.parameters == decoder_shapes.parameter_count(recipe.model)

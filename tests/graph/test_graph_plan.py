@@ -84,7 +84,7 @@ def test_every_layer_is_said_and_the_planner_is_told():
         "then maps them to 64.",
         "Layer 2 maps 64 columns to 3, then aggregates those.",
     ]
-    assert request_from_recipe.of_recipe(workload.recipe, lambda: workload).remarks == said
+    assert request_from_recipe.of_recipe(workload.recipe, lambda: workload).profile.remarks == said
 
 
 @pytest.mark.parametrize("wanted", ["none", "rcmpp", "clusters", "auto"])

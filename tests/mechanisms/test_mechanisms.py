@@ -8,7 +8,6 @@ import re
 import shutil
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -177,7 +176,7 @@ def test_an_agreement_is_one_row(corpus: Path) -> None:
 def test_a_planned_schedule_is_a_folder_and_a_row(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The row plans it with its cost and its words; the plan file keeps it, and the trainer's row finds it there."""
     recipe = recipe_of(corpus, tables={"reversed_batches": {}})
-    request = replace(request_from_recipe.of_recipe(recipe), pin=Pin(ranks=1, micro_batch=2))
+    request = request_from_recipe.of_recipe(recipe).changed(pin=Pin(ranks=1, micro_batch=2))
     plain = decide(request, MACHINES).taken
     row = choice.ChoiceRow(
         "reversed_batches.choice", lambda request, cluster: "reversed_batches" in request.recipe.mechanisms
@@ -193,7 +192,7 @@ def test_a_planned_schedule_is_a_folder_and_a_row(corpus: Path, monkeypatch: pyt
     workload = open_language(recipe)
     assert isinstance(reversed_batches.choose_planned(recipe, read), reversed_batches.ReversedMechanism)
     near(train(workload, recipe, read, reversed_batches.choose_planned), train(workload, recipe, plain))
-    assert decide(replace(request, recipe=recipe_of(corpus)), MACHINES).taken.choices == {}
+    assert decide(request.changed(recipe=recipe_of(corpus)), MACHINES).taken.choices == {}
 
 
 class Moved(Mechanism):
@@ -276,8 +275,8 @@ def test_a_codec_is_one_row(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_a_codec_is_planned_by_its_row(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(codecs.FAMILIES, "halves", lambda text: halves.Halves())
-    request = replace(request_from_recipe.of_recipe(recipe_of(corpus)), pin=Pin(ranks=2))
-    plain, plan = (decide(replace(request, codec=codec), MACHINES).taken for codec in ("exact", "halves"))
+    request = request_from_recipe.of_recipe(recipe_of(corpus)).changed(pin=Pin(ranks=2))
+    plain, plan = (decide(request.changed(codec=codec), MACHINES).taken for codec in ("exact", "halves"))
     assert [(one.traffic, one.codec) for one in plan.exchanges] == [("gradients", "halves")]
     assert plan.predicted is not None
     assert plain.predicted is not None
@@ -293,7 +292,7 @@ def test_options_of_a_codec_are_in_its_name(corpus: Path, monkeypatch: pytest.Mo
     row = choice.ChoiceRow("halves.choice", lambda request, cluster: "halves" in request.recipe.mechanisms)
     monkeypatch.setattr(choice, "TABLE", {"halves": row, **choice.TABLE})
     recipe = recipe_of(corpus, tables={"halves": {"scale": 1024.0}})
-    plan = decide(replace(request_from_recipe.of_recipe(recipe), pin=Pin(ranks=2)), MACHINES).taken
+    plan = decide(request_from_recipe.of_recipe(recipe).changed(pin=Pin(ranks=2)), MACHINES).taken
     assert [(exchange.traffic, exchange.codec) for exchange in plan.exchanges] == [("gradients", "halves:1024")]
     workload = open_language(recipe)
     rounded = plan_of(2, exchanges=(plans.Exchange(traffic="gradients", codec="halves:1024"),))

@@ -11,7 +11,7 @@ from espalier.machine.cluster import Cluster
 from espalier.plan.axes.sharding import Division, StateBytes, StateSizes, cost
 from espalier.plan.layouts import Layouts
 from espalier.plan.request import Request
-from espalier.recipe.cost import Anatomy, Cut, Product, Work
+from espalier.recipe.cost import Anatomy, Cut, Product, Profile, Work
 
 KEPT = {"none": 16.0, "selective": 12.0, "block": 1.0}
 AGAIN = {"none": 0.0, "selective": 0.9, "block": 1.0}
@@ -38,11 +38,12 @@ def decoder(width: int = 64, layers: int = 2, sequence: int = 128, batch: int = 
 
     matrices = 12 * width * width * layers
     parameters = matrices + 2 * 256 * width
-    return Request(**{
-        "parameters": parameters, "trainable": parameters, "layers": layers, "global_batch": batch,
-        "tokens_per_sample": float(sequence), "anatomy": anatomy, "outside": 2 * 256 * width, "tables": 2,
-        "heads": 8, "kv_heads": 8, "width": width, "kv_width": width, **more,
-    })  # fmt: skip
+    profile = Profile(
+        parameters=parameters, trainable=parameters, layers=layers, global_batch=batch,
+        tokens_per_sample=float(sequence), anatomy=anatomy, outside=2 * 256 * width, tables=2,
+        heads=8, kv_heads=8, width=width, kv_width=width,
+    )  # fmt: skip
+    return Request(profile=profile).changed(**more)
 
 
 def processor(cores: int = 2, memory: str = "8GiB", count: int = 1, between: str = "1Gbit/s") -> Cluster:

@@ -29,12 +29,12 @@ def step(ranks: int, **more: object) -> CostInputs:
 @pytest.mark.parametrize("ranks", [8, 16, 64, 512, 2048])
 def test_a_piece_grows_with_the_ranks_that_sum_it(ranks: int) -> None:
     assert step(ranks).bucket_bytes == min(max(BUCKET, ranks * EACH), LARGEST)
-    assert step(ranks, bucket_bytes=7).bucket_bytes == 7
+    assert step(ranks, bucket="7B").bucket_bytes == 7
 
 
 def test_on_many_ranks_small_pieces_cost_more_than_the_plan_s_own() -> None:
     def shown(bucket: int | None, ranks: int) -> float:
-        found = step(ranks, bucket_bytes=bucket)
+        found = step(ranks, bucket="auto" if bucket is None else f"{bucket}B")
         found = replace(found, layouts=Layouts("data", dp=ranks, optimizer=ranks))
         return float(step_time.step_seconds(found, 1)["all_reduce"])
 
@@ -56,7 +56,7 @@ def test_gradients_that_wait_for_the_last_micro_batch_are_shown_whole() -> None:
 
 
 def test_the_plan_says_how_large_pieces_are_and_why() -> None:
-    plan = decide(replace(asked(), pin=step(64).request.pin), gpus(count=64)).taken
+    plan = decide(asked().changed(pin=step(64).request.pin), gpus(count=64)).taken
     ranks = plan.layout.dp * plan.layout.sp // plan.layout.shard["grads"]
     assert plan.bucket == int(np.clip(ranks * EACH, BUCKET, LARGEST))
     assert any("pieces of" in one for one in plan.why) == (plan.bucket > BUCKET and plan.layout.shard["params"] == 1)

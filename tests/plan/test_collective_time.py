@@ -170,13 +170,13 @@ def test_processors_exchange_machine_by_machine_as_the_engine_does(factors: tupl
     """Two machines of two ranks: the planner's seconds of a triple are those of the axes the engine goes along."""
     near = Link(bandwidth=2e9, latency=1e-5, launch=4e-5, measured=True)
     far = Link(bandwidth=25e6, latency=2e-3, launch=1e-4, measured=True)
-    request = decoder(layers=1, outside=0, bucket_bytes=2**40)
+    request = decoder(layers=1, outside=0, bucket=f"{2**40}B")
     on = replace(collective_time.fleet(processor(count=2), 4), inside=near, between=far)
     params, grads, optimizer = factors
     layouts = Layouts(dp=4, threads=1, params=params, grads=grads, optimizer=optimizer)
     step = CostInputs(request, on, on.kinds[0], layouts)
-    weights = step_time.weights(step, request.trainable)
-    wanted = along_the_axes(4.0 * request.trainable, factors, near, far)
+    weights = step_time.weights(step, request.profile.trainable)
+    wanted = along_the_axes(4.0 * request.profile.trainable, factors, near, far)
     assert float(step_time.gradients(step)["seconds"] + weights["reduce_scatter"]) == pytest.approx(wanted["reduce"])
     assert float(step_time.refresh(step)) == pytest.approx(wanted["refresh"])
     assert float(2 * weights["all_gather"]) == pytest.approx(2 * wanted["gather"])

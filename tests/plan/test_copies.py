@@ -13,13 +13,13 @@ from espalier.plan import checkpoint_cost
 from espalier.plan.ask import PlanDecision
 from espalier.plan.base import Plan
 from espalier.plan.decide import decide
-from espalier.recipe import Pin, ShardPin, defaults
+from espalier.recipe import Faults, Pin, ShardPin, defaults
 from espalier.train import request_from_recipe
 
 
 def decided(given: int | str, ranks: int = 1, **more: object) -> PlanDecision:
     pin = Pin(ranks=ranks, threads=1, micro_batch=1)
-    return decide(decoder(copies=given, pin=pin, saves=7, **more), processor(cores=2))
+    return decide(decoder(faults=Faults(memory=given), pin=pin, **more), processor(cores=2))
 
 
 def held(plan: Plan) -> dict[str, float]:
@@ -44,7 +44,7 @@ def test_copies_that_take_more_than_a_rank_may_use_are_left_out_and_that_is_said
 
 
 def test_what_training_needs_comes_before_copies() -> None:
-    big = decoder(pin=Pin(ranks=1, threads=1), copies="auto", width=512)
+    big = decoder(pin=Pin(ranks=1, threads=1), faults=Faults(), width=512)
     peak = held(decide(replace(big, copies=0), processor()).taken)["peak"]
     tight = processor(memory=f"{int(peak / 0.89)}B")
     found = decide(big, tight).taken
@@ -60,29 +60,33 @@ def test_a_limit_set_by_hand_does_not_count_copies_and_the_plan_says_so() -> Non
 
 
 def test_copies_beside_a_gpu_are_named_and_take_none_of_its_memory() -> None:
-    asked = decoder(saves=7)
-    found, without = decide(replace(asked, copies="auto"), gpus()).plan, decide(asked, gpus()).plan
+    asked = decoder()
+    found, without = decide(asked.changed(faults=Faults()), gpus()).plan, decide(asked, gpus()).plan
     assert held(found) == held(without)
     assert "of the host's memory" in found.why[-1]
 
 
 def test_a_rank_keeps_another_machine_s_part_where_states_are_cut() -> None:
     machines = processor(count=2)
-    asked = decoder(saves=7, copies="auto", pin=Pin(ranks=2, threads=2, shard=ShardPin(params=1, grads=1, optimizer=2)))
+    asked = decoder(faults=Faults(), pin=Pin(ranks=2, threads=2, shard=ShardPin(params=1, grads=1, optimizer=2)))
     cut = held(decide(asked, machines).plan)
     assert cut["copies"] == 4 * (cut["params"] + cut["optimizer"])
     replicated = msgspec.structs.replace(asked.pin, shard=ShardPin(params=1, grads=1, optimizer=1))
-    whole = held(decide(replace(asked, pin=replicated), machines).plan)
+    whole = held(decide(asked.changed(pin=replicated), machines).plan)
     assert whole["copies"] == 2 * (whole["params"] + whole["optimizer"])
 
 
-@pytest.mark.parametrize(("given", "bytes_"), [("auto", "auto"), ("2MiB", 2**21), (0, 0)])
-def test_a_recipe_s_faults_memory_is_what_is_priced(given: str | int, bytes_: str | int) -> None:
+@pytest.mark.parametrize("given", ["auto", "2MiB", 0])
+def test_a_recipe_s_faults_memory_is_what_is_priced(given: str | int) -> None:
     recipe = config.Recipe(
         model=config.Gpt(depth=1, width=32, heads=2, feed_forward=64, vocabulary=64),
         faults=config.Faults(memory=given),
     )
-    assert request_from_recipe.of_recipe(defaults.resolve(recipe)[0]).copies == bytes_
+    request = request_from_recipe.of_recipe(defaults.resolve(recipe)[0])
+    bytes_ = 2**21 if given == "2MiB" else given
+    same = decide(request.changed(faults=config.Faults(memory=bytes_)), processor(cores=2)).plan
+    assert decide(request, processor(cores=2)).plan == same
+    assert any("(faults.memory)" in why for why in same.why) == (given != 0)
 
 
 def test_a_plan_without_a_prediction_stays_as_it_is() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tempfile
-from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -55,12 +54,12 @@ def test_a_kept_plan_is_read_as_it_was_decided() -> None:
 def test_every_part_of_the_question_changes_the_name() -> None:
     other = clusters.loads('[[nodes]]\ndevice = "A100-80GB"\ndevices = 4\n')
     request = asked()
-    costly = replace(request, anatomy=lambda size, *rest: request.anatomy(2 * size, *rest))
+    costly = request.changed(anatomy=lambda size, *rest: request.profile.anatomy(2 * size, *rest))
     names = [
         named(),
         named(asked(batch_tokens=128 * 1024)),
         named(asked(precision="bf16")),
-        named(replace(request, pin=msgspec.structs.replace(request.pin, ranks=2))),
+        named(request.changed(pin=msgspec.structs.replace(request.pin, ranks=2))),
         named(costly),
         named(cluster=other),
         named(code="2"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -69,7 +68,7 @@ def test_one_node_shards_the_optimizer_only_and_cuts_nothing() -> None:
 
 def test_a_slow_network_is_crossed_once_a_step_behind_a_long_backward() -> None:
     """Where layers are not cut: messages of a pipeline are fewer."""
-    request = replace(asked(), pin=Pin(pp=1))
+    request = asked().changed(pin=Pin(pp=1))
     fast, slow = (planned(request, machines(("A100-80GB", 4, 8), between=b)) for b in ("800Gbit/s", "10Gbit/s"))
     layout = slow.layout
     assert max(layout.shard["params"], layout.shard["grads"], layout.tp * layout.sp) <= 8  # inside a machine
@@ -87,8 +86,8 @@ def test_a_network_that_is_too_slow_is_not_crossed() -> None:
 
 def test_tiny_memory_recomputes_and_shards_everything_where_the_model_is_not_cut() -> None:
     """Where it may be cut, the plan is at least as fast and divides the parameters one way or the other."""
-    request, there = replace(asked(), precision="fp16"), machines(("T4", 8, 8), between="100Gbit/s")
-    plan, free = (planned(replace(request, pin=pin), there) for pin in (Pin(tp=1, sp=1, pp=1), Pin()))
+    request, there = asked().changed(precision="fp16"), machines(("T4", 8, 8), between="100Gbit/s")
+    plan, free = (planned(request.changed(pin=pin), there) for pin in (Pin(tp=1, sp=1, pp=1), Pin()))
     assert plan.predicted is not None
     assert free.predicted is not None
     assert free.predicted.step_seconds <= plan.predicted.step_seconds * (1 + TIE)
@@ -130,7 +129,7 @@ def test_without_a_fast_link_only_gradients_travel_and_large_micro_steps_hide_th
     """Where layers are not cut. Where they may be, the plan is at least as fast, and cuts nothing else."""
     cluster = machines(("RTX 3090", 8, 1), between="1Gbit/s")
     request = asked("gpt2-124m", 1024, 512)
-    plan, free = (planned(replace(request, pin=pin), cluster) for pin in (Pin(pp=1), Pin()))
+    plan, free = (planned(request.changed(pin=pin), cluster) for pin in (Pin(pp=1), Pin()))
     layout = plan.layout
     assert (layout.tp, layout.sp, layout.pp) == (1, 1, 1)
     assert (free.layout.tp, free.layout.sp) == (1, 1)

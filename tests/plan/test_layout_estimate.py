@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import msgspec
 import numpy as np
 import pytest
@@ -12,7 +14,7 @@ from hypothesis import strategies as st
 from espalier.machine.cluster import Cluster
 from espalier.plan import collective_time, step_time
 from espalier.plan.layout_estimate import estimate, grid, scaled
-from espalier.recipe import cost
+from espalier.recipe import Muon, cost
 
 
 def changed(cluster: Cluster, **device: float) -> Cluster:
@@ -37,10 +39,10 @@ def test_terms_add_up_to_the_step(ranks: int) -> None:
 
 @given(st.integers(1, 64), st.integers(1, 2**30))
 def test_sent_bytes_are_the_ring_s(ranks: int, bucket: int) -> None:
-    request = decoder(batch=64, bucket_bytes=bucket)
+    request = decoder(batch=64, bucket=f"{bucket}B")
     found = estimate(request, gpus(count=8), plain(ranks, 1, 1))
     assert found.sent_bytes == {
-        "gradients": cost.ring_bytes("all_reduce", (request.trainable + request.tensors) * 4, ranks),
+        "gradients": cost.ring_bytes("all_reduce", (request.profile.trainable + request.profile.tensors) * 4, ranks),
         "control": cost.ring_bytes("all_reduce", 8 * (3 + ranks + 1), ranks),
     }
 
@@ -50,22 +52,21 @@ def test_one_rank_waits_for_nobody() -> None:
 
 
 def test_memory_follows_the_formulas() -> None:
-    request = decoder(batch=8, optimizer="adamw")
+    request = decoder(batch=8)
     found = estimate(request, gpus(), plain(8, 1, 1)).memory_bytes
-    assert found["params"] == found["grads"] == 4 * request.parameters
-    assert found["optimizer"] == 8 * request.parameters
+    assert found["params"] == found["grads"] == 4 * request.profile.parameters
+    assert found["optimizer"] == 8 * request.profile.parameters
     assert found["activations"] == 16 * 2 * 128 * 64 * 4
     assert found["runtime"] == 800 * 2**20 + 2**28  # and the buffers of one group
-    muon = decoder(optimizer="muon", matrix_parameters=1000, matrix_shapes=((10, 100, 1),))
-    assert estimate(muon, gpus(), plain(1, 1, 1)).memory_bytes["optimizer"] == 8 * muon.parameters - 4000
+    muon = decoder(optimizer=Muon(), matrices=Counter({(10, 100): 1}))
+    assert estimate(muon, gpus(), plain(1, 1, 1)).memory_bytes["optimizer"] == 8 * muon.profile.parameters - 4000
     low = estimate(decoder(precision="bf16"), gpus(), plain(1, 1, 1)).memory_bytes
-    assert low["params"] == 6 * request.parameters
+    assert low["params"] == 6 * request.profile.parameters
 
 
 def test_muon_pays_for_its_products() -> None:
     adam = estimate(decoder(), gpus(), plain(1, 1, 1)).terms["optimizer"]
-    shapes = ((4096, 4096, 8),)
-    muon = decoder(optimizer="muon", matrix_parameters=1000, matrix_shapes=shapes)
+    muon = decoder(optimizer=Muon(), matrices=Counter({(4096, 4096): 8}))
     assert estimate(muon, gpus(), plain(1, 1, 1)).terms["optimizer"] > 5 * adam
 
 
@@ -100,7 +101,7 @@ def test_a_better_device_is_never_slower_nor_fuller(ranks: int, size: int, facto
 @settings(max_examples=60, deadline=None)
 @given(st.sampled_from([2, 8, 12, 16]), st.integers(10**4, 10**9), factors, st.sampled_from(["inside", "between"]))
 def test_a_better_link_is_never_slower(ranks: int, bucket: int, factor: float, level: str) -> None:
-    request = decoder(width=512, batch=64, bucket_bytes=bucket)
+    request = decoder(width=512, batch=64, bucket=f"{bucket}B")
     rates = {"inside": 50.0, "between": 5.0}
     slow = gpus(count=2, **{name: f"{rate}GB/s" for name, rate in rates.items()})
     fast = gpus(count=2, **{name: f"{rate * (factor if name == level else 1)}GB/s" for name, rate in rates.items()})

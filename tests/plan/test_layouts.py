@@ -7,11 +7,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from asked import decoder
 from hypothesis import given
 from hypothesis import strategies as st
 
 from espalier.plan.base import Layout
 from espalier.plan.layouts import ALGORITHMS, Layouts, Limits, chains, divisors, grid, of_view, view
+from espalier.recipe import Pin, ShardPin
 from espalier.recipe.errors import UserError
 
 SHARDS = st.sampled_from([(8, 8), (16, 8), (64, 8), (12, 4), (24, 8), (7, 8), (1, 8), (96, 6)])
@@ -86,7 +88,7 @@ def test_a_view_says_all_of_a_layout(sizes: tuple[int, int], algorithm: str, dat
     st.sampled_from([6, 8]), st.sampled_from([1, 4, 32]),
 )  # fmt: skip
 def test_a_grid_holds_only_what_divides(algorithm: str, world: int, layers: int, heads: int, batch: int) -> None:
-    limits = Limits(layers=layers, global_batch=batch, heads=heads, kv_heads=heads, width=heads * 8, sequence=96)
+    limits = Limits(decoder(heads * 8, layers, 96, batch, heads=heads, kv_heads=heads).profile)
     for found in grid(algorithm, world, 8, limits):
         assert np.all(found.world == world)
         assert np.all(found.shards % found.optimizer == 0)
@@ -103,7 +105,7 @@ def test_a_grid_holds_only_what_divides(algorithm: str, world: int, layers: int,
 
 
 def test_pins_and_redundancy_leave_what_was_asked_for() -> None:
-    limits = Limits(layers=4, global_batch=64, heads=8, width=64, sequence=64, redundancy=2, pins=(("grads", 4),))
+    limits = Limits(decoder(64, 4, 64, 64).profile, Pin(shard=ShardPin(grads=4)), redundancy=2)
     found = [one for algorithm in ALGORITHMS for one in grid(algorithm, 32, 8, limits)]
     assert found
     for one in found:

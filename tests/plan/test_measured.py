@@ -38,8 +38,12 @@ def test_a_csv_row_is_a_gpt_with_every_block_recomputed(tmp_path: Path) -> None:
     assert (row.layout.dp, row.layout.tp, row.layout.pp, row.layout.micro_batch) == (2, 2, 2, 2)
     assert (row.layout.algorithm, row.layout.recompute) == ("megatron", "block")
     assert row.step_seconds == pytest.approx(0.9005)
-    assert request.parameters == pytest.approx(24 * 12 * 2048**2 + 51200 * 2048, rel=1e-3)
-    assert (request.global_batch, request.tokens_per_sample, request.sequence_parallel) == (32, 1024.0, False)
+    assert request.profile.parameters == pytest.approx(24 * 12 * 2048**2 + 51200 * 2048, rel=1e-3)
+    assert (request.profile.global_batch, request.profile.tokens_per_sample, request.system.sequence_parallel) == (
+        32,
+        1024.0,
+        False,
+    )
     assert found.line == 4
 
 
@@ -129,7 +133,9 @@ def test_what_is_absent_is_derived(tmp_path: Path) -> None:
     assert layout(tmp_path, tp=2, pp=2).dp == 4
     assert layout(tmp_path, dp=16).micro_batch == 2
     assert layout(tmp_path, dp=4, accumulate=2).micro_batch == 4
-    assert one(tmp_path, changed(train={"batch_tokens": ...}, layout={"accumulate": 3})).request.global_batch == 96
+    assert (
+        one(tmp_path, changed(train={"batch_tokens": ...}, layout={"accumulate": 3})).request.profile.global_batch == 96
+    )
     assert [layout(tmp_path, **words).algorithm for words in ({"tp": 2}, {"sp": 2}, {})] == ["megatron", "isp", "data"]
     assert layout(tmp_path, train={"recompute": "selective"}).recompute == "selective"
 
@@ -164,7 +170,7 @@ def test_a_state_that_is_not_named_is_split_as_little_as_nesting_allows(tmp_path
 
 def test_four_times_the_width_means_two_matrices_unless_said(tmp_path: Path) -> None:
     def parameters(**model: Any) -> int:
-        return one(tmp_path, changed(model=model)).request.parameters
+        return one(tmp_path, changed(model=model)).request.profile.parameters
 
     two = parameters()
     assert parameters(gated=True) - two == 24 * 2048 * 8192

@@ -23,7 +23,7 @@ from espalier.plan.layouts import MODES, Layouts, chains
 from espalier.plan.reference_models import FULL, MIXED
 from espalier.plan.request import Request
 from espalier.recipe import decoder_shapes, defaults
-from espalier.recipe.cost import Cut
+from espalier.recipe.cost import Cut, Profile
 
 BATCH, SEQUENCE, VOCABULARY = 4, 128, 512
 
@@ -41,15 +41,15 @@ def request(chosen: config.Gpt) -> Request:
     def anatomy(micro_batch: Any, recompute: str, precision: str, cut: Cut) -> Any:
         return gpt.work(DecoderLoad(decoder_shapes.sizes(chosen), SEQUENCE, micro_batch, recompute, precision, cut))
 
-    return Request(
+    profile = Profile(
         parameters=parameters,
         trainable=parameters,
         layers=chosen.depth or 0,
         global_batch=BATCH,
         tokens_per_sample=SEQUENCE,
         anatomy=anatomy,
-        optimizer="adamw",
     )
+    return Request(profile=profile)
 
 
 def held(asked: Request, layout: Layouts, nodes: int = 1, size: int = BATCH, in_flight: int = 1) -> dict[str, float]:

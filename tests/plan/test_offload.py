@@ -8,7 +8,6 @@ import re
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -100,7 +99,7 @@ def random_case(seed: int) -> tuple[Request, Cluster]:
     cluster = machine(device, devices, memory, draw.choice([0, 1, 6]), machines)
     request = decoder(draw.choice([2048, 4096]), draw.choice([8, 16, 32]), 1024, draw.choice([1, 2, 3]))
     pinned: Any = draw.choice([None, None, "none", "host", "disk"])
-    return replace(request, precision=draw.choice(["fp32", "fp16"]), pin=Pin(offload=pinned)), cluster
+    return request.changed(precision=draw.choice(["fp32", "fp16"]), pin=Pin(offload=pinned)), cluster
 
 
 def held_so(way: Offload, layout: Layouts) -> bool:
@@ -134,7 +133,7 @@ def test_the_search_with_offload_equals_brute_force(first: int, count: int) -> N
         pinned = request.pin.offload
         resident = float("inf") if pinned in ("host", "disk") else brute_force(request, cluster)
         ways = offload.ways(request, cluster) if resident == float("inf") and pinned != "none" else []
-        fastest = {way: brute_force(replace(request, offload=way), cluster) for way in ways}
+        fastest = {way: brute_force(request.changed(offload=way), cluster) for way in ways}
         best = min([resident, *fastest.values()])
         assert bool(found.options) == (best < float("inf")), seed
         if found.options:
@@ -151,7 +150,7 @@ def test_the_search_with_offload_equals_brute_force(first: int, count: int) -> N
 def test_more_memory_never_sends_more_away_and_never_makes_a_way_slower(least: int, more: int) -> None:
     cluster = machine(memory=1024, disk=2)
     asked = decoder(2048, 16, 1024, 8)
-    found = [search.anywhere(replace(asked, memory=size * 2.0**30), cluster) for size in (least, least + more)]
+    found = [search.anywhere(asked.changed(memory=size * 2.0**30), cluster) for size in (least, least + more)]
     less, larger = (len(str(made.offload)) if one.options else 1000 for made, one in found)
     assert larger <= less
     if found[0][0].offload == found[1][0].offload and found[0][1].options:
@@ -161,13 +160,13 @@ def test_more_memory_never_sends_more_away_and_never_makes_a_way_slower(least: i
 @pytest.mark.parametrize("tier", ["host", "disk"])
 def test_what_waits_is_what_devices_no_longer_hold(tier: Literal["host", "disk"]) -> None:
     request, cluster = decoder(1024, 8, 512, 8), machine(memory=256, disk=2)
-    there = decide(replace(request, pin=Pin(ranks=1)), cluster).plan
-    here = decide(replace(request, pin=Pin(ranks=1, offload=tier)), cluster).plan
+    there = decide(request.changed(pin=Pin(ranks=1)), cluster).plan
+    here = decide(request.changed(pin=Pin(ranks=1, offload=tier)), cluster).plan
     assert here.predicted
     assert there.predicted
     assert str(here.offload) == f"optimizer on {tier}"
-    assert here.predicted.waiting_bytes == {"optimizer": 8.0 * request.trainable}
-    assert there.predicted.memory_bytes["optimizer"] == 8.0 * request.trainable
+    assert here.predicted.waiting_bytes == {"optimizer": 8.0 * request.profile.trainable}
+    assert there.predicted.memory_bytes["optimizer"] == 8.0 * request.profile.trainable
     assert here.predicted.memory_bytes["optimizer"] == 0
     assert here.predicted.memory_bytes["buffers"] == layout.BUFFERS * layout.CHUNK
     assert here.predicted.state_bytes == there.predicted.state_bytes
@@ -181,12 +180,12 @@ def test_memory_that_is_too_small_is_not_used() -> None:
 
 
 def test_a_slower_disk_makes_a_longer_step() -> None:
-    request = replace(decoder(2048, 8, 512, 8), pin=Pin(offload="disk", ranks=1, micro_batch=1))
+    request = decoder(2048, 8, 512, 8).changed(pin=Pin(offload="disk", ranks=1, micro_batch=1))
     taken = [decide(request, machine(disk=speed)).plan.predicted for speed in (4, 2, 1)]
     steps = [one.step_seconds for one in taken if one]
     assert steps == sorted(steps)
     assert len(set(steps)) == 3
-    size = 8.0 * request.trainable
+    size = 8.0 * request.profile.trainable
     assert taken[2]
     assert taken[2].terms["offload"] == pytest.approx(size / 1e9, rel=0.1)
 
@@ -202,17 +201,17 @@ def test_a_slower_disk_makes_a_longer_step() -> None:
 )
 def test_a_pin_is_obeyed_or_refused(pinned: Any, cluster: Cluster, told: str) -> None:
     with pytest.raises(UserError, match=told):
-        _ = decide(replace(decoder(4096, 32, 1024, 8), pin=Pin(offload=pinned)), cluster).taken
+        _ = decide(decoder(4096, 32, 1024, 8).changed(pin=Pin(offload=pinned)), cluster).taken
 
 
 def test_what_cannot_run_offloaded_is_not_planned_so() -> None:
     def refuses(plan: Plan) -> Refusal | None:
         return None if plan.offload == RESIDENT else Refusal("states are moved whole", ("a", "b"), "leave it out")
 
-    request, cluster = replace(decoder(4096, 16, 1024, 8), refuses=refuses), machine(memory=1024, disk=2)
+    request, cluster = decoder(4096, 16, 1024, 8).changed(refuses=refuses), machine(memory=1024, disk=2)
     assert not decide(request, cluster).fits
     with pytest.raises(UserError, match="states are moved whole"):
-        decide(replace(request, pin=Pin(offload="disk")), cluster)
+        decide(request.changed(pin=Pin(offload="disk")), cluster)
 
 
 def test_where_nobody_says_how_much_memory_there_is_the_bytes_it_needs_are_told() -> None:
@@ -238,10 +237,10 @@ def test_a_processor_offers_its_disk_before_it_says_that_nothing_fits() -> None:
 def test_states_that_fit_stay_in_memory_but_where_the_disk_is_pinned() -> None:
     """A disk that moves all states in 1.6 s each way, and an optimizer that is faster."""
     request, cluster = decoder(1024, 16, 256, 4), machine("cpu", memory=3, disk=1)
-    free, pinned = (decide(replace(request, pin=Pin(offload=pin)), cluster).taken.predicted for pin in (None, "disk"))
+    free, pinned = (decide(request.changed(pin=Pin(offload=pin)), cluster).taken.predicted for pin in (None, "disk"))
     assert free
     assert pinned
-    total, write = 8.0 * request.trainable, total_seconds(request, cluster, pinned.terms)
+    total, write = 8.0 * request.profile.trainable, total_seconds(request, cluster, pinned.terms)
     half = (pinned.memory_limit - pinned.memory_bytes["peak"]) / 2
     assert 0 < half < total / 2
     assert pinned.waiting_bytes == {"optimizer": total}
@@ -255,7 +254,7 @@ def test_states_that_fit_stay_in_memory_but_where_the_disk_is_pinned() -> None:
 
 def total_seconds(request: Request, cluster: Cluster, terms: Mapping[str, float]) -> float:
     """By which a step gets longer where all states move."""
-    size, pieces = 8.0 * request.trainable, -(-8 * request.trainable // layout.CHUNK)
+    size, pieces = 8.0 * request.profile.trainable, -(-8 * request.profile.trainable // layout.CHUNK)
     disk = cluster.nodes[0].disks[0]
     return size / disk.write - terms["optimizer"] + size * (1 / disk.read + 1 / disk.write) / pieces
 
@@ -270,7 +269,7 @@ def test_activations_wait_on_disk_where_that_is_the_fastest_way_to_fit() -> None
     assert plan.predicted.waiting_bytes["activations"] == 15 * size  # of all blocks but the last
     assert plan.predicted.memory_bytes["activations"] < 6 * size + 2**20
     assert any("activations" in line and "wait on disk" in line for line in plan.why)
-    alone = replace(request, offload=Offload(activations="disk"))
+    alone = request.changed(offload=Offload(activations="disk"))
     seconds = [replace_disk_seconds(alone, speed) for speed in (4, 1, 0.01)]
     assert seconds == sorted(seconds)
     assert seconds[2] > seconds[0]
@@ -279,20 +278,20 @@ def test_activations_wait_on_disk_where_that_is_the_fastest_way_to_fit() -> None
 def replace_disk_seconds(request: Request, speed: float) -> float:
     """Seconds of the fastest layout that computes blocks again, with a disk of so many GB/s."""
     cluster = machine("cpu", memory=64, disk=speed)
-    asked = replace(request, pin=offload.pinned(request, request.offload))
+    asked = request.changed(pin=offload.pinned(request, request.offload))
     return search.search(asked, cluster).options[0].seconds
 
 
 def test_a_disk_without_room_is_refused_with_the_bytes_that_it_lacks() -> None:
-    request, cluster = replace(decoder(1024, 16, 256, 4), free=1e9), machine("cpu", memory=3, disk=1)
+    request, cluster = decoder(1024, 16, 256, 4).changed(free=1e9), machine("cpu", memory=3, disk=1)
     with pytest.raises(DoesNotFit, match="634 MiB are missing") as pinned:
-        _ = decide(replace(request, pin=Pin(offload="disk")), cluster).taken
+        _ = decide(request.changed(pin=Pin(offload="disk")), cluster).taken
     assert "954 MiB free" in (pinned.value.why or "")
     with pytest.raises(DoesNotFit) as free:
         _ = decide(request, cluster).taken
     assert "free 634 MiB of the disk" in (free.value.do or "")
     needed = 1e9 + 634.5 * 2**20 / offload.SCRATCH
-    assert decide(replace(request, free=needed), cluster).taken.offload == Offload(optimizer="disk")
+    assert decide(request.changed(free=needed), cluster).taken.offload == Offload(optimizer="disk")
 
 
 # --- optimizer nodes -------------------------------------------------------------------------------------------------
@@ -319,15 +318,15 @@ def test_a_model_that_no_worker_holds_goes_to_the_optimizer_node() -> None:
     assert plan.ranks[-1].layers == (0, 16)
     assert (plan.state(OptimizerNodeState).layer_window, plan.recompute) == (3, "none")
     assert plan.predicted
-    assert plan.predicted.sent_bytes["gradients"] == 4.0 * request.trainable
+    assert plan.predicted.sent_bytes["gradients"] == 4.0 * request.profile.trainable
     assert plan.predicted.memory_bytes["window"] == cost.window_bytes(optimizer_node.layers(request), 3)
     assert any("optimizer node on machine 4" in line for line in plan.why)
     with pytest.raises(DoesNotFit):
-        _ = decide(replace(request, pin=Pin(offload="none")), with_nodes()).taken
+        _ = decide(request.changed(pin=Pin(offload="none")), with_nodes()).taken
 
 
 def test_layers_are_divided_among_nodes_and_a_machine_may_be_both() -> None:
-    request = replace(decoder(1024, 9, 256, 8), pin=Pin(offload="node"))
+    request = decoder(1024, 9, 256, 8).changed(pin=Pin(offload="node"))
     plan = decide(request, with_nodes(2, nodes=2)).taken
     assert [(rank.node, rank.layers) for rank in plan.ranks if rank.role == "optimizer"] == [(2, (0, 4)), (3, (4, 9))]
     here = decide(request, machine("cpu", memory=4, disk=1)).taken
@@ -336,7 +335,7 @@ def test_layers_are_divided_among_nodes_and_a_machine_may_be_both() -> None:
 
 @pytest.mark.parametrize("name", ["between", "disk"])
 def test_what_a_node_is_slow_at_makes_steps_longer(name: str) -> None:
-    request = replace(decoder(1024, 8, 16, 8), pin=Pin(offload="node"))
+    request = decoder(1024, 8, 16, 8).changed(pin=Pin(offload="node"))
     slower = {"between": ["10Gbit/s", "1Gbit/s", "100Mbit/s"], "disk": [4, 0.4, 0.04]}[name]
     quick: dict[str, Any] = {"between": "100Gbit/s", "disk": 20} | {}
     steps = [decide(request, with_nodes(**{**quick, name: one})).plan.predicted for one in slower]
@@ -347,7 +346,7 @@ def test_what_a_node_is_slow_at_makes_steps_longer(name: str) -> None:
 
 def test_a_node_whose_disk_is_not_known_is_not_priced() -> None:
     with pytest.raises(UserError, match="names no disk"):
-        decide(replace(decoder(), pin=Pin(offload="node")), machine("cpu", memory=8))
+        decide(decoder().changed(pin=Pin(offload="node")), machine("cpu", memory=8))
 
 
 RECIPE = """
@@ -375,7 +374,7 @@ def test_the_bytes_that_wait_are_those_that_a_step_moves(tmp_path: Path) -> None
 
 
 def test_rounds_at_nodes_are_as_long_as_makes_their_exchange_short() -> None:
-    request, cluster = replace(decoder(1024, 9, 256, 8), sync=DiLoCo()), with_nodes(2, between="100Mbit/s")
+    request, cluster = decoder(1024, 9, 256, 8).changed(sync=DiLoCo()), with_nodes(2, between="100Mbit/s")
     plan = decide(request, cluster).taken
     assert plan.replicas
     assert plan.predicted
@@ -387,13 +386,13 @@ def test_rounds_at_nodes_are_as_long_as_makes_their_exchange_short() -> None:
         "outer_step": optimizer_node.pushed(request) / plan.state(LocalRoundsState).steps
     }
     assert plan.state(LocalRoundsState).steps > decide(request, with_nodes(2)).taken.state(LocalRoundsState).steps  # type: ignore[union-attr]
-    quarter = decide(replace(request, sync=DiLoCo(steps=7, codec="int8")), cluster).taken
+    quarter = decide(request.changed(sync=DiLoCo(steps=7, codec="int8")), cluster).taken
     assert quarter.predicted
-    assert quarter.predicted.sent_bytes["outer_step"] < 0.3 * 4.0 * request.trainable / 7
+    assert quarter.predicted.sent_bytes["outer_step"] < 0.3 * 4.0 * request.profile.trainable / 7
     with pytest.raises(UserError, match=r"(?s)needs two replicas.*try: sync\.replicas=2"):
-        decide(replace(request, sync=DiLoCo()), with_nodes(1))
+        decide(request.changed(sync=DiLoCo()), with_nodes(1))
     with pytest.raises(UserError, match="cannot run rounds of the method 'eager'"):
-        decide(replace(request, sync=Eager()), cluster)
+        decide(request.changed(sync=Eager()), cluster)
 
 
 def test_machines_of_different_speed_have_samples_by_their_speed_and_the_nodes_all_layers() -> None:
@@ -403,7 +402,7 @@ def test_machines_of_different_speed_have_samples_by_their_speed_and_the_nodes_a
     quick = msgspec.structs.replace(
         slow, device=msgspec.structs.replace(device, name="quick", flops={k: 4 * v for k, v in device.flops.items()})
     )
-    request = replace(decoder(1024, 8, 256, 40), pin=Pin(offload="node", ranks=2), sync=Auto())
+    request = decoder(1024, 8, 256, 40).changed(pin=Pin(offload="node", ranks=2), sync=Auto())
     plan = decide(request, msgspec.structs.replace(cluster, nodes=(quick, slow))).taken
     counts = [stop - start for start, stop in (plan.ranks[rank].share for rank in plan.trainers)]
     assert sum(counts) == 40
@@ -417,7 +416,7 @@ def of_two(link: str, per_machine: int = 4) -> tuple[Request, Cluster]:
     disks = 'disks = [{ path = "/d", write = 8e9, read = 8e9, iops = 1e4 }]\n'
     text = f'{kind}count = 2\n{kind}role = "optimizer"\n{disks}[links]\nbetween = "{link}"\n'
     pin = Pin(offload="node", ranks=2 * per_machine, threads=1)
-    return replace(decoder(1024, 8, 256, 16), pin=pin), clusters.loads(text)
+    return decoder(1024, 8, 256, 16).changed(pin=pin), clusters.loads(text)
 
 
 def aggregators(plan: Plan) -> list[int]:
@@ -428,7 +427,7 @@ def test_machines_of_several_workers_get_an_aggregator_where_a_step_is_shorter_b
     found = {link: aggregators(decide(*of_two(link)).taken) for link in ("1Gbit/s", "100000Gbit/s")}
     assert found == {"1Gbit/s": [0, 1], "100000Gbit/s": []}
     request, cluster = of_two("1Gbit/s")
-    without = replace(request, pin=msgspec.structs.replace(request.pin, roles=()))
+    without = request.changed(pin=msgspec.structs.replace(request.pin, roles=()))
     with_, plain = (decide(one, cluster).taken for one in (request, without))
     assert aggregators(plain) == []
     assert with_.predicted is not None
@@ -439,8 +438,8 @@ def test_machines_of_several_workers_get_an_aggregator_where_a_step_is_shorter_b
 def test_machines_of_one_worker_get_no_aggregator_and_others_do_where_it_is_pinned() -> None:
     request, cluster = of_two("10Gbit/s", per_machine=1)
     assert aggregators(decide(request, cluster).taken) == []
-    pinned = replace(request, pin=msgspec.structs.replace(request.pin, roles=("aggregator",)))
+    pinned = request.changed(pin=msgspec.structs.replace(request.pin, roles=("aggregator",)))
     assert aggregators(decide(pinned, cluster).taken) == []
     request, cluster = of_two("100000Gbit/s")
-    pinned = replace(request, pin=msgspec.structs.replace(request.pin, roles=("aggregator",)))
+    pinned = request.changed(pin=msgspec.structs.replace(request.pin, roles=("aggregator",)))
     assert aggregators(decide(pinned, cluster).taken) == [0, 1]

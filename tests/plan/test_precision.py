@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Sequence
-from dataclasses import replace
 
 import msgspec
 import pytest
@@ -39,7 +38,7 @@ def seconds(plan: Plan) -> float:
 
 
 def derived(request: Request, cluster: Cluster) -> PlanDecision:
-    return decide(replace(request, precision=AUTO), cluster)
+    return decide(request.changed(precision=AUTO), cluster)
 
 
 # --- which precisions there are ------------------------------------------------------------------------------------
@@ -120,7 +119,7 @@ def test_no_allowed_precision_is_faster_by_the_planners_own_estimate(seed: int) 
         draw.choice([256, 2048, 4096]), draw.choice([2, 8]), draw.choice([128, 1024]), draw.choice([4, 64])
     )
     names = precision.candidates(cluster)
-    alone = [decide(replace(request, precision=name), cluster) for name in names]
+    alone = [decide(request.changed(precision=name), cluster) for name in names]
     found = derived(request, cluster)
     fitting = [one for one in alone if one.fits]
     assert found.fits == bool(fitting)
@@ -137,13 +136,13 @@ def test_memory_decides_where_a_faster_precision_does_not_fit() -> None:
     cluster = gpus(devices=1)
     peaks = {}
     for name in ("bf16", "tf32"):
-        plan = decide(replace(request, precision=name), cluster).plan
+        plan = decide(request.changed(precision=name), cluster).plan
         assert plan.predicted is not None
         peaks[name] = plan.predicted.memory_bytes["peak"]
-    between = replace(request, memory=(peaks["bf16"] + peaks["tf32"]) / 2)
+    between = request.changed(memory=(peaks["bf16"] + peaks["tf32"]) / 2)
     assert derived(request, cluster).plan.precision == "bf16"
     assert derived(between, cluster).plan.precision == min(peaks, key=lambda name: peaks[name])
-    nothing = derived(replace(request, memory=min(peaks.values()) / 4), cluster)
+    nothing = derived(request.changed(memory=min(peaks.values()) / 4), cluster)
     assert not nothing.fits
     assert nothing.request.precision != AUTO
 
@@ -165,7 +164,7 @@ def test_one_t4_does_not_slow_sixteen_a100s() -> None:
         r"1 x T4 is left out: no bf16 there; with all, in (\w+), a step takes .*, (.*) times as long\.", told
     )
     assert found is not None
-    all_of_them = decide(replace(request, precision=found[1], pin=Pin(ranks=17)), beside).plan
+    all_of_them = decide(request.changed(precision=found[1], pin=Pin(ranks=17)), beside).plan
     assert float(found[2]) == pytest.approx(seconds(all_of_them) / seconds(plan), rel=0.04)
     assert float(found[2]) > 1.2
 

@@ -56,7 +56,7 @@ def gpt(heads: int, width: int, layers: int, sequence_parallel: bool = False) ->
 
 
 def predicted(decoder: ReferenceDecoder, ranks: int, samples: int, layout: Layouts) -> Priced:
-    request = decoder.request(samples, "fp16", bucket_bytes=2**40)
+    request = decoder.request(samples, "fp16", bucket=f"{2**40}B")
     on = collective_time.fleet(gpus(count=ranks // 8, between="1600Gbit/s"), ranks)
     return price(request, on, layout)[0]
 
@@ -150,7 +150,7 @@ def internlm(ranks: int, refresh: str = "broadcast") -> Request:
         layers=32, width=4096, heads=32, kv_heads=32, feed_forward=11008, vocabulary=103168, context=2048, tied=False,
         rope_theta=1e4, norm_epsilon=1e-5,
     )  # fmt: skip
-    more: dict[str, Any] = {"refresh": refresh, "bucket_bytes": 2**30, "temporaries": 0, "tensors": 5 * 32 + 2}
+    more: dict[str, Any] = {"refresh": refresh, "bucket": f"{2**30}B", "temporaries": 0, "tensors": 5 * 32 + 2}
     return ReferenceDecoder(size, 2048, sequence_parallel=False).request(8 * ranks, "bf16", **more)
 
 

@@ -37,7 +37,7 @@ def machine(cores: int = 4, gpus: int = 0) -> clusters.Cluster:
 
 
 def planned(asked: Request, cluster: clusters.Cluster, ranks: int) -> plans.Plan:
-    asked = replace(asked, pin=Pin(ranks=ranks, threads=1))
+    asked = asked.changed(pin=Pin(ranks=ranks, threads=1))
     found = search.search(asked, cluster)
     option = found.best(lambda one: one.layout.optimizer == 1 and one.layout.tp * one.layout.sp * one.layout.pp == 1)
     assert option is not None
@@ -99,7 +99,7 @@ def test_what_fewer_cannot_hold_or_share_is_refused_by_name():
     asked, cluster = request(), machine()
     plan = planned(asked, cluster, 4)
     with pytest.raises(UserError, match="3 ranks cannot hold this run"):
-        replan.plan_on(replace(asked, memory=1e5), cluster, plan, [0, 1, 2], replan.equal(plan))
+        replan.plan_on(asked.changed(memory=1e5), cluster, plan, [0, 1, 2], replan.equal(plan))
     with pytest.raises(UserError, match="cannot be shared by 0 ranks"):
         replan.plan_on(asked, cluster, plan, [], replan.equal(plan))
 

@@ -10,6 +10,7 @@ from espalier import recipe as config
 from espalier.checkpoint import save_interval, young_daly
 from espalier.machine import cluster as clusters
 from espalier.plan import base, checkpoint_cost
+from espalier.recipe import Checkpoint
 from espalier.recipe.errors import UserError
 
 
@@ -28,7 +29,7 @@ def here():
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_rule_is_youngs_over_the_copy_of_what_is_saved(here, ranks):
-    made = checkpoint_cost.paced(plan(ranks, params=4e9, grads=4e9, optimizer=8e9, peak=2e10), "auto", here)
+    made = checkpoint_cost.paced(plan(ranks, params=4e9, grads=4e9, optimizer=8e9, peak=2e10), Checkpoint(), here)
     stall = ranks * 2 * 12e9 / here.devices()[0].table.device.memory_bandwidth
     assert checkpoint_cost.first(made) == round(young_daly.optimal(stall, young_daly.ASSUMED) / 0.5)
     (rule,) = made.rules
@@ -38,20 +39,20 @@ def test_the_rule_is_youngs_over_the_copy_of_what_is_saved(here, ranks):
 
 def test_a_number_that_was_given_is_obeyed(here):
     before = plan(params=4e9)
-    assert checkpoint_cost.paced(before, 7, here) == before
+    assert checkpoint_cost.paced(before, Checkpoint(every=7), here) == before
 
 
 def test_a_plan_without_a_prediction_begins_with_ten_steps(here):
     bare = msgspec.structs.replace(plan(), predicted=None)
-    assert checkpoint_cost.first(checkpoint_cost.paced(bare, "auto", here)) == save_interval.FIRST
+    assert checkpoint_cost.first(checkpoint_cost.paced(bare, Checkpoint(), here)) == save_interval.FIRST
 
 
 def test_a_slow_disk_makes_checkpoints_rarer(here):
     disk = '[[nodes.disks]]\npath = "/"\nwrite = 10e6\nread = 10e6\niops = 100.0\n'
     slow = clusters.loads(clusters.dumps(here) + disk)
     made = plan(params=4e9, grads=4e9, optimizer=8e9, peak=2e10)
-    assert checkpoint_cost.first(checkpoint_cost.paced(made, "auto", slow)) == round(12e9 / 10e6 / 0.5)
-    assert "the disk writes one in 20 min" in checkpoint_cost.paced(made, "auto", slow).why[-1]
+    assert checkpoint_cost.first(checkpoint_cost.paced(made, Checkpoint(), slow)) == round(12e9 / 10e6 / 0.5)
+    assert "the disk writes one in 20 min" in checkpoint_cost.paced(made, Checkpoint(), slow).why[-1]
 
 
 @pytest.mark.parametrize(("keep", "best", "count"), [(2, True, 4), (2, False, 3), (1, False, 2)])

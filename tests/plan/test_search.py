@@ -30,24 +30,29 @@ def every_layout(request: Request, ranks: int, per_node: int, starved: bool = Fa
     found = []
     degrees = [d for d in range(1, ranks + 1) if ranks % d == 0]
     for dp, tp, sp, pp in itertools.product(degrees, repeat=4):
-        if dp * tp * sp * pp != ranks or (tp > 1 and sp > 1) or pp > request.layers or dp > request.global_batch:
+        if (
+            dp * tp * sp * pp != ranks
+            or (tp > 1 and sp > 1)
+            or pp > request.profile.layers
+            or dp > request.profile.global_batch
+        ):
             continue
         cut = tp * sp
-        if request.heads % cut or request.width % cut or request.tokens_per_sample % cut:
+        if request.profile.heads % cut or request.profile.width % cut or request.profile.tokens_per_sample % cut:
             continue
         algorithms = ["megatron", "fsp"] if tp > 1 else ["isp"] if sp > 1 else ["data"]
-        share = -(-request.global_batch // dp)
+        share = -(-request.profile.global_batch // dp)
         sizes = sorted({*(s for s in (1, 2, 4, 8, 16) if s <= share), share})
         shards = [
             (p, g, o) for p, g, o in itertools.product(degrees, repeat=3) if allowed((p, g, o), dp * sp, tp, per_node)
         ]
         for algorithm, mode, size, (p, g, o) in itertools.product(algorithms, MODES, sizes, shards):
-            if g > 1 and -(-share // size) > request.global_batch // dp and not starved:
+            if g > 1 and -(-share // size) > request.profile.global_batch // dp and not starved:
                 continue
             one = Layouts(algorithm, mode, dp, tp, sp, 1, 1, pp, p, g, o, size)
             found.append(one)
             found += [replace(one, schedule="zero_bubble")] * (pp > 1)
-            found += [replace(one, chunks=2)] * (pp > 1 and 2 * pp <= request.layers)
+            found += [replace(one, chunks=2)] * (pp > 1 and 2 * pp <= request.profile.layers)
     return found
 
 
@@ -67,7 +72,7 @@ def random_case(seed: int) -> tuple[Request, Cluster]:
     cluster = gpus(kind, machines, devices, f"{draw.choice([1, 10, 100, 800])}Gbit/s")
     width = draw.choice([512, 2048, 4096, 8192])
     request = decoder(width, draw.choice([2, 3, 8]), draw.choice([64, 1024]), draw.choice([1, 2, 3]))
-    return replace(request, precision=draw.choice(["fp32", "fp16"])), cluster
+    return request.changed(precision=draw.choice(["fp32", "fp16"])), cluster
 
 
 def fastest_of(request: Request, cluster: Cluster) -> tuple[float, int]:
@@ -86,7 +91,9 @@ def runs(request: Request, cluster: Cluster, layout: Layouts) -> bool:
     """Whether a plan of this layout passes the plan's own check."""
     option = search.Option(layout, cluster, 1.0, 1.0, -1.0)
     try:
-        base.check(build_plan.make(request, search.Found((option,), None, 1, 0.03), option), request.global_batch)
+        base.check(
+            build_plan.make(request, search.Found((option,), None, 1, 0.03), option), request.profile.global_batch
+        )
     except UserError:
         return False
     return True
@@ -156,7 +163,7 @@ def test_bytes_that_leave_a_machine() -> None:
     request = decoder(512, 4, batch=32, storage=StateBytes(4, 4, 8))
     on = collective_time.fleet(gpus(count=2, devices=4), 8)
     whole, near, far = (Layouts(dp=8, grads=grads, optimizer=of) for grads, of in ((1, 1), (1, 4), (1, 8)))
-    gradients = 4 * request.trainable
+    gradients = 4 * request.profile.trainable
     assert float(search.leaving(request, on, whole)[0]) == pytest.approx(2 * gradients * 7 / 8, rel=0.01)
     assert float(search.leaving(request, on, near)[0]) == pytest.approx(gradients, rel=0.01)
     assert float(search.leaving(request, on, far)[0]) == pytest.approx(2 * gradients * 7 / 8, rel=0.01)
@@ -215,14 +222,14 @@ def test_the_same_question_gets_the_same_answer() -> None:
 
 
 def test_redundancy_keeps_live_copies_of_every_optimizer_shard() -> None:
-    request = replace(decoder(1024, 8, batch=64), redundancy=4)
+    request = decoder(1024, 8, batch=64).changed(redundancy=4)
     found = search.search(request, gpus(count=2))
     assert found.options
     assert all(one.layout.shards // one.layout.optimizer >= 4 for one in found.options)
 
 
 def test_demands_on_memory_and_devices_are_obeyed() -> None:
-    request = replace(decoder(1024, 8, batch=64), memory=6 * 2**30, max_devices=5)
+    request = decoder(1024, 8, batch=64).changed(memory=6 * 2**30, max_devices=5)
     found = search.search(request, gpus(count=2))
     assert found.options
     assert all(one.peak <= 6 * 2**30 and one.layout.world <= 5 for one in found.options)
@@ -270,13 +277,13 @@ def test_what_fits_nowhere_says_what_is_missing_and_what_would_help() -> None:
 
 
 def test_a_cure_cures() -> None:
-    request = replace(decoder(4096, 16, batch=64), memory=2**30)
+    request = decoder(4096, 16, batch=64).changed(memory=2**30)
     found = search.search(request, gpus(devices=2))
     assert found.best() is None
     assert found.closest is not None
     told = refusals.cures(request, gpus(devices=2), found.closest)
     assert told[0].startswith("leave plan.memory out (")
-    best = search.search(replace(request, memory=None), gpus(devices=2)).best()
+    best = search.search(request.changed(memory=None), gpus(devices=2)).best()
     assert best is not None
     assert f"({units.show_seconds(best.seconds)} a step, {units.show_size(best.peak)} of " in told[0]
 
@@ -343,7 +350,7 @@ def test_processors_are_searched_too() -> None:
 def test_whole_states_are_found_beside_all_others_as_by_a_search_of_them_alone(memory: str) -> None:
     request, cluster = decoder(512, 6, batch=12, precision="bf16"), processor(6, memory)
     found = search.search(request, cluster, whole=True)
-    alone = search.search(replace(request, pin=Pin(shard=ShardPin(params=1, grads=1, optimizer=1))), cluster)
+    alone = search.search(request.changed(pin=Pin(shard=ShardPin(params=1, grads=1, optimizer=1))), cluster)
     assert found.whole == alone.options
     assert found.whole
     assert search.search(request, cluster) == replace(found, whole=())
@@ -356,7 +363,7 @@ def mixed(seed: int) -> tuple[Request, Cluster]:
     others = draw.sample(["A100-80GB", "T4", "RTX 3090", "H100", "V100-32GB", "L4"], draw.choice([1, 2]))
     nodes = [msgspec.structs.replace(gpus(one).nodes[0], devices=draw.choice([1, 2])) for one in others]
     between = cluster.between or gpus(count=2).between
-    request = replace(request, precision="fp16", global_batch=draw.choice([2, 3, 8]))
+    request = request.changed(precision="fp16", global_batch=draw.choice([2, 3, 8]))
     return request, msgspec.structs.replace(cluster, nodes=(*cluster.nodes, *nodes), between=between)
 
 
@@ -390,7 +397,7 @@ def test_machines_are_ranked_by_what_their_devices_sustain_not_by_their_peak() -
     lasting, short = clusters.device("RTX 3090"), clusters.device("L4")
     assert lasting.flops["bf16"] < short.flops["bf16"]
     mixed = msgspec.structs.replace(gpus("L4", devices=1), nodes=gpus("L4").nodes + gpus("RTX 3090").nodes)
-    ordered = search.fastest_first(replace(decoder(), precision="bf16"), mixed)
+    ordered = search.fastest_first(decoder().changed(precision="bf16"), mixed)
     assert [table.device.name for table in ordered.nodes] == ["RTX 3090", "L4"]
 
 
@@ -399,7 +406,7 @@ def test_a_machine_behind_a_slow_link_is_left_out_where_it_would_slow_all_others
         '[[nodes]]\ndevice = "T4"\nbetween = "1Mbit/s"\n[[nodes]]\ndevice = "T4"\ncount = 2\n'
         '[links]\nbetween = "100Gbit/s"'
     )
-    found = search.search(replace(decoder(batch=64, sequence=1024), precision="fp16"), slow)
+    found = search.search(decoder(batch=64, sequence=1024).changed(precision="fp16"), slow)
     best = found.best()
     assert best is not None
     assert int(best.layout.world) == 2

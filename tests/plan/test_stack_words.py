@@ -21,14 +21,14 @@ def one(folder: Path, **tables: dict[str, Any]) -> Measurement:
 
 def test_an_executor_brings_its_habits_and_a_word_overrules_them(tmp_path: Path) -> None:
     found = one(tmp_path, train={"executor": "Megatron"}).request
-    assert (found.overlap, found.bucket_bytes, found.temporaries) == (False, WHOLE, 0.0)
-    assert found.storage is not None
-    assert found.storage.grads == 4
+    assert (found.system.overlap, found.recipe.comm.bucket, found.system.temporaries) == (False, f"{WHOLE}B", 0.0)
+    assert found.system.storage is not None
+    assert found.system.storage.grads == 4
     said = one(tmp_path, train={"executor": "megatron-lm", "overlap": True, "bucket": "64MiB", "gradients": "bf16"})
     assert said.stack == "megatron-lm on A100-80GB"
-    assert (said.request.overlap, said.request.bucket_bytes) == (True, 64 * 2**20)
-    assert said.request.storage is not None
-    assert said.request.storage.grads == 2
+    assert (said.request.system.overlap, said.request.recipe.comm.bucket) == (True, f"{64 * 2**20}B")
+    assert said.request.system.storage is not None
+    assert said.request.system.storage.grads == 2
 
 
 @pytest.mark.parametrize(
@@ -55,6 +55,6 @@ def test_allocated_bytes_are_fewer_than_the_device_s(tmp_path: Path) -> None:
 def test_a_csv_says_the_same_in_columns(tmp_path: Path) -> None:
     path = table(tmp_path, f"{LINE},H100,bf16,nemo,3,4", head=f"{HEAD},device,precision,executor,vp,kv_heads")
     found = read(path).rows[0].measurement
-    assert (found.request.precision, found.layout.chunks, found.request.kv_heads) == ("bf16", 3, 4)
+    assert (found.request.precision, found.layout.chunks, found.request.profile.kv_heads) == ("bf16", 3, 4)
     assert found.stack == "nemo on H100"
-    assert found.request.overlap
+    assert found.request.system.overlap

@@ -33,9 +33,7 @@ def asked(batch: int = 48, **more: Any) -> Request:
 
 def every(algorithm: str, mode: str, ranks: int, batch: int = 48, chunks: bool = False) -> Layouts:
     """All layouts on so many ranks; `chunks`: half of the staged ones in two pieces a stage."""
-    limits = Limits(
-        layers=6, global_batch=batch, heads=8, kv_heads=8, width=512, sequence=256, modes=(mode,), schedule="1f1b"
-    )
+    limits = Limits(asked(batch).profile, Pin(schedule="1f1b"), modes=(mode,))
     found = next(iter(layouts(algorithm, ranks, 8, limits)))  # the others are of two stages on each rank
     if not chunks:
         return found
@@ -235,11 +233,11 @@ def worked(ranks: int, cores: int, **more: Any) -> dict[str, float]:
     """Seconds by part on so many ranks of one thread, of a decoder whose layers' work is changed."""
 
     def anatomy(*given: Any) -> Anatomy:
-        found = asked().anatomy(*given)
+        found = asked().profile.anatomy(*given)
         return replace(found, layer=replace(found.layer, **more))
 
     on = collective_time.fleet(processor(cores), ranks)
-    request = replace(asked(), anatomy=anatomy, storage=None, precision="fp32")
+    request = asked().changed(anatomy=anatomy, storage=None, precision="fp32")
     step = cost_inputs.CostInputs(request, on, on.kinds[0], Layouts(dp=ranks, micro_batch=8))
     return {name: float(value) for name, value in step_time.step_seconds(step, 48 // ranks).items()}
 

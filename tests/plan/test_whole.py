@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,8 @@ from espalier.plan.base import Layout, Plan
 from espalier.plan.decide import decide
 from espalier.plan.layout_decision import NEAR
 from espalier.plan.layouts import view
-from espalier.recipe import Pin, ShardPin, defaults, recipe_file
+from espalier.recipe import Adamw, Muon, Pin, ShardPin, defaults, recipe_file
+from espalier.recipe.cost import ExpertSizes
 from espalier.recipe.errors import UserError
 from espalier.train import workload_registry
 
@@ -49,7 +50,7 @@ def test_every_plan_covers_the_batch_fits_and_reads_back(batch, width, recompute
     assert plan.predicted is not None
     assert plan.predicted.memory_bytes["peak"] <= plan.predicted.memory_limit
     assert sorted(rank for stage in plan.stages for rank in stage.ranks) == list(range(len(plan.ranks)))
-    assert [layer for stage in plan.stages for layer in range(*stage.layers)] == list(range(request.layers))
+    assert [layer for stage in plan.stages for layer in range(*stage.layers)] == list(range(request.profile.layers))
     assert plan.stages[0].micro_batches == plan.layout.accumulate
     assert recompute in (None, plan.recompute)
     assert base.loads(base.dumps(plan)) == plan
@@ -277,7 +278,7 @@ def test_pins_that_cannot_be_met_are_refused(pin, cluster, said) -> None:  # typ
 
 def test_experts_that_leave_no_layout_are_refused_with_one_that_does() -> None:
     pin = Pin(ep=2, shard=ShardPin(params=2))
-    request = decoder(pin=pin, experts=8, active=2, expert_parameters=1000.0)
+    request = decoder(pin=pin, facts={"expert_parallel": ExpertSizes(8, 2, 1000.0)})
     with pytest.raises(UserError, match=r"plan\.pin\.ep = 2 leaves no layout[^!]*plan\.pin\.ep=1"):
         planned(request, gpus())
 
@@ -298,7 +299,7 @@ def test_states_that_do_not_fit_are_named_with_what_is_missing() -> None:
 
 
 def test_muon_is_not_advised_to_who_has_it() -> None:
-    muon = decoder(width=8192, layers=40, optimizer="muon")
+    muon = decoder(width=8192, layers=40, optimizer=Muon())
     with pytest.raises(UserError) as caught:
         planned(muon, processor(memory="16GiB"))
     assert "kind=muon" not in str(caught.value)
@@ -306,15 +307,15 @@ def test_muon_is_not_advised_to_who_has_it() -> None:
 
 
 def test_an_optimizer_that_holds_less_is_advised_where_it_fits() -> None:
-    matrices = {"matrix_shapes": ((512, 512, 1000),), "matrix_parameters": 512 * 512 * 1000}
+    matrices = Counter({(512, 512): 1000})
     room = processor(1, "64GiB")
-    muon = decoder(width=512, layers=80, batch=1, optimizer="muon", **matrices)
-    adamw = replace(muon, optimizer="adamw", matrix_parameters=0)
+    muon = decoder(width=512, layers=80, batch=1, optimizer=Muon(), matrices=matrices)
+    adamw = muon.changed(optimizer=Adamw())
     held = [planned(one, room).predicted.memory_bytes["peak"] for one in (muon, adamw)]  # type: ignore[union-attr]
     assert held[0] < held[1]
-    found = decide(replace(adamw, memory=sum(held) / 2), room)
+    found = decide(adamw.changed(memory=sum(held) / 2), room)
     assert "train.optimizer.kind=muon" in str(found.refusal())
-    assert decide(replace(muon, memory=sum(held) / 2), room).fits
+    assert decide(muon.changed(memory=sum(held) / 2), room).fits
 
 
 @pytest.mark.parametrize("cluster", [gpus(), processor(4, "1GiB"), processor(2, "1GiB", count=2)])
@@ -358,7 +359,7 @@ def test_much_slower_is_said_in_times() -> None:
 
 def test_activations_that_do_not_fit_are_named_with_their_cure() -> None:
     sizes: dict[str, Any] = {"width": 512, "layers": 16, "batch": 4, "pin": Pin(micro_batch=4, recompute="none")}
-    large = decoder(sequence=8192, with_sequence=lambda length: decoder(sequence=length, **sizes), **sizes)
+    large = decoder(sequence=8192, request_of=lambda recipe: decoder(sequence=recipe.train.sequence, **sizes), **sizes)
     with pytest.raises(UserError) as caught:
         planned(large, processor(memory="6GiB"))
     told = str(caught.value)
@@ -370,7 +371,7 @@ def test_activations_that_do_not_fit_are_named_with_their_cure() -> None:
 
 def test_the_missing_bytes_are_the_ones_that_would_suffice() -> None:
     """With the memory the error asks for, the same request fits."""
-    request = decoder(width=1024, layers=24, optimizer="adamw")
+    request = decoder(width=1024, layers=24)
     with pytest.raises(UserError) as caught:
         planned(request, processor(memory="1GiB"))
     assert "do" in vars(caught.value)

@@ -46,7 +46,7 @@ def fleet() -> Fleet:
 
 def asked(samples: int = 32, **more: Any) -> Request:
     """The model's request; gradients in one piece, as in the example, by InternEvo's executor."""
-    return ReferenceDecoder(SIZE, SEQUENCE).request(samples, "bf16", **{"bucket_bytes": 2**60, "fsdp": False, **more})
+    return ReferenceDecoder(SIZE, SEQUENCE).request(samples, "bf16", **{"bucket": f"{2**60}B", "fsdp": False, **more})
 
 
 def step(layouts: dict[str, Any], request: Request | None = None) -> CostInputs:
@@ -120,7 +120,7 @@ def stream(samples: int, ranks: int) -> float:
 def test_all_to_alls_of_a_layer() -> None:
     def taken(layouts: dict[str, Any], samples: int) -> float:
         found = step(layouts)
-        work = found.request.anatomy(samples, found.layouts.recompute, "bf16", found.cut).layer
+        work = found.request.profile.anatomy(samples, found.layouts.recompute, "bf16", found.cut).layer
         return milliseconds(step_time.sequence_seconds(found, work))
 
     assert taken({"algorithm": "isp", "dp": 32, "hp": 4}, 1) == 12.5

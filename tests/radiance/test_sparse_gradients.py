@@ -3,7 +3,6 @@ and it is chosen where links are slow and a step touches little."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -141,15 +140,15 @@ def asked(*changes: str) -> Request:
 
 def test_the_planner_takes_sparse_gradients_where_a_step_touches_little_and_says_so() -> None:
     large, dense = asked("model.resolution=96", "train.batch_tokens=256"), asked("train.batch_tokens=4096")
-    assert large.sparse > 5
-    assert dense.sparse < 1
+    assert large.profile.sparse > 5
+    assert dense.profile.sparse < 1
     for request, expected in ((large, "sparse"), (dense, "int8")):
-        taken, why = codecs.encoded(replace(request, codec="auto"), machines("100Mbit/s"))
-        crossing = taken.crossing("gradients")
+        taken, why = codecs.encoded(request.changed(codec="auto"), machines("100Mbit/s"))
+        crossing = taken.crossings.get("gradients")
         assert crossing is not None
         assert (crossing.codec, crossing.lossy) == (expected, expected == "int8")
         assert any("codec sparse" in line for line in why)
-    fast, _ = codecs.encoded(replace(large, codec="auto"), machines("100Gbit/s"))
+    fast, _ = codecs.encoded(large.changed(codec="auto"), machines("100Gbit/s"))
     assert not fast.crossings
 
 

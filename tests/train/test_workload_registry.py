@@ -143,7 +143,7 @@ def test_a_corpus_is_opened_once(tokenizer: str, tmp_path: Path, monkeypatch: py
     resolved = workload_registry.settle(recipe, tmp_path)
     workload = workload_registry.open_workload(resolved)
     assert len(opened) == 1
-    assert workload.global_batch == request_from_recipe.of_recipe(resolved.recipe).global_batch
+    assert workload.global_batch == request_from_recipe.of_recipe(resolved.recipe).profile.global_batch
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import Any, cast
 
@@ -51,7 +50,7 @@ def make_plan(
     where, sync = cluster_of(cluster), pins.pop("sync", None)
     request, recipe = asked(model, batch, precision, pins)
     if sync is not None:
-        request = dataclasses.replace(request, sync=_sync(sync))
+        request = request.changed(sync=_sync(sync))
     if recipe is not None and graphs.is_open(recipe):
         folder = Path(model).absolute().parent if isinstance(model, str | Path) else None
         drawn = cast("Any", workload_registry.open_workload(workload_registry.Resolved(recipe, folder=folder))).drawn()

@@ -86,7 +86,7 @@ def from_run(path: str | Path) -> Measurement:
         raise UserError(f"The run in {path} has no measured step.", do="let it train longer, or name another run")
     whole, _ = defaults.resolve(recipe)
     return Measurement(
-        request=replace(prepare.request(run_open.resolved(folder, whole)), precision=plan.precision),
+        request=prepare.request(run_open.resolved(folder, whole)).changed(precision=plan.precision),
         cluster=cluster,
         layout=replace(of_view(plan.layout), threads=plan.ranks[plan.trainers[0]].threads),
         step_seconds=statistics.median(step["seconds"] for step in steps),

@@ -110,7 +110,7 @@ def waiting(what: str) -> Iterator[Callable[[int, int], None]]:
 
 def parameters(recipe: Recipe, workload: Workload) -> int:
     """How many parameters the recipe's model has."""
-    return workload_registry.row(recipe).profile(recipe, lambda: workload).tally.parameters
+    return workload_registry.row(recipe).profile(recipe, lambda: workload).parameters
 
 
 def request(resolved: Resolved, ranks: int | None = None, workload: Workload | None = None) -> Request:
@@ -131,4 +131,4 @@ def request(resolved: Resolved, ranks: int | None = None, workload: Workload | N
         size = shutil.disk_usage(there).free
         step = max(1, (1 << size.bit_length()) // 8)  # what other programs write seldom changes a plan
         free = float(size // step * step)
-    return replace(asked, pin=pin, free=free)
+    return asked.changed(pin=pin, free=free)

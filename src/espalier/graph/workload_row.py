@@ -24,6 +24,7 @@ from espalier.graph.tasks.node_classification import NodeTask
 from espalier.graph.workload import GraphWorkload, open_graph
 from espalier.parallel.workload import PackStart, Shard
 from espalier.recipe import Recipe, cache_dir, data_hash
+from espalier.recipe.cost import Profile
 from espalier.recipe.errors import UserError
 from espalier.recipe.graphs import Batches, with_batches
 from espalier.train.workload_row import (
@@ -37,7 +38,6 @@ from espalier.train.workload_row import (
     Opening,
     Packs,
     Predicts,
-    Profile,
     Row,
     Sampling,
 )

@@ -18,7 +18,7 @@ from espalier.language.tokenizer import Tokenizer, kept_tokenizer, open_tokenize
 from espalier.language.workload import LanguageWorkload, open_language, thaw
 from espalier.recipe import Adapters, Dpo, Gpt, Moe, Recipe, decoder_shapes, defaults
 from espalier.recipe.base import Derivation
-from espalier.recipe.cost import Anatomy, Cut
+from espalier.recipe.cost import Anatomy, Cut, ExpertSizes, Profile
 from espalier.recipe.errors import UserError
 from espalier.train.workload_row import (
     Answer,
@@ -28,13 +28,11 @@ from espalier.train.workload_row import (
     Opening,
     Predicts,
     Prepared,
-    Profile,
     Row,
     Sampling,
     Tokenizes,
-    tally,
 )
-from espalier.train.wrap_policy import deeper, sizes_of
+from espalier.train.wrap_policy import deeper, tally
 
 if TYPE_CHECKING:
     from espalier.language.tune.workload import TuneWorkload
@@ -141,14 +139,16 @@ def _profile(recipe: Recipe) -> Profile:
         whole = whole if chunked is None else chunked(whole, size.vocabulary, size.width)
         return whole.undivided if isinstance(recipe.tune, Adapters) else whole
 
-    shallow, two = (tally(model, embeddings(model)) for model in models)
-    few, several = (sizes_of(model, list(model.blocks), embeddings(model)) for model in models)
+    shallow, two = (tally(model, list(model.blocks), embeddings(model)) for model in models)
     depth, tables = options.depth or 1, 1 if size.tied else 2
+    experts = ExpertSizes(size.experts, size.active, 3.0 * size.width * size.feed_forward * size.experts)
+    sizes = shallow.sizes if depth == 1 else deeper(two.sizes, depth)
     profile = Profile(
-        tally=replace(shallow.with_more(two, depth - 1), sizes=few if depth == 1 else deeper(several, depth)),
+        **vars(replace(shallow.with_more(two, depth - 1), sizes=sizes)),
         global_batch=global_batch,
         tokens_per_sample=float(sequence * passes),
         anatomy=anatomy,
+        facts={"expert_parallel": experts} if isinstance(options, Moe) else {},
     )
     if isinstance(recipe.tune, Adapters):  # ranks have all of the frozen weights
         from espalier.language.tune import lora

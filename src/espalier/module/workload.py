@@ -45,11 +45,11 @@ from espalier.parallel.workload import (
 )
 from espalier.recipe import Module as Options
 from espalier.recipe import Recipe
-from espalier.recipe.cost import VALUE_BYTES, Product, Work
+from espalier.recipe.cost import VALUE_BYTES, Product, Profile, Work
 from espalier.recipe.errors import EspalierError, UserError
 from espalier.recipe.import_function import Author, function, keep_sources
 from espalier.store.artifacts import Artifact
-from espalier.train.workload_row import Freezes, Opening, Profile, Row
+from espalier.train.workload_row import Freezes, Opening, Row
 from espalier.train.wrap_policy import blocks_of, profile
 
 

@@ -34,7 +34,7 @@ class Ask:
 
     def changed(self, **changes: Any) -> Ask:
         """The same question of another request."""
-        return replace(self, request=replace(self.request, **changes))
+        return replace(self, request=self.request.changed(**changes))
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ def make(request: Request, found: Found, option: Option, calibration: Calibratio
                 params=groups["params"],
                 grads=groups["grads"],
                 optimizer=groups["optimizer"],
-                whole=request.optimizer == "muon" and layout.optimizer > 1,
+                whole=request.muon and layout.optimizer > 1,
             ),
         ),
         stages=_stages(request, option),
@@ -43,7 +43,7 @@ def make(request: Request, found: Found, option: Option, calibration: Calibratio
         micro_batch=int(min(layout.micro_batch, max(_samples(request, option)))),
         recompute="none" if request.offload.parameters != "device" else layout.recompute,
         precision=request.precision,
-        compile=request.compile,
+        compile=request.recipe.train.compile,
         predicted=predicted,
         why=tuple(explain.why(request, found, option)),
         runners_up=tuple(explain.runners_up(request, found, option)),
@@ -71,7 +71,7 @@ def predict(request: Request, option: Option, calibration: Calibration) -> Predi
 
 def _samples(request: Request, option: Option) -> list[int]:
     """Samples of each replica, in order; they add up to the batch."""
-    layout, batch = option.layout, request.global_batch
+    layout, batch = option.layout, request.profile.global_batch
     if option.shares is None:
         each, over = divmod(batch, layout.dp)
         return [each + (index < over) for index in range(layout.dp)]
@@ -123,5 +123,5 @@ def _stages(request: Request, option: Option) -> tuple[Stage, ...]:
             window=layout.window,
             speeds=tuple(speed[kind] for kind in kinds) if speed else (),
         )
-        for index, layers in enumerate(stage_layers(request.layers, layout.pp * layout.chunks))
+        for index, layers in enumerate(stage_layers(request.profile.layers, layout.pp * layout.chunks))
     )

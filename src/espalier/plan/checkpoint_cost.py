@@ -11,7 +11,6 @@ import math
 import shutil
 from collections import Counter
 from pathlib import Path
-from typing import Literal
 
 from espalier.checkpoint import save_interval, shared_memory, young_daly
 from espalier.machine.cluster import Cluster
@@ -26,10 +25,9 @@ COPIES = "copies"
 LEAST, MOST = 1, 1_000_000
 
 
-def paced(plan: Plan, every: int | Literal["auto"] | None, cluster: Cluster, limit: float | None = None) -> Plan:
-    """The plan with the rule that its checkpoints follow, and why; as it is where `every` says how often. `limit`:
-    bytes/s that a machine writes at most."""
-    if every != "auto" or plan.predicted is None or plan.offload == NODE:
+def paced(plan: Plan, options: Checkpoint, cluster: Cluster) -> Plan:
+    """The plan with the rule that its checkpoints follow, and why; as it is where `options` say how often."""
+    if options.every != "auto" or plan.predicted is None or plan.offload == NODE:
         return plan  # the files of optimizer nodes are the checkpoint
     state = sum(plan.predicted.state_bytes.values())
     beside = max(Counter(rank.node for rank in plan.ranks).values())  # that copy at once on one machine
@@ -37,7 +35,8 @@ def paced(plan: Plan, every: int | Literal["auto"] | None, cluster: Cluster, lim
     seconds = state / PCIE if gpus(cluster) else 2 * state * beside / bandwidth
     step = plan.predicted.step_seconds
     disks = [disk.write for node in cluster.nodes for disk in node.disks if disk.write]
-    limits = [limit * len({rank.node for rank in plan.ranks})] if limit else []
+    machines = len({rank.node for rank in plan.ranks})
+    limits = [units.rate(options.rate, "checkpoint.rate") * machines] if options.rate else []
     written = checkpoint_bytes(plan) / min([*disks, *limits], default=math.inf)
     writer = "checkpoint.rate" if limits and limits[0] < min(disks, default=math.inf) else "the disk"
     found = save_interval.choose(seconds, written, step, young_daly.ASSUMED)
@@ -84,13 +83,13 @@ def first(plan: Plan) -> int:
     return next((max(1, round(rule.start)) for rule in plan.rules if rule.name == NAME), save_interval.FIRST)
 
 
-def with_copies(plan: Plan, given: int | Literal["auto"], cluster: Cluster) -> Plan:
+def with_copies(plan: Plan, memory: int | str, cluster: Cluster) -> Plan:
     """The plan with the bytes of its copies and why it keeps them, or why not; as it is where none were asked for.
 
     Args:
-        given: what a machine's copies may take together; `auto`: a quarter of what training leaves free, 0: nothing.
+        memory: what a machine's copies may take together; `auto`: a quarter of what training leaves free, 0: nothing.
     """
-    predicted = plan.predicted
+    predicted, given = plan.predicted, memory if memory == "auto" else units.size(memory, "faults.memory")
     if given == 0 or predicted is None or (given == "auto" and plan.offload.optimizer in ("disk", "node")):
         return plan
     count = _count(plan)
@@ -99,7 +98,7 @@ def with_copies(plan: Plan, given: int | Literal["auto"], cluster: Cluster) -> P
     if gpus(cluster):
         return _with(plan, f"{taken} of the host's memory, none of the GPU's.")
     here = max(Counter(rank.node for rank in plan.ranks).values())
-    if given == "auto":
+    if isinstance(given, str):
         least = min(place.table.device.memory for place in cluster.devices())
         allowed = max(0.0, least - here * predicted.memory_bytes["peak"]) / 4 / here
     else:

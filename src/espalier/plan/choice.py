@@ -140,8 +140,8 @@ class ChoiceRow:
 TABLE: dict[str, ChoiceRow] = {
     "task_waves": ChoiceRow(
         "espalier.mechanisms.task_waves.choice",
-        lambda request, cluster: "task_waves" in request.facts,
-        lambda plan, request: request is not None and "task_waves" in request.facts,
+        lambda request, cluster: "task_waves" in request.profile.facts,
+        lambda plan, request: request is not None and "task_waves" in request.profile.facts,
     ),
     "precision": ChoiceRow(
         "espalier.plan.precision_choice",
@@ -150,7 +150,8 @@ TABLE: dict[str, ChoiceRow] = {
     "codecs": ChoiceRow(
         "espalier.mechanisms.codecs.choice",
         lambda request, cluster: (
-            request.codec != "exact" and (request.codec != "auto" or (cluster.machines > 1 and not gpus(cluster)))
+            request.recipe.comm.codec != "exact"
+            and (request.recipe.comm.codec != "auto" or (cluster.machines > 1 and not gpus(cluster)))
         ),
     ),
     "expert_parallel": ChoiceRow(
@@ -165,26 +166,28 @@ TABLE: dict[str, ChoiceRow] = {
     "unequal_pipelines": ChoiceRow(
         "espalier.mechanisms.unequal_pipelines.choice",
         lambda request, cluster: (
-            not request.sync.by_rounds
+            not request.recipe.sync.by_rounds
             and (request.pin.pipelines or any(table.device != cluster.nodes[0].device for table in cluster.nodes))
         ),
         lambda plan, request: plan.planner == "flashflex",
     ),
     "local_rounds": ChoiceRow(
         "espalier.mechanisms.local_rounds.choice",
-        lambda request, cluster: request.sync.by_rounds or (isinstance(request.sync, Auto) and cluster.machines > 1),
+        lambda request, cluster: (
+            request.recipe.sync.by_rounds or (isinstance(request.recipe.sync, Auto) and cluster.machines > 1)
+        ),
     ),
     "disk_batches": ChoiceRow(
         "espalier.mechanisms.disk_batches.choice",
-        lambda request, cluster: "disk_batches" in request.facts,
+        lambda request, cluster: "disk_batches" in request.profile.facts,
     ),
     "halo_exchange": ChoiceRow(
         "espalier.mechanisms.halo_exchange.choice",
-        lambda request, cluster: "halo_exchange" in request.facts,
+        lambda request, cluster: "halo_exchange" in request.profile.facts,
     ),
     "pattern_attention": ChoiceRow(
         "espalier.mechanisms.pattern_attention.choice",
-        lambda request, cluster: request.recipe is not None and isinstance(request.recipe.model, GraphTransformer),
+        lambda request, cluster: isinstance(request.recipe.model, GraphTransformer),
     ),
 }
 """By name, in the order in which they are asked."""

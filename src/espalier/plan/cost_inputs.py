@@ -22,6 +22,7 @@ from espalier.plan.base import RESIDENT
 from espalier.plan.collective_time import DeviceGroup, Fleet
 from espalier.plan.layouts import Layouts
 from espalier.plan.request import Request
+from espalier.recipe import units
 from espalier.recipe.cost import Cost, Cut, Number
 
 TURN = 3e-3
@@ -60,8 +61,8 @@ class CostInputs:
         """Bytes per parameter. Under bf16 today's trainer (replicated) keeps fp32 parameters and a copy; a sharded one
         keeps bf16 parameters and the masters with the optimizer."""
         request, layouts = self.request, self.layouts
-        if request.storage is not None:
-            return request.storage
+        if request.system.storage is not None:
+            return request.system.storage
         width, low, moments = request.bytes_each, request.low, self._moments
         if not low:
             return StateBytes(width, width, moments)
@@ -73,18 +74,19 @@ class CostInputs:
     @property
     def _moments(self) -> float:
         request = self.request
-        one_moment = request.matrix_parameters if request.optimizer == "muon" else 0
-        return request.bytes_each * (2 * request.trainable - one_moment) / max(1, request.trainable)
+        one_moment = request.profile.hidden if request.muon else 0
+        return request.bytes_each * (2 * request.profile.trainable - one_moment) / max(1, request.profile.trainable)
 
     @property
     def frozen(self) -> dict[str, Number]:
         """Bytes of what is not trained: of weights under adapters as they are stored; else of whole parameters, which
         our trainer neither shards nor copies into low precision."""
         request, layouts = self.request, self.layouts
-        if request.frozen is not None:
-            return {"frozen": float(request.frozen)}
-        each = request.bytes_each if request.storage is None else request.storage.params
-        return {"params": each * (request.parameters - request.trainable) / layouts.tp / np.asarray(layouts.pp)}
+        if request.profile.frozen is not None:
+            return {"frozen": float(request.profile.frozen)}
+        each = request.bytes_each if request.system.storage is None else request.system.storage.params
+        untrained = request.profile.parameters - request.profile.trainable
+        return {"params": each * untrained / layouts.tp / np.asarray(layouts.pp)}
 
     @property
     def cuda(self) -> bool:
@@ -94,13 +96,13 @@ class CostInputs:
     @property
     def stage_layers(self) -> Number:
         """Layers of the fullest stage."""
-        return -(-self.request.layers // np.asarray(self.layouts.pp))
+        return -(-self.request.profile.layers // np.asarray(self.layouts.pp))
 
     @property
     def stage_parameters(self) -> Number:
         """Trainable parameters that a rank of the fullest stage updates, before sharding."""
         request, pp = self.request, np.asarray(self.layouts.pp)
-        outside = np.where(pp == 1, request.outside, request.outside / request.tables)
+        outside = request.profile.outside / np.where(pp == 1, 1, request.profile.tables)
         return (self.stage_layers * request.layer_parameters + outside) / self.layouts.tp
 
     @property
@@ -108,15 +110,15 @@ class CostInputs:
         """Bytes of a value that goes from layer to layer. Under bf16 it is as precise as the parameters: these are
         rounded only where the optimizer keeps masters."""
         request = self.request
-        if not request.low or request.storage is not None:
+        if not request.low or request.system.storage is not None:
             return request.compute
         return np.where(np.asarray(self.layouts.optimizer) > 1, request.low, request.bytes_each)
 
     @cached_property
     def bucket_bytes(self) -> Number:
         """Bytes of gradients exchanged at once: what was asked for, else more where many ranks sum them."""
-        if self.request.bucket_bytes is not None:
-            return self.request.bucket_bytes
+        if (bucket := self.request.recipe.comm.bucket) != "auto":
+            return units.size(bucket, "comm.bucket")
         ranks = self.layouts.shards // np.asarray(self.layouts.grads)
         return np.clip(ranks * EACH, BUCKET, LARGEST)
 
@@ -126,20 +128,22 @@ class CostInputs:
     @cached_property
     def states(self) -> StateSizes:
         """The model's states on a rank of the fullest stage."""
-        request, layouts = self.request, self.layouts
-        keeps = request.low and request.storage is None
-        muon = request.optimizer == "muon"
-        largest = max((rows * columns for rows, columns, _ in request.matrix_shapes), default=0) if muon else 0
-        crossing = request.crossing("gradients")
+        request, profile, layouts = self.request, self.request.profile, self.layouts
+        keeps = request.low and request.system.storage is None
+        largest = max((rows * columns for rows, columns in profile.matrices), default=0) if request.muon else 0
+        crossing = request.crossings.get("gradients")
+        sizes = profile.sizes if request.system.storage is None and request.expert_ranks == 1 else ()
+        if request.precision == "fp64":  # else as the trainer keeps them: fp32 masters also under bf16
+            sizes = tuple(sized._replace(element_bytes=8, kind=("torch.float64", False)) for sized in sizes)
         return StateSizes(
             storage=self.storage,
             exact=StateBytes(request.bytes_each, request.bytes_each, self._moments) if keeps else None,
-            sizes=request.sizes if request.storage is None and request.expert_ranks == 1 else (),
-            whole=muon,
+            sizes=sizes,
+            whole=request.muon,
             elements=self.stage_parameters,
             layers=self.stage_layers,
             layer=request.layer_parameters / layouts.tp,
-            outside=request.outside / np.where(np.asarray(layouts.pp) == 1, 1, request.tables) / layouts.tp,
+            outside=profile.outside / np.where(np.asarray(layouts.pp) == 1, 1, profile.tables) / layouts.tp,
             cut=(np.asarray(layouts.tp) > 1) | (np.asarray(layouts.pp) > 1),
             largest=largest / layouts.tp,
             width=request.bytes_each,
@@ -151,10 +155,10 @@ class CostInputs:
     def summed(self) -> StateSizes:
         """The same as far as gradients are summed and parameters gathered: experts over ranks have fewer replicas."""
         request, ranks = self.request, np.maximum(2, np.asarray(self.layouts.shards))
-        if request.expert_ranks == 1:
+        if (spread := request.expert_ranks) == 1:
             return self.states
-        replicas = np.maximum(1, ranks // request.expert_ranks)
-        less = (1 - (replicas - 1) / replicas * ranks / (ranks - 1)) * request.rank_experts / self.layouts.tp
+        replicas = np.maximum(1, ranks // spread)
+        less = (1 - (replicas - 1) / replicas * ranks / (ranks - 1)) * request.experts.on_rank(spread) / self.layouts.tp
         states = self.states
         return replace(states, elements=states.elements - self.stage_layers * less, layer=states.layer - less)
 
@@ -163,12 +167,12 @@ class CostInputs:
         request, layouts = self.request, self.layouts
         if request.expert_ranks == 1:
             return Cost()
-        few, over = divmod(request.experts, request.expert_ranks)
+        few, over = divmod(request.experts.total, request.expert_ranks)
         sizes = [few + (rank < over) for rank in range(request.expert_ranks)]
-        load = ExpertLoad(request.width, request.compute, request.expert_rows == "int8")
-        tokens = samples * request.tokens_per_sample / np.asarray(layouts.sp) / rounds
+        load = ExpertLoad(request.profile.width, request.compute, request.recipe.comm.experts == "int8")
+        tokens = samples * request.profile.tokens_per_sample / np.asarray(layouts.sp) / rounds
         again = float(layouts.recompute != "none")
-        one = expert_cost(load, expected(tokens, request.active, sizes), self.wire, again, layouts.tp)
+        one = expert_cost(load, expected(tokens, request.experts.active, sizes), self.wire, again, layouts.tp)
         return one.times(rounds * self.stage_layers)
 
     @cached_property
@@ -184,7 +188,7 @@ class CostInputs:
         """Seconds of a collective, encoded as its class is."""
         stored = {"gradients": self.storage.grads, "parameters": self.storage.params}
         storage = stored.get(traffic, float(self.request.compute))
-        on = collective_time.encoded(self.on, self.request.crossing(traffic), float(np.min(storage)))
+        on = collective_time.encoded(self.on, self.request.crossings.get(traffic), float(np.min(storage)))
         return collective_time.seconds(operation, size, ranks, stride, on)
 
     def awaited(self, operation: Any, size: Number, ranks: Number, stride: Number, traffic: str) -> Number:
@@ -200,13 +204,13 @@ class CostInputs:
     def sequence(self, tokens: Number, attention: Number = 0.0) -> Cost:
         """What ranks that share a sequence exchange in one layer of a micro-batch of `tokens` tokens of each rank.
         `attention`: seconds of one rank's attention forward, which may hide it."""
-        request, layouts = self.request, self.layouts
+        profile, layouts = self.request.profile, self.layouts
         load = SequenceLoad(
             tokens=tokens * layouts.sp / self.speed,
-            heads=request.heads / layouts.tp,
-            kv_heads=np.maximum(1, request.kv_heads / layouts.tp),
-            head_size=request.kv_width / request.kv_heads,
-            element_bytes=request.compute,
+            heads=profile.heads / layouts.tp,
+            kv_heads=np.maximum(1, profile.kv_heads / layouts.tp),
+            head_size=profile.kv_width / profile.kv_heads,
+            element_bytes=self.request.compute,
             seconds=attention,
             recompute=layouts.recompute,
         )
@@ -232,9 +236,9 @@ class CostInputs:
         if self.request.offload.parameters in ("host", "disk"):  # each rank has a share of all
             found = {kind: size / np.asarray(self.layouts.dp) for kind, size in found.items()}
         if self.request.offload.activations != "device":
-            each = -(-self.request.global_batch // np.asarray(self.layouts.dp))
+            each = -(-self.request.profile.global_batch // np.asarray(self.layouts.dp))
             size = np.minimum(np.maximum(1, np.asarray(self.layouts.micro_batch)), each)
-            anatomy = self.request.anatomy(size, self.layouts.recompute, self.request.precision, self.cut)
+            anatomy = self.request.profile.anatomy(size, self.layouts.recompute, self.request.precision, self.cut)
             found["activations"] = offload_cost.activations(anatomy.layer.kept, self.stage_layers)
         if "optimizer" in found:
             found["optimizer"] = found["optimizer"] - self.kept

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import fields
 
 from espalier.machine import cluster as clusters
 from espalier.machine.cluster import Cluster
@@ -17,7 +16,7 @@ from espalier.plan import base as plans
 from espalier.plan import executable
 from espalier.plan.base import Plan
 from espalier.plan.calibration import Calibration
-from espalier.plan.request import AUTO, Request
+from espalier.plan.request import AUTO, NO_RECIPE, Request
 from espalier.recipe.cache_dir import cache_folder, hashed, write_atomic
 from espalier.recipe.cost import WHOLE
 from espalier.recipe.errors import UserError
@@ -39,15 +38,25 @@ def key(
         code: says which code decides.
         trials: what was measured of candidates of this request; None: nothing is to be measured.
     """
-    called = ("anatomy", "refuses", "with_sequence", "with_adapters", "recipe")
-    plain = [part.name for part in fields(request) if part.name not in called]
-    asked = {name: repr(getattr(request, name)) for name in plain}
-    asked["model"] = repr(request.recipe.model) if request.recipe is not None else ""
-    asked["refuses"] = repr([executable.refusal(request, **{axis: 2}) for axis in executable.AXES])
+    recipe, train = request.recipe, (request.precision, request.recompute, request.muon, request.recipe.train.compile)
+    options = (
+        recipe.model,
+        recipe.plan,
+        recipe.sync,
+        recipe.comm,
+        recipe.checkpoint,
+        recipe.faults,
+        recipe.mechanisms,
+        train,
+    )
+    asked = repr((options, request.changed(recipe=NO_RECIPE, refuses=None, request_of=None, anatomy=None)))
+    refused = repr([executable.refusal(request, **{axis: 2}) for axis in executable.AXES])
     # Code of the user's own may say what a sample costs: its answers count, not its name.
     precision = "fp32" if request.precision == AUTO else request.precision
-    costs = [repr(request.anatomy(size, "none", precision, WHOLE)) for size in (1, request.global_batch)]
-    return hashed([asked, costs, clusters.dumps(cluster), repr(calibration), trials, code])
+    costs = [
+        repr(request.profile.anatomy(size, "none", precision, WHOLE)) for size in (1, request.profile.global_batch)
+    ]
+    return hashed([asked, refused, costs, clusters.dumps(cluster), repr(calibration), trials, code])
 
 
 def read(name: str) -> Plan | None:

@@ -66,7 +66,7 @@ def _smallest(request: Request, layouts: Layouts, kind: dict[str, bool]) -> Plan
                 params=split[0],
                 grads=split[1],
                 optimizer=split[2],
-                whole=request.optimizer == "muon" and kind["optimizer"],
+                whole=request.muon and kind["optimizer"],
             ),
         ),
         stages=tuple(
@@ -78,7 +78,7 @@ def _smallest(request: Request, layouts: Layouts, kind: dict[str, bool]) -> Plan
                 context=degree["cp"],
                 window=degree["cp"],
             )
-            for number, layers in enumerate(stage_layers(request.layers, stages))
+            for number, layers in enumerate(stage_layers(request.profile.layers, stages))
         ),
         exchanges=exchanges(request.crossings) if each > degree["tp"] else (),
         offload=request.offload,
@@ -87,5 +87,5 @@ def _smallest(request: Request, layouts: Layouts, kind: dict[str, bool]) -> Plan
         algorithm=layouts.algorithm,
         recompute="none" if request.offload.parameters != "device" else layouts.recompute,
         precision=request.precision,
-        compile=request.compile,
+        compile=request.recipe.train.compile,
     )

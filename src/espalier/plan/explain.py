@@ -121,7 +121,7 @@ def _gathering(request: Request, option: Option) -> dict[Prefetch, float]:
 def _pieces(request: Request, option: Option) -> list[str]:
     """Why gradients are exchanged in larger pieces than usual."""
     chosen = bucket(request, option)
-    if request.bucket_bytes is not None or chosen <= BUCKET or option.layout.params > 1:
+    if request.recipe.comm.bucket != "auto" or chosen <= BUCKET or option.layout.params > 1:
         return []
     ranks = option.layout.shards // option.layout.grads
     return [
@@ -163,7 +163,7 @@ def _cuts(request: Request, found: Found, option: Option) -> list[str]:
             said.append(f"{name}: {why}.")
     if request.pin.micro_batch is not None:
         said.append(f"Micro-batch {layout.micro_batch}: it was set.")
-    if request.pin.recompute or request.recompute:
+    if request.recompute:
         said.append(f"Recompute {layout.recompute}: it was set.")
     elif request.offload.activations != "device":
         said.append("Activations are recomputed (block): what blocks give to the next waits on disk.")
@@ -289,7 +289,7 @@ def _runner_up(request: Request, one: Option, best: Option, tie: float) -> Runne
     loses = f"{slower:.1%} slower" if slower >= 0 else f"{_faster(gain)}{why}"
     if more > 0:
         loses += f", {units.show_size(more)} more memory"
-    samples = -(-request.global_batch // layout.dp)
+    samples = -(-request.profile.global_batch // layout.dp)
     return RunnerUp(
         layout=space.view(layout, -(-samples // layout.micro_batch), request.precision),
         ranks=int(layout.world),

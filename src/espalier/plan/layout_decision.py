@@ -36,14 +36,14 @@ def best_layout(ask: Ask) -> PlanDecision:
     that is asked."""
     request, priced = choice.priced(ask)
     decision = _searched(replace(ask, request=replace(request, factors=ask.calibration.factors)))
-    remarks = (*decision.request.remarks, *priced, *explain.seating(ask.cluster))
+    remarks = (*decision.request.profile.remarks, *priced, *explain.seating(ask.cluster))
     return decision.changed(why=(*decision.plan.why, *remarks))
 
 
 def _searched(ask: Ask) -> PlanDecision:
     request, cluster, calibration, trials = ask.request, ask.cluster, ask.calibration, ask.trials
     pins.check(request, cluster)
-    free = request.pin.shard is None and request.redundancy == 1
+    free = request.pin.shard is None and request.recipe.plan.redundancy == 1
     processor = not gpus(cluster) and len(cluster.devices()) == 1
     result = search.search(request, cluster, calibration, whole=free and processor)
     spread = _over_ranks(request, cluster, calibration)
@@ -53,12 +53,12 @@ def _searched(ask: Ask) -> PlanDecision:
             alone.append(search.elsewhere(request, cluster, result, calibration))
         alone = [pair for pair in alone if pair[1].options] or alone
         request, result, sentences = _expert_ranks(*min(alone, key=_fastest_of), spread)
-        request = replace(request, remarks=(*request.remarks, *sentences))
+        request = request.changed(remarks=(*request.profile.remarks, *sentences))
     elif request.pin.offload != "none" and not (request.pin.offload is None and result.options):
         pins.check_offload(request, cluster)
         request, result = search.elsewhere(request, cluster, result, calibration, whole=free and processor)
         request, result, sentences = _expert_ranks(request, result, spread)
-        request = replace(request, remarks=(*request.remarks, *sentences))
+        request = request.changed(remarks=(*request.profile.remarks, *sentences))
         trials = None  # of states that would be written to begin with
     option = result.best()
     if option is None:
@@ -75,11 +75,12 @@ def _searched(ask: Ask) -> PlanDecision:
 def _over_ranks(request: Request, cluster: Cluster, calibration: Calibration) -> list[tuple[Request, Found]]:
     """Searches with experts over ranks, where nobody said over how many and that can run: over all ranks of a machine,
     and over 2, 4 and so on. Ranks of one processor gain nothing: one rank has its memory and threads."""
-    pin, places = request.pin, _ranks_of(request, cluster)
+    pin = request.pin
     cut = pin.shard is not None and max(pin.shard.params or 1, pin.shard.grads or 1) > 1
-    if not request.experts or pin.ep is not None or cut or request.compile or len(cluster.devices()) == 1:
+    dense, compiled = "expert_parallel" not in request.profile.facts, request.recipe.train.compile
+    if dense or pin.ep is not None or cut or compiled or len(cluster.devices()) == 1:
         return []
-    most = min(request.experts, request.global_batch)
+    most, places = min(request.experts.total, request.profile.global_batch), _ranks_of(request, cluster)
     counts = {2, 4, 8, 16, 32, 64, places, *(table.devices for table in cluster.nodes)}
     searches = []
     for count in sorted(ranks for ranks in counts if 1 < ranks <= most and places % ranks == 0):

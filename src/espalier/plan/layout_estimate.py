@@ -83,7 +83,7 @@ class Grid:
 
 def samples_each(request: Request, layouts: Layouts) -> Number:
     """Samples of the replica that has most."""
-    return -(-request.global_batch // np.asarray(layouts.dp))
+    return -(-request.profile.global_batch // np.asarray(layouts.dp))
 
 
 def price(request: Request, on: Fleet, layouts: Layouts, shares: Shares = EQUAL, kept: Number = 0.0) -> list[Priced]:
@@ -139,7 +139,7 @@ def estimate(
     terms = {name: float(value) for name, value in costs[slow].seconds.items()}
     kinds = {name: float(value) for name, value in tight.held.items()}
     step = sum(terms.values())
-    tokens = request.global_batch * request.tokens_per_sample
+    tokens = request.profile.global_batch * request.profile.tokens_per_sample
     made = CostInputs(request, on, on.kinds[slow], layout)
     most = int(samples_each(request, layout)) if shares.samples is None else int(np.max(shares.samples))
     peak = sum(device_model.peak(one, request.precision) for one in devices(cluster, ranks).values())
@@ -166,7 +166,7 @@ def sent(step: CostInputs, samples: int, nodes: Sequence[int]) -> dict[str, floa
     norm, in one exchange (`mechanisms.sharding.amsp.ControlMessage`); the first gives the others its running statistics
     (`mechanisms.sharding.broadcast`).
     """
-    request, layout = step.request, step.layouts
+    request, profile, layout = step.request, step.request.profile, step.layouts
     rounds = -(-samples // int(layout.micro_batch))
     if request.offload == NODE:
         return {"gradients": optimizer_node.pushed(request)}
@@ -181,26 +181,27 @@ def sent(step: CostInputs, samples: int, nodes: Sequence[int]) -> dict[str, floa
     found |= {name: size for name, size in step_time.pipeline(step, 1, samples).sent.items() if size}
     found |= step.experts(samples, rounds).sent
     world = int(layout.world)
-    totals = TOTALS + world + task_totals(request.tasks)
-    steering = TOTAL_BYTES * placement_plan.control_values(request.tensors, world, totals)
+    totals = TOTALS + world + task_totals(profile.tasks)
+    steering = TOTAL_BYTES * placement_plan.control_values(profile.tensors, world, totals)
     found["control"] = ring_bytes("all_reduce", steering, world)
-    found["parameters"] += request.running * (world > 1)
+    floats, whole = profile.running
+    found["parameters"] += (request.bytes_each * floats + 8 * whole) * (world > 1)
     if layout.tp * layout.pp > 1:  # totals and norm go to the whole replica, flags to those of the same part
-        flags = TOTAL_BYTES * placement_plan.control_values(request.tensors, layout.shards, 0)
+        flags = TOTAL_BYTES * placement_plan.control_values(profile.tensors, layout.shards, 0)
         whole = ring_bytes("all_reduce", TOTAL_BYTES * (1 + totals), world)
         found["control"] = whole + ring_bytes("all_reduce", flags, layout.shards)
-    if request.width and layout.tp > 1:
-        load = step_time.tensor_load(step, samples * request.tokens_per_sample / layout.sp, step.stage_layers)
+    if profile.width and layout.tp > 1:
+        load = step_time.tensor_load(step, samples * profile.tokens_per_sample / layout.sp, step.stage_layers)
         found["activations"] = found.get("activations", 0.0) + tensor_cost.cost(load).sent[tensor_cost.ACTIVATIONS]
-        norms = (2 * step.stage_layers + 1) * request.width * step.storage.grads
+        norms = (2 * step.stage_layers + 1) * profile.width * step.storage.grads
         found["gradients"] += ring_bytes("all_reduce", norms, layout.tp) * (rounds if layout.grads > 1 else 1)
         found["gradients"] += ring_bytes("all_reduce", norms * (1 - 1 / layout.tp), layout.shards)
     if int(layout.sp) > 1:
-        tokens = samples * request.tokens_per_sample / layout.sp
+        tokens = samples * profile.tokens_per_sample / layout.sp
         exchanged = step.sequence(tokens).sent
         found |= {name: found.get(name, 0.0) + step.stage_layers * size for name, size in exchanged.items()}
     if request.expert_ranks > 1:  # how many rows each expert got, and how long each rank waited
-        found["control"] += ring_bytes("all_reduce", TOTAL_BYTES * (request.experts + world), world)
+        found["control"] += ring_bytes("all_reduce", TOTAL_BYTES * (request.experts.total + world), world)
     return {name: float(size) for name, size in found.items() if size or name != "parameters"}
 
 

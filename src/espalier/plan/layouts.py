@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from typing import Any
 
@@ -19,6 +19,8 @@ import numpy as np
 
 from espalier.plan.axes.placement import ShardFactors
 from espalier.plan.base import Layout, Placement
+from espalier.recipe import Pin
+from espalier.recipe.cost import Profile
 from espalier.recipe.errors import UserError
 
 ALGORITHMS = ("data", "megatron", "fsp", "isp")
@@ -207,7 +209,7 @@ def grid(algorithm: str, world: int, per_node: int, limits: Limits) -> Iterator[
             one[..., 9] = sizes[None, :]
             # Sharded gradients and tokens of experts are exchanged in every micro-batch, so the smallest share needs
             # a sample for each.
-            most, fewest = -(-limits.global_batch // dp), limits.global_batch // dp
+            most, fewest = -(-limits.profile.global_batch // dp), limits.profile.global_batch // dp
             shared = ((factors[:, None, 1] > 1) | (limits.experts > 1)) & (-(-most // sizes) > fewest)[None, :]
             rows.append(one[~shared])
     table = np.concatenate(rows).T if rows else np.empty((10, 0))
@@ -215,11 +217,13 @@ def grid(algorithm: str, world: int, per_node: int, limits: Limits) -> Iterator[
         return
     names = ("dp", "tp", "hp", "cp", "window", "pp", "params", "grads", "optimizer", "micro_batch")
     arrays: dict[str, Any] = dict(zip(names, table, strict=True))
-    for placement in limits.placements:
+    only = limits.pin.placement
+    placements: tuple[Placement, ...] = (only,) if only else ("head_first", "context_first")
+    for placement in placements:
         # Which ranks are neighbours matters only where both heads and context are cut, or rings are nested.
         matter = (arrays["cp"] > 1) & ((arrays["hp"] > 1) | (placement == "interleaved") & (arrays["window"] > 1))
         nested = (placement != "interleaved") | (arrays["cp"] % (2 * arrays["window"]) == 0)
-        kept = np.flatnonzero((matter | (placement == limits.placements[0])) & nested)
+        kept = np.flatnonzero((matter | (placement == placements[0])) & nested)
         chosen = {name: array[kept] for name, array in arrays.items()}
         orders = list(limits.orders(chosen))
         if not orders:
@@ -238,49 +242,34 @@ class Limits:
     """What a model, a batch and pins leave of the space.
 
     Attributes:
-        heads, kv_heads, width: of a decoder; 0: a module, whose matrices `tensor` ranks share.
-        layers: what stages are made of; global_batch: samples per step; sequence: tokens of one.
-        modes: recomputations to consider; placements: of ranks that share a sequence; schedule: the one asked for.
+        modes: recomputations to consider.
         threads: of each rank.
         per_node: ranks on one machine.
         redundancy: ranks that must hold each optimizer shard.
         experts: ranks of an expert group; more than 1: states beside them are sharded for the optimizer only.
-        pins: names of `layout` -> the value asked for.
     """
 
-    layers: int
-    global_batch: int
-    heads: int = 0
-    kv_heads: int = 0
-    width: int = 0
-    tensor: int = 1
-    sequence: int = 1
+    profile: Profile
+    pin: Pin = field(default_factory=Pin)
     modes: tuple[str, ...] = MODES
-    placements: tuple[Placement, ...] = ("head_first",)
-    schedule: str = ""
     per_node: int = 1
     threads: int = 1
     redundancy: int = 1
     experts: int = 1
-    pins: tuple[tuple[str, int], ...] = ()
-
-    def _pinned(self, name: str, values: list[int]) -> list[int]:
-        wanted = dict(self.pins).get(name)
-        return values if wanted is None else [value for value in values if value == wanted]
 
     def stages(self, world: int) -> list[int]:
         """Numbers of pipeline stages."""
-        most = self.layers if self.heads else 1
-        return self._pinned("pp", [d for d in divisors(world) if d <= most])
+        most = self.profile.layers if self.profile.heads else 1
+        return [d for d in divisors(world) if d <= most and self.pin.pp in (None, d)]
 
     def orders(self, arrays: dict[str, Any]) -> Iterator[tuple[str, int, Any]]:
         """(schedule, stages on each rank, indices of the layouts that have them): 1F1B for all; for pipelines also with
         two stages on each rank, and zero bubble."""
-        pinned = dict(self.pins).get("interleave")
-        for schedule in (self.schedule,) if self.schedule else ("1f1b", "zero_bubble"):
+        pinned, only = self.pin.interleave, self.pin.schedule
+        for schedule in (only,) if only else ("1f1b", "zero_bubble"):
             for chunks in (pinned,) if pinned else (1, 2) if schedule == "1f1b" else (1,):
-                several = (arrays["pp"] > 1) & (arrays["pp"] * chunks <= self.layers)
-                plain = chunks == 1 and schedule in (self.schedule, "1f1b")
+                several = (arrays["pp"] > 1) & (arrays["pp"] * chunks <= self.profile.layers)
+                plain = chunks == 1 and schedule in (only, "1f1b")
                 indices = np.flatnonzero(several | (arrays["pp"] == 1) if plain else several)
                 if len(indices):
                     yield schedule, chunks, indices
@@ -289,59 +278,64 @@ class Limits:
         """(tensor, head, context ranks, ranks of an inner ring) of an algorithm."""
         if algorithm == "data":
             found = [(1, 1, 1, 1)]
-        elif not self.heads:
-            found = [(self.tensor, 1, 1, 1)] if ranks % self.tensor == 0 else []
+        elif not self.profile.heads:
+            tensor = self.profile.tensor
+            found = [(tensor, 1, 1, 1)] if ranks % tensor == 0 else []
         elif algorithm == "isp":
             found = [(1, *one) for sp in divisors(ranks) if sp > 1 for one in self._sequences(1, sp)]
         else:
-            tensor = [d for d in divisors(ranks) if d > 1 and self._heads(d) and self.sequence % d == 0]
+            length = self.profile.tokens_per_sample
             found = [
                 (tp, *one)
-                for tp in tensor
+                for tp in divisors(ranks)
+                if tp > 1 and self._heads(tp) and length % tp == 0
                 for sp in (divisors(ranks // tp) if self._long and tp <= self.per_node else (1,))
                 for one in self._sequences(tp, sp)
             ]
-        return [one for one in found if self._allows(*one)]
+        pin = self.pin
+        wanted = pin.tp, pin.hp, pin.cp, pin.window
+        return [
+            degrees
+            for degrees in found
+            if pin.sp in (None, degrees[1] * degrees[2])
+            and all(value in (None, degree) for value, degree in zip(wanted, degrees, strict=True))
+        ]
 
     @property
     def _long(self) -> bool:
         """Whether sequences are cut by their tokens too, and beside matrices."""
-        return self.sequence >= LONG or any(name in dict(self.pins) for name in ("sp", "hp", "cp", "window"))
+        pin = self.pin
+        return self.profile.tokens_per_sample >= LONG or (pin.sp, pin.hp, pin.cp, pin.window) != (None,) * 4
 
     def _sequences(self, tp: int, sp: int) -> list[tuple[int, int, int]]:
         """(head ranks, context ranks, ranks of an inner ring) of `sp` ranks that share a sequence. Of head ranks the
         most, the most that stand in one machine, and one (LoongTrain, arXiv 2406.18485, section 4.5)."""
-        if self.sequence % sp or self.sequence < 2 * tp * sp:
+        if (length := self.profile.tokens_per_sample) % sp or length < 2 * tp * sp:
             return []
         possible = [hp for hp in divisors(sp) if self._heads(tp * hp)]
         if not self._long:
             return [(sp, 1, 1)] if sp in possible else []
         near = [hp for hp in possible if tp * hp <= self.per_node]
-        pinned = dict(self.pins).get("hp")
+        pinned = self.pin.hp
         heads = sorted({max(possible), max(near, default=1), 1} if pinned is None else {pinned} & set(possible))
         return [(hp, sp // hp, window) for hp in heads for window in self._windows(tp, hp, sp // hp)]
 
     def _windows(self, tp: int, hp: int, cp: int) -> list[int]:
         """Ranks of an inner ring: all of the ring, and those that one machine holds."""
-        pinned = dict(self.pins).get("window")
-        if pinned is not None:
+        if (pinned := self.pin.window) is not None:
             return [pinned] if cp % pinned == 0 else []
         inside = max(d for d in divisors(cp) if d == 1 or d * tp * hp <= self.per_node)
         return sorted({cp} | ({inside} if inside > 1 else set()))
 
-    def _allows(self, tp: int, hp: int, cp: int, window: int) -> bool:
-        given = {"tp": tp, "sp": hp * cp, "hp": hp, "cp": cp, "window": window}
-        return all(self._pinned(name, [value]) for name, value in given.items())
-
     def _heads(self, ranks: int) -> bool:
-        return bool(self.heads) and self.heads % ranks == 0 and self.width % ranks == 0
+        return self.profile.heads > 0 and self.profile.heads % ranks == self.profile.width % ranks == 0
 
     def micro_batches(self, dp: int) -> list[int]:
         """Samples of a micro-batch: powers of two up to a replica's share, and the share itself."""
-        if dp > self.global_batch or (dict(self.pins).get("dp") not in (None, dp)):
+        if dp > self.profile.global_batch or self.pin.dp not in (None, dp):
             return []
-        share = -(-self.global_batch // dp)
-        wanted, rounds = (dict(self.pins).get(name) for name in ("micro_batch", "accumulate"))
+        share = -(-self.profile.global_batch // dp)
+        wanted, rounds = self.pin.micro_batch, self.pin.accumulate
         if wanted is not None:
             sizes = [wanted] if wanted <= share else []
         elif rounds is not None:
@@ -356,7 +350,6 @@ class Limits:
         if self.experts > 1:
             keep = keep & (ranks % self.experts == 0) & (found[:, 1] == 1)
         for column, name in enumerate(("params", "grads", "optimizer")):
-            wanted = dict(self.pins).get(name)
-            if wanted is not None:
+            if (wanted := getattr(self.pin.shard, name, None)) is not None:
                 keep = keep & (found[:, column] == wanted)
         return found[keep]

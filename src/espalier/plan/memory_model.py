@@ -7,7 +7,6 @@ the allocator and the optimizer need for a moment, and gathered layers, are kind
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,6 +18,7 @@ from espalier.plan.collective_time import DeviceGroup, Fleet
 from espalier.plan.cost_inputs import CostInputs
 from espalier.plan.layouts import Layouts
 from espalier.plan.request import Request
+from espalier.recipe import units
 from espalier.recipe.cost import Anatomy, Number
 
 CUDA_RUNTIME = 800 * 2**20
@@ -47,8 +47,9 @@ def limit(kind: DeviceGroup, request: Request) -> float:
     """Bytes that a rank of this kind may hold: what the device allows, or less on demand."""
     device = kind.table.device
     share = CUDA_MEMORY if device.kind == "cuda" else CPU_MEMORY
-    usable = (share if request.headroom else 1.0) * device.memory / kind.setting.processes
-    return min(usable, math.inf if request.memory is None else request.memory)
+    usable = (share if request.system.headroom else 1.0) * device.memory / kind.setting.processes
+    allowed = request.recipe.plan.memory
+    return usable if allowed is None else min(usable, float(units.size(allowed, "plan.memory")))
 
 
 def held(step: CostInputs, size: Number, in_flight: Number) -> dict[str, Number]:
@@ -65,7 +66,7 @@ def held(step: CostInputs, size: Number, in_flight: Number) -> dict[str, Number]
 
 def ends(step: CostInputs, size: Number, in_flight: Number) -> tuple[dict[str, Number], dict[str, Number]]:
     """Bytes by kind on the first stage and on the last; the same object where no layout has more than one."""
-    anatomy = step.request.anatomy(size, step.layouts.recompute, step.request.precision, step.cut)
+    anatomy = step.request.profile.anatomy(size, step.layouts.recompute, step.request.precision, step.cut)
     first = stage(step, anatomy, in_flight, is_first=True)
     if np.all(np.asarray(step.layouts.pp) == 1):
         return first, first
@@ -96,11 +97,11 @@ def stage(step: CostInputs, anatomy: Anatomy, micro_batches: Number, is_first: b
     found["activations"] = factors.held * kept
     # The worst moment is in backward, or in the optimizer's step when no activation is held any more.
     found["transient"] = np.maximum(factors.held * transient, update - factors.held * kept)
-    if request.fsdp:
+    if request.system.fsdp:
         found["gathered"] = np.where(_fsdp(step) & (pp > 1), _resident(step), found["gathered"])
     within = sum(found.values()) if step.cuda else found["activations"] + found["transient"]
     found["slack"] = factors.held * SLACK[device.kind] * within
-    found["runtime"] = _runtime(device.runtime, step.on, layouts) + (0 if step.cuda else request.loaded)
+    found["runtime"] = _runtime(device.runtime, step.on, layouts) + (0 if step.cuda else request.profile.loaded)
     zero = 0.0 * np.asarray(micro_batches)
     return {name: value + zero for name, value in found.items()}
 
@@ -108,13 +109,13 @@ def stage(step: CostInputs, anatomy: Anatomy, micro_batches: Number, is_first: b
 def _temporaries(step: CostInputs) -> Number:
     """Bytes per parameter that an update needs beside its states: 16-bit gradients are cast for their fp32 masters."""
     request = step.request
-    cast = CAST if request.low and request.temporaries else 0.0
-    return request.temporaries + np.where(_fsdp(step), 0.0, cast)
+    cast = CAST if request.low and request.system.temporaries else 0.0
+    return request.system.temporaries + np.where(_fsdp(step), 0.0, cast)
 
 
 def _fsdp(step: CostInputs) -> Any:
     """Where PyTorch's FSDP shards parameters."""
-    return step.request.fsdp & (np.asarray(step.layouts.params) > 1)
+    return step.request.system.fsdp & (np.asarray(step.layouts.params) > 1)
 
 
 def _resident(step: CostInputs) -> Number:
@@ -133,13 +134,13 @@ def _runtime(measured: int, on: Fleet, layouts: Layouts) -> Number:
 
 def orthogonal_bytes(request: Request) -> int:
     """Bytes Muon needs beside its state: the matrices it takes at once, the old and the new of two products."""
-    if request.optimizer != "muon":
+    if not request.muon:
         return 0
     from espalier.optim.muon import LARGEST_BATCH
 
     at_once = (
         rows * columns * min(count, max(1, LARGEST_BATCH // (rows * columns)))
-        for rows, columns, count in request.matrix_shapes
+        for (rows, columns), count in request.profile.matrices.items()
         if rows * columns
     )
     return 4 * request.bytes_each * max(at_once, default=0)
@@ -153,7 +154,7 @@ def sources(request: Request, on: Fleet) -> Mapping[str, str]:
         "params": f"{width} bytes per parameter{low}",
         "grads": f"{width} bytes per trainable parameter",
         "optimizer_state": f"{2 * width} bytes per AdamW parameter, {width} per Muon parameter",
-        **({} if request.frozen is None else {"frozen": "weights that are not trained, as they are stored"}),
+        **({} if request.profile.frozen is None else {"frozen": "weights that are not trained, as they are stored"}),
         "activations": "the workload's formula, for as many micro-batches as wait in the pipeline",
         "gathered": "two layers gathered at a time where parameters or gradients are sharded",
         "slack": f"{SLACK[device.kind]:.0%} for the allocator"

@@ -32,8 +32,8 @@ def check(request: Request, cluster: Cluster) -> None:
     if pin.shard is not None:
         _check_chain(pin.shard, there)
     _check_algorithm(pin)
-    if request.global_batch < 1:
-        raise UserError(f"The global batch has {request.global_batch} samples.", do="a larger train.batch_tokens")
+    if (batch := request.profile.global_batch) < 1:
+        raise UserError(f"The global batch has {batch} samples.", do="a larger train.batch_tokens")
     if there:
         devices = [table.device for table in cluster.nodes if table.device.kind == "cuda"]
         if not any(device_model.has(device, request.precision) for device in devices):
@@ -49,32 +49,32 @@ def _check_ranks(request: Request, cluster: Cluster) -> None:
     """Whether there is something for each rank to train on."""
     pin = request.pin
     for divided in filter(None, (each.divided(request) for each in choice.asked(request, cluster))):
-        _at_most("ranks", pin.ranks, request.global_batch, divided)
+        _at_most("ranks", pin.ranks, request.profile.global_batch, divided)
         return
     shared = (pin.tp or 1) * (pin.sp or (pin.hp or 1) * (pin.cp or 1)) * (pin.pp or 1)  # ranks that take one sample
     what = "samples of the global batch" + (f" x {shared} ranks that share each" if shared > 1 else "")
-    _at_most("ranks", pin.ranks, request.global_batch * shared, what, "a larger train.batch_tokens")
+    _at_most("ranks", pin.ranks, request.profile.global_batch * shared, what, "a larger train.batch_tokens")
 
 
 def _check_devices(request: Request, there: int) -> None:
     """Whether ranks, redundancy and the GPUs allowed agree."""
-    pin, most = request.pin, request.max_devices
+    pin, most = request.pin, request.recipe.plan.max_devices
     if most is not None and pin.ranks is not None and pin.ranks > most:
         raise UserError(
             f"plan.pin.ranks = {pin.ranks} is more than plan.max_devices = {most}.", do=f"plan.pin.ranks={most}"
         )
     _at_most("ranks", pin.ranks, there, "devices of the cluster")
     least = min(number for number in (pin.ranks, most, there) if number is not None)
-    if request.redundancy > least:
+    if request.recipe.plan.redundancy > least:
         raise UserError(
-            f"plan.redundancy = {request.redundancy} needs that many ranks; there are {least}.",
+            f"plan.redundancy = {request.recipe.plan.redundancy} needs that many ranks; there are {least}.",
             do=f"plan.redundancy={least} or less",
         )
 
 
 def _check_degree(request: Request, name: str, value: int, there: int) -> None:
-    ranks = request.pin.ranks
-    if name != "dp" and value > 1 and not request.heads and (name, value) != ("tp", request.tensor):
+    ranks, profile = request.pin.ranks, request.profile
+    if name != "dp" and value > 1 and not profile.heads and (name, value) != ("tp", profile.tensor):
         page = "src/espalier/mechanisms/pipeline/README.md"
         by_hand = f"; a plan.json with stages is run where the module says where it may be cut ({page})"
         raise UserError(
@@ -86,12 +86,12 @@ def _check_degree(request: Request, name: str, value: int, there: int) -> None:
         raise UserError(
             f"plan.pin.{name} = {value} cannot run.", why=why.reason, do=f"plan.pin.{name}=1, or {why.instead}"
         )
-    if name in ("tp", "hp") and value > 1 and request.heads and request.heads % value:
-        raise _no_division(f"plan.pin.{name}", value, "heads", request.heads)
+    if name in ("tp", "hp") and value > 1 and profile.heads and profile.heads % value:
+        raise _no_division(f"plan.pin.{name}", value, "heads", profile.heads)
     if name == "pp":
-        _at_most(name, value, request.layers, "layers of the model")
+        _at_most(name, value, profile.layers, "layers of the model")
     if name == "dp" and (not there or value <= there):
-        _at_most(name, value, request.global_batch, "samples of the global batch", "a larger train.batch_tokens")
+        _at_most(name, value, profile.global_batch, "samples of the global batch", "a larger train.batch_tokens")
     if ranks and ranks % value:
         raise _no_division(f"plan.pin.{name}", value, "ranks", ranks)
     if there and not ranks:
@@ -103,32 +103,32 @@ def _check_experts(request: Request) -> None:
     pin, ep = request.pin, request.pin.ep or 1
     if ep == 1:
         return
-    if not request.experts:
+    if not request.experts.total:
         raise UserError(
             f"plan.pin.ep = {ep} spreads experts, and this model has none.", do='model.kind = "moe", or leave it out'
         )
-    _at_most("ep", ep, request.experts, "experts of a layer")
+    _at_most("ep", ep, request.experts.total, "experts of a layer")
     if pin.ranks and pin.ranks % ep:
         raise _no_division("plan.pin.ep", ep, "ranks", pin.ranks)
     if pin.ranks and pin.ranks % (ep * (pin.tp or 1)):
         raise _no_division("plan.pin.ep x plan.pin.tp", ep * (pin.tp or 1), "ranks", pin.ranks)
-    _at_most("ep", ep, request.global_batch, "samples of the global batch", "a larger train.batch_tokens")
+    _at_most("ep", ep, request.profile.global_batch, "samples of the global batch", "a larger train.batch_tokens")
 
 
 def _check_stages(request: Request) -> None:
     """Whether schedules and stages on each rank have stages to order."""
     pin = request.pin
-    many = pin.interleave or 1
+    many, layers = pin.interleave or 1, request.profile.layers
     for name in ("schedule", "interleave"):
         if getattr(pin, name) not in (None, 1) and pin.pp == 1:
             raise UserError(
                 f"plan.pin.{name} = {getattr(pin, name)!r} orders stages, and plan.pin.pp = 1.",
                 do="plan.pin.pp=2, or more",
             )
-    if many > 1 and (pin.pp or 2) * many > request.layers:
+    if many > 1 and (pin.pp or 2) * many > layers:
         raise UserError(
-            f"plan.pin.interleave = {many} needs {(pin.pp or 2) * many} layers; the model has {request.layers}.",
-            do=f"plan.pin.interleave={max(1, request.layers // (pin.pp or 2))}",
+            f"plan.pin.interleave = {many} needs {(pin.pp or 2) * many} layers; the model has {layers}.",
+            do=f"plan.pin.interleave={max(1, layers // (pin.pp or 2))}",
         )
 
 

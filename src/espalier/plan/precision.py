@@ -118,7 +118,7 @@ def faster(request: Request, found: Found) -> list[str]:
     if name == request.precision or not all(device_model.has(device, name) for device in devices):
         return []
     on = replace(collective_time.fleet(option.cluster, int(layout.world), layout.threads), factors=request.factors)
-    here, there = (price(one, on, layout) for one in (request, replace(request, precision=name)))
+    here, there = (price(one, on, layout) for one in (request, request.changed(precision=name)))
     times = max(float(one.step) for one in here) / max(float(one.step) for one in there)
     if times <= WORTH_SAYING:
         return []

@@ -58,7 +58,7 @@ def _fastest(ask: Ask) -> PlanDecision:
 
 def _measured(ask: Ask) -> PlanDecision:
     """On processors: fp32, or bf16 where trials of the same ranks and micro-batch say that it is faster."""
-    remarks = (*ask.request.remarks, precision.ON_PROCESSORS)
+    remarks = (*ask.request.profile.remarks, precision.ON_PROCESSORS)
     decision = _decided(ask.changed(precision="fp32", remarks=remarks))
     exact = decision.plan
     if ask.trials is None or not (decision.fits and precision.worth_trying(ask.cluster)) or exact.replicas:
@@ -66,7 +66,7 @@ def _measured(ask: Ask) -> PlanDecision:
     alike = {"ranks": len(exact.ranks), "threads": exact.ranks[0].threads, "micro_batch": exact.micro_batch}
     pin = ask.request.pin.changed(**alike, recompute=exact.recompute)
     try:
-        low = decide(replace(ask.request, precision="bf16", pin=pin), ask.cluster, ask.calibration)
+        low = decide(ask.request.changed(precision="bf16", pin=pin), ask.cluster, ask.calibration)
     except UserError:
         return decision
     same = low.fits and low.plan.layout.changed(precision="fp32") == exact.layout

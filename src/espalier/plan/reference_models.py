@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from espalier.plan.axes.sharding import StateBytes
-from espalier.plan.request import Request
-from espalier.recipe.cost import VALUE_BYTES, Anatomy, Cut, Number, Product, Work
+from espalier.plan.request import Request, TrainingSystem
+from espalier.recipe.cost import VALUE_BYTES, Anatomy, Cut, Number, Product, Profile, Work
 from espalier.recipe.decoder_shapes import DecoderSizes
 
 MIXED = StateBytes(2, 2, 12)
@@ -156,14 +156,29 @@ class ReferenceDecoder:
         return (EAGER if self.eager else 1.0) * (stream + turned + feed), scores
 
     def request(self, samples: int, precision: str, **more: Any) -> Request:
-        """The planner's request for a step of `samples` samples; `more` overrides its fields."""
+        """The planner's request for a step of `samples` samples; `more`: see `Request.changed`."""
         size = self.size
         parameters = size.layers * self.layer_parameters + self.outside
-        return Request(**{
-            "parameters": parameters, "trainable": parameters, "layers": size.layers, "global_batch": samples,
-            "tokens_per_sample": float(self.sequence), "anatomy": self.anatomy, "tensors": 10 * size.layers + 3,
-            "precision": precision, "outside": self.outside, "tables": 1 if size.tied else 2, "heads": size.heads,
-            "kv_heads": size.kv_heads, "width": size.width, "kv_width": size.kv_width,
-            "storage": {"fp32": FULL, "tf32": FULL, "fp64": DOUBLE}.get(precision, MIXED), "temporaries": FOREACH,
-            "fsdp": True, "sequence_parallel": self.sequence_parallel, "headroom": False, **more,
-        })  # fmt: skip
+        profile = Profile(
+            parameters=parameters,
+            trainable=parameters,
+            tensors=10 * size.layers + 3,
+            global_batch=samples,
+            tokens_per_sample=float(self.sequence),
+            anatomy=self.anatomy,
+            layers=size.layers,
+            outside=self.outside,
+            tables=1 if size.tied else 2,
+            heads=size.heads,
+            kv_heads=size.kv_heads,
+            width=size.width,
+            kv_width=size.kv_width,
+        )
+        system = TrainingSystem(
+            storage={"fp32": FULL, "tf32": FULL, "fp64": DOUBLE}.get(precision, MIXED),
+            temporaries=FOREACH,
+            fsdp=True,
+            sequence_parallel=self.sequence_parallel,
+            headroom=False,
+        )
+        return Request(profile=profile, system=system).changed(precision=precision, **more)

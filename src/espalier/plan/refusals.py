@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any, get_args, get_type_hints
 
-import msgspec
 import numpy as np
 
 from espalier.machine.cluster import Cluster
@@ -22,7 +21,7 @@ from espalier.plan.layout_estimate import estimate, samples_each
 from espalier.plan.layouts import Layouts
 from espalier.plan.request import Request
 from espalier.plan.search import Found, Option
-from espalier.recipe import Adapters, Pin, units
+from espalier.recipe import Adamw, Adapters, Gpt, Lora, Muon, Pin, units
 from espalier.recipe.errors import UserError
 
 MACHINE = 8
@@ -35,8 +34,8 @@ ABSENT = "not in Espalier: optimizer states in 8 bits"
 """What others do where nothing fits."""
 FROZEN = get_args(get_type_hints(Adapters)["frozen"])
 """How weights under adapters are stored, the largest first."""
-ASKED = ("pin", "free", "factors", "precision", "crossings", "global_batch")
-"""Of a request, what is not the recipe's alone."""
+ASKED = ("free", "factors", "crossings")
+"""Of a request, what its recipe does not say."""
 SEPARATOR = "\n       "
 """Between two changes: each is a line under the first."""
 
@@ -88,8 +87,8 @@ def _disk_too_small(request: Request, cluster: Cluster, nearest: Option, short: 
 
 def _resident(request: Request, cluster: Cluster) -> Iterator[str]:
     """The plan with nothing on disk, where there is one."""
-    pin = msgspec.structs.replace(request.pin, offload="none")
-    if cost := planned(replace(request, pin=pin, offload=RESIDENT), cluster):
+    pin = request.pin.changed(offload="none")
+    if cost := planned(request.changed(pin=pin, offload=RESIDENT), cluster):
         yield f'plan.pin.offload="none" ({cost})'
 
 
@@ -98,7 +97,7 @@ def _no_layout(request: Request, cluster: Cluster) -> UserError:
     for name, value in pins.given(request.pin):
         if name in ("threads", "prefetch", "offload", "pipelines"):
             continue
-        others = search.search(replace(request, pin=_without(request.pin, name)), cluster)
+        others = search.search(request.changed(pin=_without(request.pin, name)), cluster)
         there = sorted({_value(option.layout, name) for option in others.options})
         if not there:
             continue
@@ -108,11 +107,10 @@ def _no_layout(request: Request, cluster: Cluster) -> UserError:
             why="degrees multiply to the ranks, divide heads and sequence, and shards nest in dp x sp",
             do=f"plan.pin.{name}={near}, or leave it out",
         )
-    free = {"redundancy": replace(request, redundancy=1), "max_devices": replace(request, max_devices=None)}
-    for name, other in free.items():
-        if search.search(other, cluster).options:
+    for name, free in (("redundancy", 1), ("max_devices", None)):
+        if search.search(request.changed(**{name: free}), cluster).options:
             return UserError(
-                f"plan.{name} = {getattr(request, name)} leaves no layout, with the pins as they are.",
+                f"plan.{name} = {getattr(request.recipe.plan, name)} leaves no layout, with the pins as they are.",
                 do=f"another plan.{name}, or fewer pins",
             )
     told = ", ".join(f"plan.pin.{name}" for name, _ in pins.given(request.pin))
@@ -164,7 +162,7 @@ def cures(request: Request, cluster: Cluster, nearest: Option) -> list[str]:
         advice.append(more)
     there = min(place.table.device.memory for place in seats(nearest.cluster, int(nearest.layout.world)))
     enough = there * nearest.peak / (nearest.peak - nearest.over)
-    if not advice or request.memory is None:
+    if not advice or request.recipe.plan.memory is None:
         advice.append(f"devices with {units.show_size(enough)} of memory or a smaller model")
     return advice
 
@@ -198,27 +196,28 @@ def away_on_machine(request: Request, option: Option) -> float:
 
 def _lifted(request: Request) -> Iterator[Change]:
     """Without a limit that the recipe set, which costs nothing."""
-    pin = request.pin
-    if request.memory is not None:
-        yield "leave plan.memory out", partial(replace, memory=None)
-    if request.redundancy > 1:
-        yield "plan.redundancy=1", partial(replace, redundancy=1)
-    if request.max_devices is not None:
-        yield "leave plan.max_devices out", partial(replace, max_devices=None)
+    pin, options = request.pin, request.recipe.plan
+    if options.memory is not None:
+        yield "leave plan.memory out", partial(Request.changed, memory=None)
+    if options.redundancy > 1:
+        yield "plan.redundancy=1", partial(Request.changed, redundancy=1)
+    if options.max_devices is not None:
+        yield "leave plan.max_devices out", partial(Request.changed, max_devices=None)
     given = [name for name in Pin.__struct_fields__ if getattr(pin, name) is not None]
     for name in given if len(given) > 1 else ():
-        yield f"leave plan.pin.{name} out", partial(replace, pin=msgspec.structs.replace(pin, **{name: None}))
+        yield f"leave plan.pin.{name} out", partial(Request.changed, pin=pin.changed(**{name: None}))
     if given:
-        yield f"leave {', '.join(f'plan.pin.{name}' for name in given)} out", partial(replace, pin=Pin())
+        yield f"leave {', '.join(f'plan.pin.{name}' for name in given)} out", partial(Request.changed, pin=Pin())
     if request.recompute is not None and pin.recompute is None:
-        yield "leave train.recompute out", partial(replace, recompute=None)
+        yield "leave train.recompute out", partial(Request.changed, recompute=None)
 
 
 def _on_host(request: Request, cluster: Cluster) -> Iterator[Change]:
     """States in the memory of machines whose size nobody said."""
     if request.pin.offload is None and gpus(cluster) and not all(table.memory for table in cluster.nodes):
-        pin = msgspec.structs.replace(request.pin, offload="host")
-        yield 'plan.pin.offload="host", if the machines have the memory (nodes.memory)', partial(replace, pin=pin)
+        pin = request.pin.changed(offload="host")
+        words = 'plan.pin.offload="host", if the machines have the memory (nodes.memory)'
+        yield words, partial(Request.changed, pin=pin)
 
 
 def _held_less(request: Request, cluster: Cluster) -> Iterator[Change]:
@@ -226,26 +225,27 @@ def _held_less(request: Request, cluster: Cluster) -> Iterator[Change]:
     exact = request.precision in ("fp32", "tf32")
     for name in precision.candidates(cluster) if exact else ():
         if name in ("bf16", "fp16"):
-            yield f'train.precision="{name}"', partial(replace, precision=name)
-    hidden = sum(rows * columns * count for rows, columns, count in request.matrix_shapes)
-    if request.optimizer == "adamw" and hidden:
-        muon = partial(replace, optimizer="muon", matrix_parameters=hidden)
+            yield f'train.precision="{name}"', partial(Request.changed, precision=name)
+    if request.profile.hidden and not request.muon:
+        muon = partial(Request.changed, optimizer=Muon())
         yield "train.optimizer.kind=muon, which keeps one moment of a matrix instead of two", muon
-    if request.optimizer == "muon":
-        adamw = partial(replace, optimizer="adamw", matrix_parameters=0)
+    if request.muon:
+        adamw = partial(Request.changed, optimizer=Adamw())
         yield "train.optimizer.kind=adamw, as Muon works on all matrices of one shape at once", adamw
-    for halved in range(1, HALVINGS + 1 if request.with_sequence is not None else 0):
-        length = int(request.tokens_per_sample) >> halved
+    for halved in range(1, HALVINGS + 1 if request.request_of is not None and request.profile.heads else 0):
+        length = int(request.profile.tokens_per_sample) >> halved
         if length > 1:
             yield f"train.sequence={length}", partial(_with_sequence, length=length)
 
 
 def _adapters(request: Request, cluster: Cluster) -> Iterator[str]:
     """Adapters beside frozen weights, stored in the first way that fits; else what the smallest takes."""
-    if request.with_adapters is None:
+    recipe, batch = request.recipe, request.profile.global_batch
+    if request.request_of is None or not isinstance(recipe.model, Gpt) or isinstance(recipe.tune, Adapters):
         return
     for frozen in FROZEN:
-        made = _taking(request.with_adapters(frozen), request, ASKED)
+        made = request.request_of(recipe.changed(tune=Lora(frozen=frozen)))
+        made = made.changed(global_batch=batch, **{name: getattr(request, name) for name in ASKED})
         words = 'tune.kind="lora"' + (f', tune.frozen="{frozen}"' if frozen != FROZEN[0] else "")
         if cost := planned(made, cluster):
             yield f"{words}: adapters beside the frozen weights of model.initial ({cost})"
@@ -256,13 +256,8 @@ def _adapters(request: Request, cluster: Cluster) -> Iterator[str]:
 
 
 def _with_sequence(request: Request, length: int) -> Request:
-    assert request.with_sequence is not None
-    return _taking(request, request.with_sequence(length), ("anatomy", "tokens_per_sample", "global_batch"))
-
-
-def _taking(request: Request, other: Request, names: Sequence[str]) -> Request:
-    """`request` with these attributes of `other`."""
-    return replace(request, **{name: getattr(other, name) for name in names})
+    assert request.request_of is not None
+    return replace(request, profile=request.request_of(request.changed(sequence=length).recipe).profile)
 
 
 def _together(request: Request, cluster: Cluster) -> list[str]:

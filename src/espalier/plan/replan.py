@@ -129,7 +129,7 @@ def seconds(request: Request, cluster: Cluster, plan: Plan, found: Speeds) -> fl
     on = collective_time.fleet(measured(cluster, plan.ranks, found), len(plan.ranks), threads)
     shares = [rank.samples for rank in plan.ranks]
     layout = replace(of_view(plan.layout), threads=threads)
-    asked = replace(request, precision=plan.precision)
+    asked = request.changed(precision=plan.precision)
     costs = price(asked, replace(on, factors=request.factors), layout, Shares(shares))
     return max(float(one.step) for one in costs)
 
@@ -151,16 +151,16 @@ def plan_on(request: Request, cluster: Cluster, plan: Plan, kept: Sequence[int],
         threads=ranks[0].threads,
         algorithm="data",
         pp=1,
-        micro_batch=min(plan.micro_batch, -(-request.global_batch // len(kept))),
+        micro_batch=min(plan.micro_batch, -(-request.profile.global_batch // len(kept))),
         recompute=cast("Recompute", plan.recompute),
         shard=ShardPin(params=1, grads=1, optimizer=1) if plan.replicated else None,
     )
     freer = Pin(ranks=len(kept), threads=ranks[0].threads, algorithm="data", pp=1)
-    asked = replace(request, precision=plan.precision, sync=EveryStep())
+    asked = request.changed(precision=plan.precision, sync=EveryStep())
     for pin in (pinned, freer):
-        decision = decide(replace(asked, pin=pin), there, Calibration(factors=request.factors))
+        decision = decide(asked.changed(pin=pin), there, Calibration(factors=request.factors))
         if decision.fits:
-            return _seated(decision.taken, ranks, request.global_batch)
+            return _seated(decision.taken, ranks, request.profile.global_batch)
     closest = decision.found.closest
     over = units.show_size(closest.over) if closest is not None else "some"
     raise UserError(
@@ -172,9 +172,9 @@ def plan_on(request: Request, cluster: Cluster, plan: Plan, kept: Sequence[int],
 def check_sharing(request: Request, plan: Plan, kept: Sequence[int]) -> None:
     """Raises UserError unless each of the ranks `kept` that train has a sample."""
     sharing = len({*kept}.intersection(plan.trainers))
-    if not sharing or sharing > request.global_batch:
+    if not sharing or sharing > request.profile.global_batch:
         raise UserError(
-            f"A batch of {request.global_batch} samples cannot be shared by {sharing} ranks.",
+            f"A batch of {request.profile.global_batch} samples cannot be shared by {sharing} ranks.",
             do="train.batch_tokens as it is, on at least one rank",
         )
 
@@ -210,13 +210,13 @@ def _shared(request: Request, plan: Plan, kept: Sequence[int], found: Speeds) ->
             f"Rank {lost} ({plan.ranks[lost].role}) serves the others.", do="mend its place and run the same command"
         )
     workers = [rank for rank in kept if plan.ranks[rank].role == "trainer"]
-    if not 0 < len(workers) <= request.global_batch:
+    if not 0 < len(workers) <= (batch := request.profile.global_batch):
         raise UserError(
-            f"A batch of {request.global_batch} samples cannot be shared by {units.plural(len(workers), 'worker')}.",
+            f"A batch of {batch} samples cannot be shared by {units.plural(len(workers), 'worker')}.",
             do="train.batch_tokens as it is, on at least one worker",
         )
     samples = dict.fromkeys(workers, 1)
-    for _ in range(request.global_batch - len(workers)):
+    for _ in range(request.profile.global_batch - len(workers)):
         samples[min(workers, key=lambda rank: (samples[rank] + 1) * found.slower[rank])] += 1
     ranks, at = [], 0
     for rank in kept:
@@ -225,7 +225,7 @@ def _shared(request: Request, plan: Plan, kept: Sequence[int], found: Speeds) ->
         own = rank in samples
         ranks.append(plan.ranks[rank].changed(share=share) if own else plan.ranks[rank])
     made = plan.changed(ranks=tuple(ranks), stages=(), predicted=None, runners_up=())
-    return plans.check(made, request.global_batch, "the new plan")
+    return plans.check(made, request.profile.global_batch, "the new plan")
 
 
 def _seated(made: Plan, ranks: Sequence[plans.Rank], samples: int) -> Plan:

@@ -1,20 +1,30 @@
-"""What is asked of a planner: the model's sizes, one step's batch, and what is pinned. No torch."""
+"""What is asked of a planner: a recipe, the profile of its model, and what a search varies. No torch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal, NamedTuple
 
 from espalier.plan.axes.sharding import StateBytes
 from espalier.plan.base import RESIDENT, Exchange, Offload, Plan
 from espalier.plan.calibration_factors import PLAIN, CostFactors
 from espalier.plan.compose import Refusal
-from espalier.recipe import EveryStep, Pin, Recipe, Sync
-from espalier.recipe.cost import WHOLE, ModelCosts
-
-if TYPE_CHECKING:
-    from espalier.plan.axes.flat_layout import Sized
+from espalier.recipe import (
+    Adamw,
+    Checkpoint,
+    Comm,
+    EveryStep,
+    Faults,
+    Module,
+    Muon,
+    Pin,
+    Planning,
+    Recipe,
+    Train,
+)
+from espalier.recipe.cost import WHOLE, ExpertSizes, Profile
+from espalier.recipe.serialization import Value
 
 Kernel = Literal["auto", "flash", "efficient", "written"]
 """An attention kernel: the best the device has; FlashAttention; another that writes no scores; one that does."""
@@ -25,16 +35,15 @@ AUTO = "auto"
 
 
 class Crossing(NamedTuple):
-    """How one class of traffic crosses the links of one level: see `mechanisms.codecs.hybrid_compression`.
+    """How a class of traffic crosses the links of one level: see `mechanisms.codecs.hybrid_compression`.
 
     Attributes:
-        traffic, level, codec: as in a plan's `Exchange`.
+        level, codec: as in a plan's `Exchange`.
         ratio: float32 bytes over encoded bytes.
         encode, decode: float32 bytes/s.
         lossy: what is lost is kept beside the gradients.
     """
 
-    traffic: str
     level: Literal["inside", "between", "all"]
     codec: str
     ratio: float = 1.0
@@ -43,103 +52,105 @@ class Crossing(NamedTuple):
     lossy: bool = False
 
 
-def exchanges(crossings: Iterable[Crossing]) -> tuple[Exchange, ...]:
+def exchanges(crossings: Mapping[str, Crossing]) -> tuple[Exchange, ...]:
     """Gradients, and whatever else is encoded."""
-    found = tuple(Exchange(traffic=one.traffic, level=one.level, codec=one.codec) for one in crossings)
-    if any(one.traffic == "gradients" for one in found):
-        return found
-    return (Exchange(traffic="gradients"), *found)
+    encoded = [Exchange(traffic=traffic, level=way.level, codec=way.codec) for traffic, way in crossings.items()]
+    return tuple(encoded) if "gradients" in crossings else (Exchange(traffic="gradients"), *encoded)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Request(ModelCosts):
-    """A model, a batch, and what was decided already.
+NO_RECIPE = Recipe(
+    model=Module(build=""),
+    train=Train(precision="fp32", optimizer=Adamw()),
+    comm=Comm(codec="exact"),
+    checkpoint=Checkpoint(every=1),
+    faults=Faults(memory=0),
+    sync=EveryStep(),
+)
+"""Options of a model that somebody's own loop trains: nothing is encoded or copied, and the loop saves."""
+
+
+@dataclass(frozen=True)
+class TrainingSystem:
+    """How a system stores and computes; the defaults are Espalier's trainer.
 
     Attributes:
-        parameters, trainable: numbers of parameters; tensors: of trainable tensors. What is not told here is of
-            `ModelCosts`.
-        matrix_parameters: parameters that Muon moves; matrix_shapes: (rows, columns, count) of them.
-        recompute: the mode asked for, None to leave it to the planner.
-        bucket_bytes: gradients exchanged at once; None: derived from the links (`CostInputs.bucket_bytes`).
-        overlap: gradients are exchanged during backward; False: after it.
-        kernel: of attention.
-        experts: of each layer, of which each token has `active`; 0: none. expert_parameters: of all of a layer's.
-        ep: ranks over which they are spread, as chosen; 0: not chosen. expert_rows: codec of rows on their way there.
-        storage: bytes per parameter; None: what Espalier's own trainer keeps.
+        storage: bytes per parameter; None: what Espalier's trainer keeps.
         temporaries: bytes per parameter that the optimizer step needs for a moment (torch's foreach AdamW: 4).
         fsdp: sharded parameters are PyTorch's FSDP's: fp32 masters and gradients, and in pipelines stages that stay
             gathered from the first micro-batch to the last.
-        memory: bytes a rank may hold, where the user says less than the device has.
-        redundancy: ranks that must hold each shard of the optimizer's state.
-        max_devices: devices to use at most.
-        headroom: leave some of a device's memory free; False for runs that were made, whatever was left.
-        factors: what a calibration says of the coefficients.
+        overlap: gradients are exchanged during backward; False: after it.
+        kernel: of attention.
         sequence_parallel: tensor ranks also share the tokens between matrices.
         refresh: how sharded parameters come back after the optimizer step: one gather, or a broadcast per owner, as in
             InternEvo, which also sums gradients whole, or reduces them to each owner in turn.
-        codec: what the recipe says of that; crossings: what is encoded on its way.
-        sync: when replicas are to agree; outer: copies of what a rank moves that rounds keep
-        (`mechanisms.local_rounds.overlap_cost`).
-        offload: what waits outside the device; free: bytes of the disk that it may wait on; None: not known.
-        sizes: of the trainable tensors, in the model's order; empty: not known.
-        running: bytes of buffers that every step moves.
-        saves: steps between checkpoints, or `auto`; None: who trains saves by other means. write_rate: bytes/s that a
-            machine writes of them at most; None: any.
-        copies: bytes that copies of the state may take of a machine's memory (`faults.memory`); 0: there are none.
-        recipe: whose choices the request is, where there is one: for systems that read options of their own.
-        with_sequence: the same with so many tokens in a sample; None: they cannot be chosen.
-        with_adapters: the same with adapters beside frozen weights (LoRA), which are stored as it is told
-            (`config.Adapters.frozen`); None: the model cannot have them, or has them.
-        refuses: why whoever trains cannot run a plan; None where it can. Without it all plans can be run.
+        headroom: leave some of a device's memory free; False for runs that were made, whatever was left.
     """
 
-    parameters: int
-    trainable: int
-    optimizer: Literal["adamw", "muon"] = "adamw"
-    tensors: int = 0
-    matrix_parameters: int = 0
-    matrix_shapes: Sequence[tuple[int, int, int]] = ()
-    precision: str = "fp32"
-    compile: bool = False
-    recompute: str | None = None
-    pin: Pin = field(default_factory=Pin)
-    bucket_bytes: int | None = None
-    overlap: bool = True
-    kernel: Kernel = "auto"
-    experts: int = 0
-    active: int = 0
-    expert_parameters: float = 0.0
-    ep: int = 0
-    expert_rows: str = "exact"
     storage: StateBytes | None = None
     temporaries: float = 0.0
     fsdp: bool = False
-    memory: float | None = None
-    redundancy: int = 1
-    max_devices: int | None = None
-    headroom: bool = True
-    factors: CostFactors = PLAIN
+    overlap: bool = True
+    kernel: Kernel = "auto"
     sequence_parallel: bool = True
     refresh: Literal["gather", "broadcast"] = "gather"
-    codec: str = "exact"
-    crossings: Sequence[Crossing] = ()
-    sync: Sync = field(default_factory=EveryStep)
-    outer: float = 0.0
+    headroom: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What a plan is asked for: the recipe with its options, the model's profile, and what neither of them says.
+
+    Attributes:
+        profile: what a step of the model on its data is made of.
+        system: how it is trained, where that is not Espalier.
+        ep: ranks over which experts are spread, as chosen; 0: not chosen.
+        offload: what waits outside the device; free: bytes of the disk that it may wait on; None: not known.
+        crossings: how each class of traffic that is encoded crosses the links.
+        outer: copies of what a rank moves that rounds keep (`mechanisms.local_rounds.overlap_cost`).
+        factors: what a calibration says of the coefficients.
+        refuses: why whoever trains cannot run a plan; None where it can. Without it all plans can be run.
+        request_of: the request of another recipe on the same data; None: its model cannot be made anew.
+    """
+
+    profile: Profile
+    recipe: Recipe = NO_RECIPE
+    system: TrainingSystem = TrainingSystem()
+    ep: int = 0
     offload: Offload = RESIDENT
     free: float | None = None
-    sizes: Sequence[Sized] = ()
-    running: int = 0
-    saves: int | Literal["auto"] | None = None
-    write_rate: float | None = None
-    copies: int | Literal["auto"] = 0
-    recipe: Recipe | None = None
-    with_sequence: Callable[[int], Request] | None = None
-    with_adapters: Callable[[Any], Request] | None = None
+    crossings: Mapping[str, Crossing] = field(default_factory=dict)
+    outer: float = 0.0
+    factors: CostFactors = PLAIN
     refuses: Callable[[Plan], Refusal | None] | None = None
+    request_of: Callable[[Recipe], Request] | None = None
 
-    def crossing(self, traffic: str) -> Crossing | None:
-        """How that class is encoded; None: it is not."""
-        return next((one for one in self.crossings if one.traffic == traffic), None)
+    def changed(self, **changes: Any) -> Request:
+        """The same question with other fields, other tables of the recipe or options of its `train`, `plan` and
+        `comm`, counts of the profile or habits of the system, each by its own name."""
+        made = self
+        for name, value in changes.items():
+            made = _replaced(made, (*_PLACES.get(name, ()), name), value)
+        return made
+
+    @property
+    def pin(self) -> Pin:
+        """Decisions taken out of the planner's hands."""
+        return self.recipe.plan.pin
+
+    @property
+    def precision(self) -> str:
+        """Of the products."""
+        return self.recipe.train.precision
+
+    @property
+    def recompute(self) -> str | None:
+        """The mode asked for; None leaves it to the planner."""
+        return self.pin.recompute or self.recipe.train.recompute
+
+    @property
+    def muon(self) -> bool:
+        """Whether Muon moves the hidden matrices."""
+        return isinstance(self.recipe.train.optimizer, Muon)
 
     @property
     def bytes_each(self) -> int:
@@ -157,27 +168,43 @@ class Request(ModelCosts):
         return self.low or self.bytes_each
 
     @property
+    def experts(self) -> ExpertSizes:
+        """Of each layer."""
+        return self.profile.facts.get("expert_parallel", ExpertSizes())
+
+    @property
     def expert_ranks(self) -> int:
         """Ranks over which the experts of a layer are spread."""
         return self.pin.ep or self.ep or 1
 
     @property
-    def rank_experts(self) -> float:
-        """Parameters of the experts of one layer on a rank that holds most."""
-        return self.expert_parameters * -(-self.experts // self.expert_ranks) / max(1, self.experts)
-
-    @property
-    def recomputes(self) -> bool:
-        """Whether activations may be computed again: of a decoder, also with adapters beside frozen weights."""
-        return self.heads > 0 or self.frozen is not None
-
-    @property
     def layer_parameters(self) -> float:
-        """Trainable parameters of one layer on a rank."""
-        whole = (self.trainable - self.outside) / max(1, self.layers)
-        return whole - self.expert_parameters + self.rank_experts
+        """Trainable parameters of one layer on a rank, of experts on one that holds most."""
+        whole = (self.profile.trainable - self.profile.outside) / max(1, self.profile.layers)
+        ranks = self.expert_ranks
+        return whole if ranks == 1 else whole - self.experts.parameters + self.experts.on_rank(ranks)
 
     @property
     def model_flops(self) -> float:
         """FLOP of one step that count for MFU."""
-        return float(self.anatomy(self.global_batch, "none", self.precision, WHOLE).whole.model_flops)
+        profile = self.profile
+        return float(profile.anatomy(profile.global_batch, "none", self.precision, WHOLE).whole.model_flops)
+
+
+def _replaced(whole: Any, path: tuple[str, ...], value: Any) -> Any:
+    """`whole` with another `value` at the end of `path`."""
+    if not path:
+        return value
+    part = {path[0]: _replaced(getattr(whole, path[0]), path[1:], value)}
+    return whole.changed(**part) if isinstance(whole, Value) else replace(whole, **part)
+
+
+_PLACES: Mapping[str, tuple[str, ...]] = {
+    **dict.fromkeys(Recipe.__struct_fields__, ("recipe",)),
+    **dict.fromkeys(Train.__struct_fields__, ("recipe", "train")),
+    **dict.fromkeys(Planning.__struct_fields__, ("recipe", "plan")),
+    **dict.fromkeys(Comm.__struct_fields__, ("recipe", "comm")),
+    **{part.name: ("profile",) for part in fields(Profile)},
+    **{part.name: ("system",) for part in fields(TrainingSystem)},
+}
+"""Where `Request.changed` finds a name that is no field of its own."""

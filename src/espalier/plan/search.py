@@ -177,7 +177,7 @@ def elsewhere(
     With the request of what was found; `resident` where nothing fits so either."""
     found = []
     for way in offload.ways(request, cluster):
-        asked = replace(request, offload=way, pin=offload.pinned(request, way))
+        asked = request.changed(offload=way, pin=offload.pinned(request, way))
         found.append((replace(request, offload=way), search(asked, cluster, calibration, whole=whole)))
     fitting = [one for one in found if one[1].options]
     if not fitting and request.pin.offload is None:
@@ -228,7 +228,8 @@ def parts(request: Request, cluster: Cluster) -> Iterator[tuple[Cluster, int, in
     if not places:
         return
     threads = request.pin.threads or max(1, min(place.table.cores // place.table.devices for place in places))
-    sizes = {pinned} if pinned is not None else _sizes(ordered, min(request.max_devices or len(places), len(places)))
+    most = min(request.recipe.plan.max_devices or len(places), len(places))
+    sizes = {pinned} if pinned is not None else _sizes(ordered, most)
     for ranks in sorted((size for size in sizes if size <= len(places)), reverse=True):
         yield (cluster if ranks == len(cluster.devices()) else ordered), ranks, threads
 
@@ -300,7 +301,7 @@ def _processors(request: Request, cluster: Cluster) -> Iterator[tuple[Cluster, i
 def _machines(cluster: Cluster, request: Request) -> Iterator[Cluster]:
     """All processors, then fewer of the fastest machines; only all where links are measured or machines named."""
     there = len(cluster.devices())
-    most = request.max_devices or there
+    most = request.recipe.plan.max_devices or there
     if most >= there:
         yield cluster
     if there == 1 or cluster.pairs or any(table.name or table.devices > 1 for table in cluster.nodes):
@@ -325,43 +326,25 @@ def _first(tables: list[Node], machines: int) -> Iterator[Node]:
 
 
 def _limits(request: Request, on: collective_time.Fleet, threads: int) -> Limits:
-    pin = request.pin
-    mode = pin.recompute or request.recompute
-    modes = (mode,) if mode else MODES if request.recomputes else ("none",)
-    names = {"dp": pin.dp, "tp": pin.tp, "sp": pin.sp, "pp": pin.pp, "micro_batch": pin.micro_batch}
-    names |= {
-        "hp": pin.hp,
-        "cp": pin.cp,
-        "window": pin.window,
-        "interleave": pin.interleave,
-        "accumulate": pin.accumulate,
-    }
-    names |= {name: getattr(pin.shard, name) for name in ("params", "grads", "optimizer")} if pin.shard else {}
+    profile = request.profile
+    again = profile.heads > 0 or profile.frozen is not None  # a decoder, also with adapters
     return Limits(
-        layers=request.layers,
-        global_batch=request.global_batch,
-        heads=request.heads,
-        kv_heads=request.kv_heads,
-        width=request.width,
-        tensor=request.tensor,
-        sequence=int(request.tokens_per_sample),
-        modes=modes,
-        schedule=pin.schedule or "",
-        placements=(pin.placement,) if pin.placement else ("head_first", "context_first"),
+        profile,
+        request.pin,
+        modes=(mode,) if (mode := request.recompute) else MODES if again else ("none",),
         per_node=on.per_node,
         threads=threads,
-        redundancy=request.redundancy,
+        redundancy=request.recipe.plan.redundancy,
         experts=request.expert_ranks,
-        pins=tuple((name, value) for name, value in names.items() if value is not None),
     )
 
 
 def _batches(
     request: Request, limits: Limits, ranks: int, per_node: int, known: dict[executable.Kind, bool]
 ) -> Iterator[Layouts]:
-    pinned = request.pin.algorithm
+    pinned, profile = request.pin.algorithm, request.profile
     for algorithm in (pinned,) if pinned else ALGORITHMS:
-        if algorithm == "data" or limits.heads or (algorithm == "megatron" and limits.tensor > 1):
+        if algorithm == "data" or profile.heads or (algorithm == "megatron" and profile.tensor > 1):
             for batch in space.grid(algorithm, ranks, per_node, limits):
                 kept = np.flatnonzero(executable.runs(request, batch, known))
                 if len(kept):
@@ -429,13 +412,14 @@ def leaving(request: Request, on: collective_time.Fleet, layouts: Layouts) -> An
         inside = np.clip(machine // one.stride, 1, one.ranks)
         sent = ring_bytes(one.operation, one.size, one.ranks) * machine / inside
         found = found + np.where(one.ranks * one.stride > machine, sent, 0.0)
-    tokens = samples * request.tokens_per_sample / layouts.sp
+    tokens = samples * request.profile.tokens_per_sample / layouts.sp
     if np.any(np.asarray(layouts.sp) > 1):
         sent = sum(step.sequence(tokens).sent.values()) * step.stage_layers * machine
         found = found + np.where((np.asarray(layouts.sp) > 1) & (layouts.sp * layouts.tp > machine), sent, 0.0)
     if request.expert_ranks > machine:
         found = found + step.experts(samples, rounds).sent["experts"] * machine
-    value = tokens * request.width * request.compute  # of the residual stream; a stage's machines pass it on and back
+    # Of the residual stream; a stage's machines pass it on and back.
+    value = tokens * request.profile.width * request.compute
     hands = np.where(np.asarray(layouts.pp) > 1, 2.0 * layouts.chunks * value, 0.0)
     shared = np.where(np.asarray(layouts.tp) > machine, 8.0 * step.stage_layers * value, 0.0)
     return found + machine / np.asarray(layouts.tp) * (hands + shared)
@@ -465,7 +449,7 @@ def by_speed(request: Request, part: Cluster, on: collective_time.Fleet, layouts
     if not len(equal):
         return []
     rates = _rates(request, on, layouts)
-    exact = _in_proportion(request.global_batch, rates, np.array([kind.ranks for kind in on.kinds]))
+    exact = _in_proportion(request.profile.global_batch, rates, np.array([kind.ranks for kind in on.kinds]))
     shares = np.ceil(exact - 1e-9).astype(int)
     costs = price(request, on, layouts, Shares(np.maximum(1, shares)))
     seconds, peak = (np.max([getattr(one, name) for one in costs], axis=0) for name in ("step", "peak"))
@@ -506,7 +490,7 @@ def _rates(request: Request, on: collective_time.Fleet, layouts: Layouts) -> Any
     size = np.minimum(layouts.micro_batch, samples_each(request, layouts))
     rates = []
     for kind in on.kinds:
-        work = request.anatomy(size, layouts.recompute, request.precision, WHOLE).whole
+        work = request.profile.anatomy(size, layouts.recompute, request.precision, WHOLE).whole
         one = compute(CostInputs(request, on, kind, layouts), work)
         rates.append(1.0 / (one.forward + one.backward + one.recompute) + 0.0 * np.asarray(layouts.dp))
     return np.array(rates)
@@ -575,7 +559,7 @@ def _abilities(request: Request, device: Device) -> tuple[float, ...]:
     """Everything of a catalogue's device that seconds and bytes depend on, more being better."""
     peak = device_model.peak(device, request.precision)
     rates = [peak * device_model.share(device, what, request.precision) for what in ("product", "attention")]
-    if request.optimizer == "muon":
+    if request.muon:
         rates += [device.flops.get(name, 0.0) * device_model.share(device, "product", name) for name in MUON]
     return (*rates, device.memory_bandwidth, -device_model.issue_seconds(device), device.memory, -float(device.runtime))
 
@@ -587,14 +571,14 @@ def least_seconds(request: Request, on: collective_time.Fleet) -> tuple[float, f
         return 0.0, 0.0
     each = [_sample(request, on, kind) for kind in on.kinds]
     together = sum(kind.ranks / taken for kind, taken in zip(on.kinds, each, strict=True))
-    return request.global_batch * max(each) / on.ranks, request.global_batch / together
+    return request.profile.global_batch * max(each) / on.ranks, request.profile.global_batch / together
 
 
 def _sample(request: Request, on: collective_time.Fleet, kind: collective_time.DeviceGroup) -> float:
     """Seconds of one sample on one device of this kind, products as large as can be; a probed device at its peak."""
-    device, batch = kind.table.device, request.global_batch
+    device, batch = kind.table.device, request.profile.global_batch
     if device.rates:
         return request.model_flops / batch / device_model.peak(device, request.precision)
-    dense = replace(request.anatomy(batch, "none", request.precision, WHOLE).whole, moved=0.0)
+    dense = replace(request.profile.anatomy(batch, "none", request.precision, WHOLE).whole, moved=0.0)
     one = compute(CostInputs(request, on, kind, Layouts()), dense)
     return float(one.forward + one.backward) / batch

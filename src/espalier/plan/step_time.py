@@ -130,7 +130,7 @@ def _elsewhere(step: CostInputs, terms: Mapping[str, Number], rounds: Number) ->
 def passes(step: CostInputs, size: Number) -> tuple[Pass, dict[str, Number]]:
     """One layer's pass, and the seconds by part of a micro-batch in the stage that has all the rest too."""
     request, layouts = step.request, step.layouts
-    anatomy = request.anatomy(size, layouts.recompute, request.precision, step.cut)
+    anatomy = request.profile.anatomy(size, layouts.recompute, request.precision, step.cut)
     layer = _together(step, _exchanged(step, compute(step, anatomy.layer), anatomy))
     rest = _together(step, replace(compute(step, anatomy.rest), tensor=ends_seconds(step, anatomy.rest.tokens)))
     layers = step.stage_layers
@@ -158,7 +158,7 @@ def compute(step: CostInputs, work: Work) -> Pass:
     )
     again = work.again * dense + (work.again if work.moved_again is None else work.moved_again) * moved
     count = work.issued or OPERATIONS * sum((product.count for product in work.products), 0.0)
-    count = count * (COMPILED if step.request.compile else 1.0) * (1 + BACKWARD + work.again)
+    count = count * (COMPILED if step.request.recipe.train.compile else 1.0) * (1 + BACKWARD + work.again)
     weight = products(both) / 2  # the other half of backward's products are gradients of inputs
     reading = 0.0 if step.cuda or not setting.full else work.reading / setting.share
     launch = factors.issue * count * device_model.issue_seconds(device) + reading
@@ -168,9 +168,9 @@ def compute(step: CostInputs, work: Work) -> Pass:
 def core_seconds(step: CostInputs, work: Work) -> Number:
     """Seconds of the attention core of `work`, forward; ranks that share tokens have so many fewer in a block."""
     request, kind = step.request, step.kind
-    device, tokens = kind.table.device, request.tokens_per_sample / np.asarray(step.layouts.cp)
+    device, tokens = kind.table.device, request.profile.tokens_per_sample / np.asarray(step.layouts.cp)
     taken = device_model.attention_seconds(device, request.precision, work, kind.setting, step.on.factors)
-    return taken / device_model.kernel_share(device, request.kernel, tokens)
+    return taken / device_model.kernel_share(device, request.system.kernel, tokens)
 
 
 def prefetch(step: CostInputs, size: Number) -> dict[Prefetch, float]:
@@ -178,7 +178,7 @@ def prefetch(step: CostInputs, size: Number) -> dict[Prefetch, float]:
     gather begins, the fastest first; empty where nothing is gathered."""
     if int(step.layouts.params) == 1:
         return {}
-    anatomy = step.request.anatomy(size, step.layouts.recompute, step.request.precision, step.cut)
+    anatomy = step.request.profile.anatomy(size, step.layouts.recompute, step.request.precision, step.cut)
     layer = _exchanged(step, compute(step, anatomy.layer), anatomy)
     rest = float(layer.total - layer.weights)
     found = {start: rest + float(taken) for start, taken in gathering(step, layer, anatomy.layer).items()}
@@ -201,7 +201,7 @@ def _exchanged(step: CostInputs, layer: Pass, anatomy: Anatomy) -> Pass:
     """A layer's pass with what its tensor, sequence and state groups exchange in it."""
     request, layouts = step.request, step.layouts
     again = np.asarray(anatomy.layer.again) > 0.4
-    stream = anatomy.layer.tokens * request.width * request.compute
+    stream = anatomy.layer.tokens * request.profile.width * request.compute
     tensor = sequence = 0.0 * np.asarray(layer.forward)
     if np.any(np.asarray(layouts.tp) > 1):
         tensor = tensor_seconds(step, stream, again)
@@ -217,8 +217,8 @@ def tensor_seconds(step: CostInputs, stream: Number, again: Number) -> Number:
     says. Other
     trainers recompute to the layer's end (Buff, section 2.5)."""
     layouts = step.layouts
-    repeated = 3 if step.request.storage is None else 4
-    times = tensor_cost.of_layer(again, layouts.algorithm == "fsp", step.request.sequence_parallel, repeated)
+    repeated = 3 if step.request.system.storage is None else 4
+    times = tensor_cost.of_layer(again, layouts.algorithm == "fsp", step.request.system.sequence_parallel, repeated)
 
     def one(operation: collective_time.Operation) -> Number:
         return step.awaited(operation, stream, layouts.tp, 1, tensor_cost.ACTIVATIONS)
@@ -229,7 +229,8 @@ def tensor_seconds(step: CostInputs, stream: Number, again: Number) -> Number:
 
 def ends_seconds(step: CostInputs, tokens: Number) -> Number:
     """Seconds that tensor ranks exchange for embedding, head and loss of `tokens`. Published figures leave them out."""
-    if step.request.storage is not None or not step.request.width or np.all(np.asarray(step.layouts.tp) == 1):
+    request = step.request
+    if request.system.storage is not None or not request.profile.width or np.all(np.asarray(step.layouts.tp) == 1):
         return 0.0 * np.asarray(tokens)
 
     return tensor_cost.cost(tensor_load(step, tokens, 0), step.awaited).seconds["tensor"]
@@ -240,7 +241,7 @@ def tensor_load(step: CostInputs, tokens: Number, layers: Number) -> tensor_cost
     request, layouts = step.request, step.layouts
     return tensor_cost.TensorLoad(
         tokens=tokens,
-        width=request.width,
+        width=request.profile.width,
         compute=request.compute,
         whole=max(4, request.compute),
         layers=layers,
@@ -264,8 +265,8 @@ def weights(step: CostInputs, parameters: Number) -> Mapping[str, Number]:
     one = replace(step.states, sizes=(), elements=parameters, layers=1, layer=0, outside=0, largest=0)
     found = cost(one, step.division, wire=step.wire).seconds
     scatter, layouts = found["scatter"], step.layouts
-    if step.request.refresh == "broadcast":
-        tensors = step.request.tensors / max(1, step.request.layers)
+    if step.request.system.refresh == "broadcast":
+        tensors = step.request.profile.tensors / max(1, step.request.profile.layers)
         scatter = _owner_by_owner(step, step.storage.grads * parameters, layouts.grads, layouts.tp, tensors)
     return {"all_gather": found["gather"] / 2, "reduce_scatter": scatter}
 
@@ -294,7 +295,7 @@ def gathering(step: CostInputs, layer: Pass, work: Work) -> dict[Prefetch, Numbe
         "block": beside(gather, layer.forward) + beside(gather + scatter, backward),
         "none": 2 * gather + scattered,
     }
-    if request.heads:
+    if request.profile.heads:
         contested = np.minimum(scatter, waited)
         both = contested + _awaited(step, gather + scatter - contested, backward)
         late = _awaited(step, gather, after * backward)
@@ -312,7 +313,7 @@ def _same_links(step: CostInputs) -> Any:
 
 def _after_attention(step: CostInputs, work: Work) -> Number:
     """The share of a decoder layer's pass that comes after its attention, by FLOP."""
-    width, kv_width = step.request.width, step.request.kv_width
+    width, kv_width = step.request.profile.width, step.request.profile.kv_width
     projections = 4 * work.tokens * width * (width + kv_width) / step.layouts.tp
     return np.clip(1 - (work.attention + projections) / work.forward_flops, 0.0, 1.0)
 
@@ -363,8 +364,10 @@ def pipeline(
     `seconds` for a
     micro-batch of `size` samples, `weights` of them for gradients of matrices."""
     layouts, request = step.layouts, step.request
-    tokens = size * request.tokens_per_sample / layouts.sp
-    bytes_ = tokens * request.width * step.stream_bytes / np.where(request.sequence_parallel, layouts.tp, 1)
+    tokens = size * request.profile.tokens_per_sample / layouts.sp
+    bytes_ = (
+        tokens * request.profile.width * step.stream_bytes / np.where(request.system.sequence_parallel, layouts.tp, 1)
+    )
     stride = layouts.tp * layouts.sp * layouts.dp
     message = collective_time.seconds("send", bytes_, 1, stride, step.on) + step.on.factors.stall * STALL
     split = layouts.schedule == "zero_bubble"
@@ -382,7 +385,7 @@ def _once(step: CostInputs, last: Mapping[str, Number]) -> dict[str, Number]:
     backward = last["backward"] + last["recompute"]
     found = gradients(step)
     reduce = found["seconds"] + 0.0 * backward
-    if step.request.overlap:
+    if step.request.system.overlap:
         reduce = _exposed(step, found["seconds"], backward, np.maximum(1, found["units"]), late=True)
     return {
         "all_reduce": reduce,
@@ -395,7 +398,7 @@ def gradients(step: CostInputs) -> dict[str, Number]:
     """Seconds of summing a step's gradients, and the units in which they become ready (AMSP, section 2.5): scattered
     from the gradients' shards to the optimizer's, then summed over that shard's replicas."""
     layouts = step.layouts
-    if step.request.refresh != "broadcast":
+    if step.request.system.refresh != "broadcast":
         units = sum(one.units for one in volumes(step.summed, step.division))
         return {"seconds": step.exchanged.seconds["reduce"], "units": units}
     size = step.storage.grads * step.stage_parameters / layouts.grads
@@ -408,30 +411,32 @@ def gradients(step: CostInputs) -> dict[str, Number]:
 def refresh(step: CostInputs) -> Number:
     """Seconds of bringing updated parameters back from the optimizer's shards to the parameters'."""
     layouts = step.layouts
-    if step.request.refresh != "broadcast":
+    if step.request.system.refresh != "broadcast":
         return step.exchanged.seconds["refresh"]
     size = step.storage.params * step.stage_parameters / layouts.params
     ranks = layouts.optimizer // np.asarray(layouts.params)
-    return _owner_by_owner(step, size, ranks, layouts.tp * layouts.params, step.request.tensors)
+    return _owner_by_owner(step, size, ranks, layouts.tp * layouts.params, step.request.profile.tensors)
 
 
 def optimizer(step: CostInputs) -> Number:
     """Seconds of the optimizer step on a rank's shard, clipping included."""
     request, device, setting = step.request, step.kind.table.device, step.kind.setting
-    muon = request.matrix_parameters / max(1, request.trainable) if request.optimizer == "muon" else 0.0
+    muon = request.profile.hidden / max(1, request.profile.trainable) if request.muon else 0.0
     each = ADAM_BYTES * (1 - muon) + MUON_BYTES * muon
     owned = step.stage_parameters / step.layouts.optimizer
     moved = request.bytes_each / 4 * (each + CLIP_BYTES) * owned
     taken = device_model.moved_seconds(device, moved, setting, step.on.factors)
-    if request.optimizer == "muon":
-        share = owned / max(1, request.trainable)
-        taken = taken + share * sum(_orthogonal(step, shape) for shape in request.matrix_shapes)
+    if request.muon:
+        share = owned / max(1, request.profile.trainable)
+        taken = taken + share * sum(
+            _orthogonal(step, *matrices) for matrices in sorted(request.profile.matrices.items())
+        )
     return taken
 
 
-def _orthogonal(step: CostInputs, shape: tuple[int, int, int]) -> float:
+def _orthogonal(step: CostInputs, shape: tuple[int, int], count: int) -> float:
     """Seconds of Newton-Schulz on `count` matrices: three products an iteration, on the smaller side."""
-    device, (rows, columns, count) = step.kind.table.device, shape
+    device, (rows, columns) = step.kind.table.device, shape
     small, large = min(rows, columns), max(rows, columns)
     times = count * NEWTON_SCHULZ
     low = device.kind == "cuda" and device_model.has(device, "bf16")

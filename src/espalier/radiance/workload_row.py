@@ -18,6 +18,7 @@ from espalier.radiance.rays import Lens, turntable_poses
 from espalier.radiance.scenes import Scene
 from espalier.radiance.workload import RadianceWorkload
 from espalier.recipe import Recipe, data_hash
+from espalier.recipe.cost import Profile
 from espalier.recipe.errors import UserError
 from espalier.recipe.units import show_count
 from espalier.store import artifacts
@@ -28,7 +29,6 @@ from espalier.train.workload_row import (
     Freezes,
     Opening,
     Predicts,
-    Profile,
     Renders,
     Row,
     Sampling,

@@ -5,9 +5,10 @@ Every number may be a NumPy array: one call then prices a whole grid of layouts.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 Number = Any  # float or numpy array of floats, broadcast together
 Terms = Mapping[str, Number]
@@ -251,8 +252,53 @@ class PartCost:
         return f"{self.task}.{self.node}"
 
 
+@dataclass(frozen=True)
+class Tally:
+    """A model counted.
+
+    Attributes:
+        parameters, trainable: numbers of parameters; tensors: of trainable tensors.
+        matrices: how many hidden matrices are trained, by (rows, columns).
+        sizes: `plan.axes.flat_layout.Sized` of the trainable tensors, in the model's order; empty: not known.
+        running: floating-point and whole numbers in buffers that every step moves.
+    """
+
+    parameters: int
+    trainable: int
+    tensors: int = 0
+    matrices: Counter[tuple[int, int]] = field(default_factory=Counter)
+    sizes: Sequence[Any] = ()
+    running: tuple[int, int] = (0, 0)
+
+    @property
+    def hidden(self) -> int:
+        """Parameters of the hidden matrices, which Muon moves."""
+        return sum(rows * columns * count for (rows, columns), count in self.matrices.items())
+
+    def with_more(self, other: Tally, times: int) -> Tally:
+        """This model grown `times` times by what `other` has beyond it."""
+        return Tally(
+            self.parameters + times * (other.parameters - self.parameters),
+            self.trainable + times * (other.trainable - self.trainable),
+            self.tensors + times * (other.tensors - self.tensors),
+            Counter({s: self.matrices[s] + times * (n - self.matrices[s]) for s, n in other.matrices.items()}),
+        )
+
+
+class ExpertSizes(NamedTuple):
+    """Experts of each layer: how many in total, how many each token has, and the parameters of all of a layer's."""
+
+    total: int = 0
+    active: int = 0
+    parameters: float = 0.0
+
+    def on_rank(self, ranks: int) -> float:
+        """Parameters of a layer's on the rank that holds most of them."""
+        return self.parameters * -(-self.total // ranks) / self.total
+
+
 @dataclass(frozen=True, kw_only=True)
-class ModelCosts:
+class Profile(Tally):
     """What a step of a model on its data is made of.
 
     Attributes:

@@ -22,13 +22,13 @@ from espalier.parallel.workload import Shard, Tagged, to_device
 from espalier.radiance.scenes import Scene
 from espalier.radiance.workload import psnr
 from espalier.recipe import Recipe
-from espalier.recipe.cost import PartCost, Product, Work
+from espalier.recipe.cost import PartCost, Product, Profile, Work
 from espalier.recipe.import_function import Author
 from espalier.recipe.multitask import with_inputs
 from espalier.tasks import answers, sources
 from espalier.tasks import tower_cost as costs
 from espalier.tasks.towers import Figures, MultitaskModel, Shapes, TowerModule
-from espalier.train.workload_row import Answer, Opening, Predicts, Profile, Row, Sampling
+from espalier.train.workload_row import Answer, Opening, Predicts, Row, Sampling
 from espalier.train.wrap_policy import profile
 
 

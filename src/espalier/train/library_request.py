@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -47,9 +46,9 @@ def estimate(
     where = cluster_of(cluster)
     batch = layout.dp * layout.micro_batch * layout.accumulate
     layouts = of_view(layout)
-    request = dataclasses.replace(asked(model, batch, layout.precision, {})[0], precision=layout.precision)
+    request = asked(model, batch, layout.precision, {})[0].changed(precision=layout.precision)
     degrees = {name: getattr(layout, name) for name in ("tp", "sp", "pp") if getattr(layout, name) > 1}
-    pinned.check(dataclasses.replace(request, pin=Pin(**degrees), redundancy=1), where)
+    pinned.check(request.changed(pin=Pin(**degrees), redundancy=1), where)
     there = len(where.devices())
     if int(layouts.world) > there and where.nodes[0].device.kind == "cuda":
         raise UserError(f"The layout needs {layouts.world} devices; the cluster has {there}.", do="a smaller dp")
@@ -92,11 +91,11 @@ def asked(model: Any, batch: int | None, precision: str, pins: dict[str, Any]) -
     elif isinstance(model, torch.nn.Module):
         if batch is None:
             raise UserError("make_plan needs a batch size for a module.", do="make_plan(model, cluster, batch=64)")
-        request = dataclasses.replace(request_from_recipe.of_module(model, batch, precision, pin), sync=Auto())
+        request = request_from_recipe.of_module(model, batch, precision, pin).changed(sync=Auto())
     else:
         raise UserError(f"{type(model).__name__} is not a model.", do="a recipe, its path, or an nn.Module")
-    given = request.global_batch if batch is None else batch
-    return dataclasses.replace(request, pin=pin, global_batch=given), recipe
+    given = request.profile.global_batch if batch is None else batch
+    return request.changed(pin=pin, global_batch=given), recipe
 
 
 def pins_of(pins: dict[str, Any], before: Pin | None = None) -> Pin:

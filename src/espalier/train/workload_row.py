@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
-from torch import nn
-
 from espalier.parallel.workload import PackStart, Progress, Shard, Workload
 from espalier.recipe import Recipe
 from espalier.recipe.base import Derivation
-from espalier.recipe.cost import ModelCosts
+from espalier.recipe.cost import Profile
 
 
 def _silently(done: int, total: int) -> None:
@@ -51,49 +48,6 @@ class Prepared(NamedTuple):
     vocabulary: int | None = None
     data: Any = None
     derivations: Sequence[Derivation] = ()
-
-
-@dataclass(frozen=True)
-class Tally:
-    """A model counted: parameters, trainable ones, their tensors, and hidden matrices by (rows, columns)."""
-
-    parameters: int
-    trainable: int
-    tensors: int
-    matrices: Counter[tuple[int, int]]
-    sizes: Sequence[Any] = ()
-    """`train.wrap_policy.Sized` of the trainable ones, in order; empty: not known."""
-    running: tuple[int, int] = (0, 0)
-    """Floating-point and whole numbers in buffers that every step moves."""
-
-    def with_more(self, other: Tally, times: int) -> Tally:
-        """This model grown `times` times by what `other` has beyond it."""
-        return Tally(
-            self.parameters + times * (other.parameters - self.parameters),
-            self.trainable + times * (other.trainable - self.trainable),
-            self.tensors + times * (other.tensors - self.tensors),
-            Counter({s: self.matrices[s] + times * (n - self.matrices[s]) for s, n in other.matrices.items()}),
-        )
-
-
-def tally(model: nn.Module, embeddings: Iterable[nn.Parameter]) -> Tally:
-    """Counts `model`; a tied parameter is counted once."""
-    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    outside = set(embeddings)
-    matrices = (p for p in trainable if p.ndim == 2 and p not in outside)
-    return Tally(
-        parameters=sum(parameter.numel() for parameter in model.parameters()),
-        trainable=sum(parameter.numel() for parameter in trainable),
-        tensors=len(trainable),
-        matrices=Counter((matrix.shape[0], matrix.shape[1]) for matrix in matrices),
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Profile(ModelCosts):
-    """What the planner is told of a model and its data. `tally`: the model counted."""
-
-    tally: Tally
 
 
 @dataclass(frozen=True)

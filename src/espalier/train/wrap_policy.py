@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from espalier.plan.axes.flat_layout import Sized
+from espalier.recipe.cost import Profile, Tally
 from espalier.train.seams import fields_of
-from espalier.train.workload_row import Profile, tally
 
 LISTS = (nn.ModuleList, nn.Sequential)
 ATTENTION = ("attention", "attn", "self_attention", "self_attn")
@@ -87,12 +87,22 @@ def sizes_of(
     )
 
 
-def running_of(model: nn.Module) -> tuple[int, int]:
-    """Floating-point and whole numbers among the running statistics of normalising layers."""
-    kinds = nn.modules.batchnorm._NormBase
+def tally(
+    model: nn.Module, blocks: Sequence[nn.Module] | None = None, embeddings: Collection[nn.Parameter] = ()
+) -> Tally:
+    """Counts `model`; a tied parameter is counted once, and what moves are the statistics of normalising layers."""
+    sizes, outside, kinds = sizes_of(model, blocks, embeddings), set(embeddings), nn.modules.batchnorm._NormBase
+    matrices = (p for p in model.parameters() if p.requires_grad and p.ndim == 2 and p not in outside)
     buffers = [buffer for m in model.modules() if isinstance(m, kinds) for buffer in m.buffers(recurse=False)]
     floats = sum(buffer.numel() for buffer in buffers if buffer.is_floating_point())
-    return floats, sum(buffer.numel() for buffer in buffers) - floats
+    return Tally(
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        trainable=sum(sized.elements for sized in sizes),
+        tensors=len(sizes),
+        matrices=Counter((matrix.shape[0], matrix.shape[1]) for matrix in matrices),
+        sizes=sizes,
+        running=(floats, sum(buffer.numel() for buffer in buffers) - floats),
+    )
 
 
 def deeper(sizes: Sequence[Sized], depth: int) -> tuple[Sized, ...]:
@@ -107,10 +117,8 @@ def profile(workload: Any, remarks: Sequence[str] = ()) -> Profile:
     """What the planner is told of a model that is built to be counted. `workload`: has `Plain.anatomy`, or one of its
     own. `remarks`: see `Profile`."""
     model = workload.build(torch.device("cpu"), torch.float32)
-    outside = workload.embeddings(model)
-    sizes = sizes_of(model, workload.blocks(model), outside)
     return Profile(
-        tally=replace(tally(model, outside), sizes=sizes, running=running_of(model)),
+        **vars(tally(model, workload.blocks(model), workload.embeddings(model))),
         global_batch=workload.global_batch,
         tokens_per_sample=1.0,
         anatomy=workload.anatomy,

@@ -167,11 +167,11 @@ def test_the_plan_prices_the_frozen_weights_as_they_are_stored_and_no_copies_of_
     frozen = [one for one in model.parameters() if not one.requires_grad]
     codes = [one for name, one in model.named_buffers() if name.endswith(("codes", "scales"))]
     request = of_recipe(workload.recipe)
-    assert request.frozen == sum(one.numel() * one.element_size() for one in (*frozen, *codes))
+    assert request.profile.frozen == sum(one.numel() * one.element_size() for one in (*frozen, *codes))
     plan = decide(request, clusters.loads('[[nodes]]\ndevice = "cpu"\ncores = 2\nmemory = "8GiB"\n')).plan
     assert plan.predicted is not None
     trained = sum(one.numel() for one in model.parameters() if one.requires_grad)
     each = {"fp32": 4, "bf16": 6, "fp64": 8}[precision]
-    assert plan.predicted.memory_bytes["frozen"] == request.frozen
+    assert plan.predicted.memory_bytes["frozen"] == request.profile.frozen
     assert plan.predicted.state_bytes["params"] <= each * trained
     assert plan.predicted.sent_bytes.get("gradients", 0) <= each * trained * 1.1

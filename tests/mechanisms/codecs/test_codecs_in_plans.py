@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from espalier.comm.codecs import codec
@@ -29,7 +27,7 @@ def request(**more: object) -> Request:
         "model": {"depth": 4, "width": 256, "heads": 4, "vocabulary": 512},
         "train": {"steps": 10, "sequence": 128, "batch_tokens": 128 * 64},
     }
-    return replace(request_from_recipe.of_recipe(defaults.resolve(recipe_file.from_table(table))[0]), **more)  # type: ignore[arg-type]
+    return request_from_recipe.of_recipe(defaults.resolve(recipe_file.from_table(table))[0]).changed(**more)  # type: ignore[arg-type]
 
 
 def machines(between: str, codecs: str = CODECS, hosts: int = 2) -> clusters.Cluster:
@@ -41,7 +39,7 @@ def machines(between: str, codecs: str = CODECS, hosts: int = 2) -> clusters.Clu
 def decided(cluster: clusters.Cluster, codec: str, ranks: int = 2) -> Plan:
     """Of replicas of whole models: of cut ones less than all gradients would cross."""
     shard = ShardPin(params=1, grads=1, optimizer=1)
-    asked = replace(request(pin=Pin(ranks=ranks, threads=1, shard=shard, tp=1, sp=1, pp=1)), codec=codec)
+    asked = request(pin=Pin(ranks=ranks, threads=1, shard=shard, tp=1, sp=1, pp=1)).changed(codec=codec)
     return decide(asked, cluster).taken
 
 
@@ -53,7 +51,10 @@ def test_auto_encodes_between_machines_where_links_are_slow() -> None:
     assert slow.predicted is not None
     assert raw.predicted is not None
     assert [one.codec for one in raw.exchanges] == ["exact"]
-    sizes = [one.length for one in arrange([Piece(s.elements, 4) for s in request().sizes], lambda group: BucketRule())]
+    sizes = [
+        one.length
+        for one in arrange([Piece(s.elements, 4) for s in request().profile.sizes], lambda group: BucketRule())
+    ]
     assert raw.predicted.sent_bytes["gradients"] == sum(4 * size for size in sizes)
     assert slow.predicted.sent_bytes["gradients"] == sum(
         sent_bytes(codec("int8"), "all_reduce", n, (0, 2)) for n in sizes
@@ -77,9 +78,12 @@ def test_one_machine_encodes_only_what_is_asked_for() -> None:
 
 
 def test_parameters_are_never_rounded() -> None:
-    found, _ = codecs.encoded(replace(request(), codec="zhybrid"), machines("100Mbit/s"))
-    assert {one.traffic: one.codec for one in found.crossings} == {"gradients": "zfp:8", "parameters": "split"}
-    assert [one.lossy for one in found.crossings] == [True, False]
+    found, _ = codecs.encoded(request().changed(codec="zhybrid"), machines("100Mbit/s"))
+    assert {traffic: one.codec for traffic, one in found.crossings.items()} == {
+        "gradients": "zfp:8",
+        "parameters": "split",
+    }
+    assert [one.lossy for one in found.crossings.values()] == [True, False]
 
 
 def test_a_codec_that_is_none_is_refused_by_name() -> None:
@@ -92,16 +96,16 @@ def test_a_link_carries_what_coding_and_the_codecs_ratio_let_through() -> None:
     assert on.between is not None
     raw = on.between.bandwidth
     for one, expected in (
-        (Crossing("gradients", "between", "x", 4.0, 1e12, 1e12), 4 * raw),
-        (Crossing("gradients", "between", "x", 4.0, raw, 1e18), raw),
-        (Crossing("gradients", "between", "x", 4.0, 6 * raw, 3 * raw), 2 * raw),
-        (Crossing("gradients", "inside", "x", 4.0), raw),
+        (Crossing("between", "x", 4.0, 1e12, 1e12), 4 * raw),
+        (Crossing("between", "x", 4.0, raw, 1e18), raw),
+        (Crossing("between", "x", 4.0, 6 * raw, 3 * raw), 2 * raw),
+        (Crossing("inside", "x", 4.0), raw),
     ):
         found = collective_time.encoded(on, one, 4)
         assert found.between is not None
         assert found.between.bandwidth == pytest.approx(expected)
     assert collective_time.encoded(on, None, 4) is on
-    halves = collective_time.encoded(on, Crossing("gradients", "between", "x", 4.0), 2)
+    halves = collective_time.encoded(on, Crossing("between", "x", 4.0), 2)
     assert halves.between is not None
     assert halves.between.bandwidth == pytest.approx(2 * raw)
 

@@ -127,8 +127,8 @@ def test_how_results_of_layers_lie_on_disk_is_said_with_the_bytes_of_both_forms(
     condensed, plain, written = shown
     assert condensed < plain
     assert pays or condensed + 1.5 * written > plain, "rows, and which these are"
-    assert "disk_batches" in request.facts
-    assert request.facts["disk_batches"].inferred is not None
-    (few,) = request.facts["disk_batches"].inferred(1 << 30)
+    assert "disk_batches" in request.profile.facts
+    assert request.profile.facts["disk_batches"].inferred is not None
+    (few,) = request.profile.facts["disk_batches"].inferred(1 << 30)
     assert not few.pays, "all of it is one range"
     assert few.plain == few.condensed

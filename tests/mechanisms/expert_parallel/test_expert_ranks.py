@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import msgspec
 import numpy as np
 import pytest
@@ -14,6 +12,7 @@ from espalier.machine import cluster as clusters
 from espalier.mechanisms.expert_parallel.state import ExpertParallelState
 from espalier.plan import decide
 from espalier.plan.axes.experts import ExpertLoad, Routed, cost, expected, placed, sent_bytes
+from espalier.recipe.cost import ExpertSizes
 from espalier.recipe.errors import UserError
 
 EXPERTS = 16
@@ -23,17 +22,9 @@ def mixture(batch=16, width=256, **more):
     """A decoder most of whose parameters are in experts."""
     plain = asked.decoder(width=width, layers=4, batch=batch)
     each = 3.0 * width * 4 * width * EXPERTS
-    total = plain.parameters + int(4 * each)
-    return replace(
-        plain,
-        parameters=total,
-        trainable=total,
-        experts=EXPERTS,
-        active=2,
-        expert_parameters=each,
-        codec="exact",
-        **more,
-    )
+    total = plain.profile.parameters + int(4 * each)
+    facts = {"expert_parallel": ExpertSizes(EXPERTS, 2, each)}
+    return plain.changed(parameters=total, trainable=total, facts=facts, **more)
 
 
 FOUR = config.Pin(ranks=4, pp=1)
@@ -66,7 +57,7 @@ def test_the_choice_is_that_of_the_best_pin():
         free = decided(request, count=4, between=between)
         pinned = [
             decided(
-                replace(request, pin=config.Pin(ranks=4, pp=1, ep=ep)), count=4, between=between
+                request.changed(pin=config.Pin(ranks=4, pp=1, ep=ep)), count=4, between=between
             ).plan.predicted.step_seconds
             for ep in (1, 2, 4)
         ]
@@ -80,7 +71,7 @@ def test_memory_asks_for_ranks_where_one_cannot_hold_all():
     assert found.plan.layout.ep > 1
     assert any("Experts are spread over" in why and "with every expert on each rank" in why for why in found.plan.why)
     held = found.plan.predicted.memory_bytes
-    everyone = replace(request, memory=None, pin=msgspec.structs.replace(WHOLE, ep=1))
+    everyone = request.changed(memory=None, pin=msgspec.structs.replace(WHOLE, ep=1))
     assert held["params"] < decided(everyone, count=4).plan.predicted.memory_bytes["params"]
 
 

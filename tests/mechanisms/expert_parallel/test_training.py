@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from espalier.mechanisms.expert_parallel.state import ExpertParallelState
 from espalier.plan import base as plans
 from espalier.plan import decide, pins
 from espalier.recipe import recipe_file, value_ranges
+from espalier.recipe.cost import ExpertSizes
 from espalier.recipe.errors import UserError
 
 TOLERANCE = 1e-9
@@ -161,7 +161,8 @@ def test_recomputed_layers_dispatch_again(folder, alone, recompute):
     ],
 )
 def test_pins_that_cannot_be_met_say_what_can(model, pin, said):
-    request = replace(asked.decoder(batch=16), pin=config.Pin(**pin), experts=8 * (model == "moe"), active=2)
+    facts = {"expert_parallel": ExpertSizes(8, 2)} if model == "moe" else {}
+    request = asked.decoder(batch=16).changed(pin=config.Pin(**pin), facts=facts)
     with pytest.raises(UserError, match=said):
         pins._check_experts(request)
 
@@ -208,9 +209,9 @@ def test_rows_in_eight_bits_are_in_the_plan_and_train_nearly_alike(folder, alone
     assert found.losses != alone.losses
     assert found.losses == pytest.approx(alone.losses, rel=2e-3)
     pin = config.Pin(ranks=2, pp=1, ep=2)
-    request = replace(asked.decoder(batch=16), experts=8, active=2, expert_parameters=1e5, codec="exact", pin=pin)
+    request = asked.decoder(batch=16).changed(facts={"expert_parallel": ExpertSizes(8, 2, 1e5)}, pin=pin)
     whole, coded = (
-        decide.decide(replace(request, expert_rows=rows), asked.processor(count=2, between="200Mbit/s")).plan
+        decide.decide(request.changed(experts=rows), asked.processor(count=2, between="200Mbit/s")).plan
         for rows in ("exact", "int8")
     )
     assert not any(one.traffic == "experts" for one in whole.exchanges)

@@ -312,9 +312,9 @@ def over_machines(options):
     predicted = msgspec.structs.replace(here.predicted, terms=terms, step_seconds=sum(terms.values()))
     bare = msgspec.structs.replace(bare, why=(), predicted=predicted)
     return (
-        request.facts["halo_exchange"],
+        request.profile.facts["halo_exchange"],
         here,
-        halo_exchange.with_halos(bare, request.facts["halo_exchange"], machines(3, 1)),
+        halo_exchange.with_halos(bare, request.profile.facts["halo_exchange"], machines(3, 1)),
     )
 
 
@@ -342,7 +342,7 @@ def every(halos, bits):
 
 
 def test_links_carry_the_bits_that_they_have_time_for():
-    halos = asked({"bits": "auto"}, 3).facts["halo_exchange"]
+    halos = asked({"bits": "auto"}, 3).profile.facts["halo_exchange"]
 
     def bits(mbit, computing, nodes=(0, 1, 2), synchronize=1):
         known = dataclasses.replace(halos, options=msgspec.structs.replace(halos.options, synchronize=synchronize))
@@ -380,7 +380,7 @@ def test_links_carry_the_bits_that_they_have_time_for():
 
 
 def test_rows_inside_a_machine_are_fresh_where_those_between_machines_are_late():
-    halos = asked({"bits": 1, "synchronize": 4}, 3).facts["halo_exchange"]
+    halos = asked({"bits": 1, "synchronize": 4}, 3).profile.facts["halo_exchange"]
     here = decide.decide(asked({}, 3), machines(1, 0)).taken
     ranks = tuple(msgspec.structs.replace(one, node=at) for at, one in zip((0, 1, 1), here.ranks, strict=True))
 
@@ -415,7 +415,7 @@ def test_rows_over_fast_links_are_fresh_and_over_slow_ones_as_old_as_their_laten
     plan = msgspec.structs.replace(here, ranks=ranks, why=(), predicted=predicted)
     took = {}
     for staleness in (1, 2, 9):
-        halos = asked({"bits": 1, "synchronize": 0, "staleness": staleness}, 3).facts["halo_exchange"]
+        halos = asked({"bits": 1, "synchronize": 0, "staleness": staleness}, 3).profile.facts["halo_exchange"]
         found = halo_exchange.with_halos(plan, halos, known)
         oldest = min(staleness, 2)  # four exchanges of 300 ms each take over one step and under two
         ages = found.state(HaloExchangeState).halo_ages
@@ -474,7 +474,7 @@ def test_trials_decide_between_one_rank_and_several():
 
 def test_drawn_batches_are_weighed_against_halos():
     request = asked({}, 3)
-    sampled = request.facts["halo_exchange"].sampled()
+    sampled = request.profile.facts["halo_exchange"].sampled()
     recipe = msgspec.structs.replace(sampled.recipe, plan=config.Planning(pin=config.Pin(ranks=3)))
     other = decide.decide(request_from_recipe.of_recipe(recipe, lambda: sampled), machines(1, 0)).taken
     steps = -(-sampled.task.items // sampled.global_batch)

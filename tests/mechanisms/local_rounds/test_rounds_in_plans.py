@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import random
 import re
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -41,7 +40,7 @@ def asked(sync: Any, samples: int = 64, **pins: Any) -> Request:
         "train": {"steps": 10, "sequence": 128, "batch_tokens": samples * 128, "optimizer": {"kind": "adamw"}},
         "plan": {"pin": pins},
     }
-    return replace(request_from_recipe.of_recipe(defaults.resolve(recipe_file.from_table(table))[0]), sync=sync)
+    return request_from_recipe.of_recipe(defaults.resolve(recipe_file.from_table(table))[0]).changed(sync=sync)
 
 
 def office(between: str = "100Mbit/s", machines: int = 4, cores: int = 4) -> Cluster:
@@ -61,7 +60,7 @@ def test_a_round_is_the_shortest_that_hides_its_exchange() -> None:
     assert plan.replicas
     assert plan.predicted is not None
     local = plan.predicted.step_seconds
-    flight = cost.flight_seconds(4.0 * request.trainable, 4, Link(bandwidth=100e6 / 8, latency=5e-3))
+    flight = cost.flight_seconds(4.0 * request.profile.trainable, 4, Link(bandwidth=100e6 / 8, latency=5e-3))
     steps = plan.state(LocalRoundsState).steps
     assert (steps - 1) * local < 1.1 * flight <= steps * local * (1 + 1e-9)
     assert plan.predicted.terms["outer"] == 0
@@ -97,7 +96,7 @@ def test_a_slower_machine_takes_fewer_steps() -> None:
         '[[nodes]]\ndevice = "A100-80GB"\ncount = 1\ndevices = 1\n[[nodes]]\ndevice = "V100-32GB"\ncount = 1\n'
         'devices = 1\n[links]\nbetween = "50Mbit/s"'
     )
-    plan = planned(replace(asked(Co2()), compile=True, global_batch=8192), mixed)
+    plan = planned(asked(Co2()).changed(compile=True, global_batch=8192), mixed)
     assert plan.replicas
     assert plan.state(LocalRoundsState).paces[0] == 1.0
     assert 0 < plan.state(LocalRoundsState).paces[1] < 0.9
@@ -176,7 +175,7 @@ def shape(name: str, sync: Any, **sizes: Any) -> Request:
         "data": {"path": "python:stdlib"},
         "train": {"sequence": 2048, "batch_tokens": 2**18, "precision": "bf16", "optimizer": {"kind": "adamw"}},
     }
-    return replace(request_from_recipe.of_recipe(defaults.resolve(recipe_file.from_table(table))[0]), sync=sync)
+    return request_from_recipe.of_recipe(defaults.resolve(recipe_file.from_table(table))[0]).changed(sync=sync)
 
 
 @pytest.mark.parametrize(

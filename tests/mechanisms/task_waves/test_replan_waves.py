@@ -54,7 +54,7 @@ def plan() -> plans.Plan:
 def work(plan: plans.Plan) -> list[float]:
     """Seconds of each rank, on devices that are as fast as planned."""
     found = [0.0] * len(plan.ranks)
-    parts = {one.key: one for one in REQUEST.facts["task_waves"]}
+    parts = {one.key: one for one in REQUEST.profile.facts["task_waves"]}
     for one in (one for wave in plan.state(TaskWavesState).waves for one in wave):
         for rank in one.ranks:
             each = parts[f"{one.task}.{one.node}"].seconds[64] / len(one.ranks)
@@ -70,7 +70,7 @@ def whole(plan: plans.Plan) -> bool:
         if one.first != at.get(key, 0):
             return False
         at[key] = one.last
-    return at == {one.key: one.operators for one in REQUEST.facts["task_waves"]}
+    return at == {one.key: one.operators for one in REQUEST.profile.facts["task_waves"]}
 
 
 def test_the_cost_of_waves_as_they_are_is_the_one_they_were_planned_with(plan: plans.Plan) -> None:
@@ -114,6 +114,6 @@ def test_the_ranks_that_are_left_run_all_parts_where_they_sit(plan: plans.Plan, 
 
 
 def test_what_the_ranks_that_are_left_cannot_hold_is_refused(plan: plans.Plan) -> None:
-    heavy = tuple(replace(one, parameters=6e8) for one in REQUEST.facts["task_waves"])
+    heavy = tuple(replace(one, parameters=6e8) for one in REQUEST.profile.facts["task_waves"])
     with pytest.raises(UserError, match="No waves fit"):
-        replan.plan_on(replace(REQUEST, facts={"task_waves": heavy}), CLUSTER, plan, (0, 1), replan.equal(plan))
+        replan.plan_on(REQUEST.changed(facts={"task_waves": heavy}), CLUSTER, plan, (0, 1), replan.equal(plan))

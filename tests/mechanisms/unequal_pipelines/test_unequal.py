@@ -121,7 +121,7 @@ def test_pipelines_that_cut_a_layer_differently_sum_whole_gradients_over_all_its
     sent = costs.gradients(pipelines, seconds=False)
     layer = request.layer_parameters * costs._storage
     first = pipelines[0].stages[0].layers  # on two devices of one pipeline, on one of the other
-    outside = request.outside / request.tables * costs._storage
+    outside = request.profile.outside / request.profile.tables * costs._storage
     assert sent[0] == pytest.approx(2 * 2 / 3 * (first * layer + outside))
     assert sent[1] == pytest.approx((32 - first) * layer + outside), "alike on one device of each"
     assert costs.sync(pipelines) < float("inf")

@@ -126,7 +126,7 @@ class Drawn:
         return self.reach()
 
     def facts(self) -> Mapping[str, Any]:
-        """What single systems are to know of this way: see `ModelCosts.facts`."""
+        """What single systems are to know of this way: see `Profile.facts`."""
         return {}
 
     def halos(self) -> Any:

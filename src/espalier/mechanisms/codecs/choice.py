@@ -31,31 +31,32 @@ class CodecChoice(PlanChoice):
 def encoded(request: Request, cluster: Cluster) -> tuple[Request, Sequence[str]]:
     """The request with its crossings, and why, in sentences. Raises UserError for an unknown `comm.codec`."""
     several = cluster.machines > 1
-    if request.codec == "auto" and (gpus(cluster) or not several):
+    if request.recipe.comm.codec == "auto" and (gpus(cluster) or not several):
         return request, ()
     devices = list(range(len(cluster.devices())))
     bandwidth = cluster.slowest(devices, "between").bandwidth if several and not gpus(cluster) else None
     rates, sparse = _rates(cluster), codecs.SPARSE
     if sparse in rates:
-        rates[sparse] = rates[sparse]._replace(ratio=request.sparse)
-    chosen = hybrid_compression.choose(request.codec, bandwidth, rates)
-    found = []
+        rates[sparse] = rates[sparse]._replace(ratio=request.profile.sparse)
+    chosen = hybrid_compression.choose(request.recipe.comm.codec, bandwidth, rates)
+    crossings = {}
     for kind in TRAINED:
         name = chosen.codecs.get(kind)
         if name is None:
             continue
         if kind is Traffic.PARAMETERS and not codec(name).lossless:
             name = LOSSLESS
-        ratio = request.sparse if name == sparse else compressed_collectives.ratio(codec(name))
+        ratio = request.profile.sparse if name == sparse else compressed_collectives.ratio(codec(name))
         rate = rates.get(name) or hybrid_compression.CodecRate(ratio, float("inf"), float("inf"))  # coding is free
         lossy = not codec(name).lossless
-        found.append(Crossing(kind.value, "between" if several else "all", name, *rate, lossy))
-    said = [chosen.why] if found or request.codec == "auto" else []
-    if said and request.sparse != 1.0:
+        crossings[kind.value] = Crossing("between" if several else "all", name, *rate, lossy)
+    said = [chosen.why] if crossings or request.recipe.comm.codec == "auto" else []
+    if said and request.profile.sparse != 1.0:
         said.append(
-            f"gradients that are not zero, with their places, are {1 / request.sparse:.0%} of all (codec sparse)"
+            f"gradients that are not zero, with their places, are {1 / request.profile.sparse:.0%} of all "
+            "(codec sparse)"
         )
-    return replace(request, crossings=tuple(found)), said
+    return replace(request, crossings=crossings), said
 
 
 def measured(cluster: Cluster) -> Cluster:

@@ -28,7 +28,7 @@ class StoredFeaturesChoice(PlanChoice):
 
     def finish(self, best: PlanDecision, ask: Ask) -> Plan:
         """The plan with the levels of its features."""
-        return with_levels(best.plan, ask.request.facts["disk_batches"], ask.cluster)
+        return with_levels(best.plan, ask.request.profile.facts["disk_batches"], ask.cluster)
 
 
 def with_levels(plan: Plan, stored: StoredFeatures, cluster: Cluster) -> Plan:

@@ -22,7 +22,9 @@ class ExpertParallelChoice(PlanChoice):
     def placed(self, plan: Plan, request: Request, option: Option) -> Plan:
         """The plan with its map of experts, and how their rows travel."""
         state = ExpertParallelState(experts=_experts(request, option))
-        rows = (Exchange(traffic="experts", codec=request.expert_rows),) * (request.expert_rows != "exact")
+        rows = (Exchange(traffic="experts", codec=request.recipe.comm.experts),) * (
+            request.recipe.comm.experts != "exact"
+        )
         return plan.with_state(state).changed(
             exchanges=(*plan.exchanges, *rows),
             why=(*plan.why, _spread(request, state)),
@@ -33,8 +35,8 @@ def _experts(request: Request, option: Option) -> tuple[tuple[int, ...], ...]:
     """Who holds which experts: more on faster ranks with faster links, as memory allows."""
     ep = request.expert_ranks
     places = seats(option.cluster, int(option.layout.world))
-    each = request.expert_parameters / request.experts
-    work, crossing = 6 * each, 4.0 * request.width * request.compute  # of a row: operations, and bytes each way
+    each = request.experts.parameters / request.experts.total
+    work, crossing = 6 * each, 4.0 * request.profile.width * request.compute  # of a row: operations, and bytes each way
 
     def rate(place: Place) -> float:
         table = place.table
@@ -44,9 +46,9 @@ def _experts(request: Request, option: Option) -> tuple[tuple[int, ...], ...]:
         return 1 / max(work / max(flops, 1.0), crossing / link.bandwidth if link is not None else 0.0)
 
     rates = [min(map(rate, places[first::ep])) for first in range(ep)]
-    stored = 4 * request.bytes_each * each * max(1, request.layers // option.layout.pp)
-    most = -(-request.experts // ep) + max(0, int(-option.over / stored))
-    return placed(rates, [1.0] * request.experts, [most] * ep)
+    stored = 4 * request.bytes_each * each * max(1, request.profile.layers // option.layout.pp)
+    most = -(-request.experts.total // ep) + max(0, int(-option.over / stored))
+    return placed(rates, [1.0] * request.experts.total, [most] * ep)
 
 
 def _spread(request: Request, state: ExpertParallelState) -> str:

@@ -41,13 +41,13 @@ class HaloChoice(PlanChoice):
             return planned.with_whole_graph(plan, _instead_of_whole(whole_graph, ask))
         if not best.fits:
             return plan
-        halos, pinned = request.facts["halo_exchange"], request.pin.ranks
+        halos, pinned = request.profile.facts["halo_exchange"], request.pin.ranks
         most = halos.most_ranks
         if most is not None and len(plan.trainers) > most and pinned is None:
             plan = _on_ranks(most, ask).plan
         plan = _beside_batches(plan, ask)
         several = planned.with_halos(plan, halos, ask.cluster)
-        if len(plan.trainers) == 1 or pinned is not None or request.sync.by_rounds:
+        if len(plan.trainers) == 1 or pinned is not None or request.recipe.sync.by_rounds:
             return several
         try:
             alone = _on_ranks(1, ask)
@@ -73,12 +73,12 @@ def _faster(alone: Plan, several: Plan, ask: Ask) -> Plan:
     if one_rank >= more:
         return several.changed(why=(*tried, *several.why))
     alone = _beside_batches(alone.changed(why=(*tried, *alone.why)), ask)
-    return planned.with_halos(alone, ask.request.facts["halo_exchange"], ask.cluster, instead_of=several)
+    return planned.with_halos(alone, ask.request.profile.facts["halo_exchange"], ask.cluster, instead_of=several)
 
 
 def _whole_graph(request: Request) -> WholeGraph | None:
     """What could be cut; None: it is."""
-    fact = request.facts["halo_exchange"]
+    fact = request.profile.facts["halo_exchange"]
     return fact if isinstance(fact, WholeGraph) else None
 
 
@@ -91,7 +91,7 @@ def _instead_of_whole(whole_graph: WholeGraph, ask: Ask) -> list[tuple[str, Plan
     whole = whole_graph.cut()
     if whole is None:
         return []
-    ask = ask.changed(facts={**ask.request.facts, "halo_exchange": whole.halos()}, anatomy=whole.anatomy)
+    ask = ask.changed(facts={**ask.request.profile.facts, "halo_exchange": whole.halos()}, anatomy=whole.anatomy)
     try:
         parts = decide(ask.request, ask.cluster, ask.calibration)
     except UserError:  # more ranks are asked for than there are nodes
@@ -111,11 +111,11 @@ def _beside_batches(plan: Plan, ask: Ask) -> Plan:
 
 def _batches(ask: Ask) -> tuple[GraphWorkload, Plan] | None:
     """Drawn batches that a network over parts could train on instead, and their plan."""
-    sampled = getattr(ask.request.facts["halo_exchange"], "sampled", None)
+    sampled = getattr(ask.request.profile.facts["halo_exchange"], "sampled", None)
     if sampled is None:
         return None
     drawn, pin = sampled(), ask.request.pin.changed(micro_batch=None)
-    facts, anatomy = _without(ask.request.facts), drawn.anatomy
+    facts, anatomy = _without(ask.request.profile.facts), drawn.anatomy
     decision = _estimated(ask.changed(facts=facts, anatomy=anatomy, global_batch=drawn.global_batch, pin=pin))
     return (drawn, decision.plan) if decision.fits else None
 

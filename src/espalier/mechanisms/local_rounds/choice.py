@@ -30,7 +30,7 @@ class LocalRoundsChoice(PlanChoice):
 
     def alone(self, ask: Ask) -> PlanDecision | None:
         """Rounds that the recipe asks for."""
-        options = ask.request.sync
+        options = ask.request.recipe.sync
         if not isinstance(options, ByRounds):
             return None
         rounds = _on_replicas(ask)
@@ -44,7 +44,7 @@ class LocalRoundsChoice(PlanChoice):
     def candidates(self, ask: Ask, best: PlanDecision) -> Iterator[PlanDecision]:
         """Rounds where they pay; where they cannot be had, the plan says why: they were not asked for."""
         rounds = _on_replicas(ask)
-        if not isinstance(ask.request.sync, Auto) or rounds.cluster.machines == 1 or not best.fits:
+        if not isinstance(ask.request.recipe.sync, Auto) or rounds.cluster.machines == 1 or not best.fits:
             return
         try:
             made = co2.cut(rounds.request, rounds.cluster, Eager())
@@ -108,7 +108,7 @@ def _rounds(ask: Ask, options: ByRounds) -> tuple[co2.Replicas, list[Plan], co2.
             do=f"plan.pin.ranks={made.count * counts[0]}",
         )
     step = min(part.predicted.step_seconds if part.predicted else 1.0 for part in parts)
-    return made, parts, co2.round_of(options, made, step, 4.0 * ask.request.trainable)
+    return made, parts, co2.round_of(options, made, step, 4.0 * ask.request.profile.trainable)
 
 
 def _apart(made: co2.Replicas, ask: Ask) -> list[PlanDecision]:

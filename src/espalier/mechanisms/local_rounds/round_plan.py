@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 from espalier.comm import compressed_collectives
@@ -72,10 +72,10 @@ def cut(request: Request, cluster: Cluster, options: ByRounds) -> Replicas:
         )
     if machines > 1 and count != machines:
         raise UserError(f"sync.replicas = {count}, and there are {machines} machines.", do=f"sync.replicas={machines}")
-    if request.global_batch % count:
-        near = -(-request.global_batch // count) * count
+    if request.profile.global_batch % count:
+        near = -(-request.profile.global_batch // count) * count
         raise UserError(
-            f"A batch of {request.global_batch} samples cannot be shared equally by {count} replicas.",
+            f"A batch of {request.profile.global_batch} samples cannot be shared equally by {count} replicas.",
             do=f"a batch of {near} samples (train.batch_tokens)",
         )
     pin = request.pin
@@ -84,13 +84,12 @@ def cut(request: Request, cluster: Cluster, options: ByRounds) -> Replicas:
             f"plan.pin.ranks = {pin.ranks} is no multiple of {count} replicas.", do=f"plan.pin.ranks={count}"
         )
     own = None if pin.ranks is None else pin.ranks // count
-    inner = replace(
-        request,
-        global_batch=request.global_batch // count,
+    inner = request.changed(
+        global_batch=request.profile.global_batch // count,
         pin=pin.changed(ranks=own),
         sync=EveryStep(),
         outer=_kept(options, cluster),
-        crossings=(),
+        crossings={},
         refuses=None if request.refuses is None else partial(_refused, request.refuses, method_of(options)),
     )
     link = cluster.slowest(range(len(cluster.devices())), "between") if machines > 1 else cluster.nodes[0].inside
@@ -133,7 +132,7 @@ def _machines(cluster: Cluster, count: int) -> list[Cluster]:
 def sharded(request: Request, ranks: int) -> Request:
     """`request` with the optimizer's state cut among all `ranks`; pins of parameters and gradients stay."""
     shard = (request.pin.shard or ShardPin()).changed(optimizer=ranks)
-    return replace(request, pin=request.pin.changed(ranks=ranks, shard=shard))
+    return request.changed(pin=request.pin.changed(ranks=ranks, shard=shard))
 
 
 def whole(plan: Plan) -> bool:
@@ -226,7 +225,7 @@ def ratio(name: str) -> float:
 
 def join(parts: Sequence[Plan], made: Replicas, chosen: RoundChoice, options: ByRounds) -> Plan:
     """One plan of the replicas' own. `parts`: of each replica, alike but for their devices and speed."""
-    size = made.request.global_batch
+    size = made.request.profile.global_batch
     ranks: list[Rank] = []
     replicas = []
     for index, part in enumerate(parts):
@@ -274,7 +273,7 @@ def _fragments(step: CostInputs, nodes: Sequence[int], count: int) -> Sequence[S
     """Elements that the first rank of a replica moves, fragment by fragment and tensor by tensor."""
     states, division = step.states, step.division
     if not states.sizes:
-        return [[step.request.trainable / len(nodes) / count]] * count
+        return [[step.request.profile.trainable / len(nodes) / count]] * count
     factors = ShardFactors(int(division.params), int(division.grads), int(division.optimizer))
     return cut_sizes(owned(states.sizes, states.whole, factors, nodes, int(states.bucket_bytes)), count)
 
@@ -322,7 +321,9 @@ def pays(together: Plan, apart: Sequence[Plan], made: Replicas) -> str:
     if not alone or whole < times * max(alone):
         return ""
     request, here = made.request, made.link.bandwidth
-    sent = here * cost.flight_seconds((request.low or request.bytes_each) * request.trainable, made.count, made.link)
+    sent = here * cost.flight_seconds(
+        (request.low or request.bytes_each) * request.profile.trainable, made.count, made.link
+    )
     return (
         f"Over the link of {units.show_bits(here)} the best plan that agrees at every step takes "
         f"{units.show_seconds(whole)} a step, a replica by itself {units.show_seconds(max(alone))}: replicas agree by "

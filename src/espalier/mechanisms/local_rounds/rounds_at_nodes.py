@@ -8,7 +8,6 @@ nodes at the end of each round. Here a round is the least in which that wait is 
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 from espalier.machine.cluster import Cluster
 from espalier.mechanisms.local_rounds import round_plan as co2
@@ -29,7 +28,7 @@ FAST = 1e15
 
 def asked(request: Request, cluster: Cluster) -> bool:
     """Whether rounds are to end at nodes."""
-    return isinstance(request.sync, ByRounds) and (request.pin.offload == "node" or bool(cluster.optimizers))
+    return isinstance(request.recipe.sync, ByRounds) and (request.pin.offload == "node" or bool(cluster.optimizers))
 
 
 def inside(request: Request, cluster: Cluster, options: ByRounds) -> tuple[Request, Cluster]:
@@ -43,7 +42,7 @@ def inside(request: Request, cluster: Cluster, options: ByRounds) -> tuple[Reque
         )
     pin = request.pin.changed(offload="node", ranks=ranks)
     between = cluster.between and cluster.between.changed(bandwidth=FAST, latency=0.0, launch=0.0)
-    asked = replace(request, sync=EveryStep(), crossings=(), pin=pin)
+    asked = request.changed(sync=EveryStep(), crossings={}, pin=pin)
     return asked, cluster.changed(between=between, pairs=())
 
 

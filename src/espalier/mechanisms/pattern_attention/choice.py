@@ -13,7 +13,7 @@ class ReformationChoice(PlanChoice):
 
     def finish(self, best: PlanDecision, ask: Ask) -> Plan:
         """The plan with the rule."""
-        if ask.request.recipe is None or bound(ask.request.recipe) is None:
+        if bound(ask.request.recipe) is None:
             return best.plan
         rule = AdaptiveRule(name=LEVEL_RULE, start=FIRST, low=0, high=LEVELS - 1, signal=SIGNAL)
         return best.plan.changed(rules=(*best.plan.rules, rule))

@@ -46,7 +46,7 @@ class TaskWavesChoice(PlanChoice):
 
     def seconds(self, request: Request, cluster: Cluster, plan: Plan, speeds: Speeds) -> float:
         """See `Replanner.seconds`. Of one rank that runs all parts too."""
-        request = replace(request, precision=plan.precision)
+        request = request.changed(precision=plan.precision)
         devices = task_waves.devices_of(request, cluster, seats(cluster, plan), speeds.slower)
         return task_waves.seconds(plan, request, task_waves.first_seat(cluster), devices)
 
@@ -59,7 +59,7 @@ class TaskWavesChoice(PlanChoice):
 
     def plan_on(self, request: Request, cluster: Cluster, plan: Plan, remaining: Sequence[int], speeds: Speeds) -> Plan:
         pin = request.pin.changed(ranks=len(remaining), threads=plan.ranks[0].threads)
-        asked = replace(request, precision=plan.precision, sync=EveryStep(), pin=pin)
+        asked = request.changed(precision=plan.precision, sync=EveryStep(), pin=pin)
         places = seats(cluster, plan)
         alone = decide(*task_waves.alone(asked, cluster), Calibration(factors=request.factors)).plan
         there = [(places[rank], speeds.slower[rank]) for rank in remaining]
@@ -67,7 +67,7 @@ class TaskWavesChoice(PlanChoice):
         if TaskWavesState.name not in made.choices:  # one rank runs all parts
             only = made.ranks[0].changed(device=plan.ranks[remaining[0]].device, node=plan.ranks[remaining[0]].node)
             made = made.changed(ranks=(only,), runners_up=())
-        return plans.check(made, request.global_batch, "the new plan")
+        return plans.check(made, request.profile.global_batch, "the new plan")
 
     def told(self, plan: Plan) -> str:
         """See `Replanner.told`."""

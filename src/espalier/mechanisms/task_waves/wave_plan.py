@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from espalier.mechanisms.task_waves.metaops import MetaOp, fit
@@ -37,7 +36,7 @@ TOLD = 8
 def ranks_of(request: Request, cluster: Cluster) -> int:
     """How many ranks run the parts: as pinned, else one for each GPU or machine."""
     places = [place for place in cluster.devices() if place.table.device.kind == cluster.devices()[0].table.device.kind]
-    most = request.max_devices or len(places)
+    most = request.recipe.plan.max_devices or len(places)
     return request.pin.ranks or min(most, len(places))
 
 
@@ -46,12 +45,12 @@ def alone(request: Request, cluster: Cluster) -> tuple[Request, Cluster]:
     without waves. It need not fit into memory: a rank of a wave plan holds its slices only."""
     pin = request.pin.changed(ranks=1, offload=request.pin.offload or "none")
     first = cluster.changed(nodes=cluster.nodes[:1], pairs=())
-    return replace(request, facts={}, sync=EveryStep(), pin=pin), first
+    return request.changed(facts={}, sync=EveryStep(), pin=pin), first
 
 
 def parts_of(request: Request) -> tuple[PartCost, ...]:
     """Of the tasks, what ranks can run apart."""
-    parts: tuple[PartCost, ...] = request.facts["task_waves"]
+    parts: tuple[PartCost, ...] = request.profile.facts["task_waves"]
     return parts
 
 
@@ -74,7 +73,7 @@ def with_waves(
     count = ranks_of(request, cluster)
     if count == 1:
         return plan
-    request = replace(request, precision=plan.precision)
+    request = request.changed(precision=plan.precision)
     found, places = [slower for _, slower in seats], [place for place, _ in seats] or _seats(cluster, count)
     limit = plan.predicted.memory_limit if plan.predicted is not None else float("inf")
     limit *= min(map(_memory, places)) / _memory(first_seat(cluster))
@@ -333,7 +332,7 @@ def _predicted(
     moved = alone.terms.get("optimizer", 0.0) * exchanged.held
     terms = {"waves": found.seconds, "exchange": exchanged.seconds, "optimizer": moved}
     step = sum(terms.values())
-    tokens = request.global_batch * request.tokens_per_sample
+    tokens = request.profile.global_batch * request.profile.tokens_per_sample
     held = {"waves": max(found.held, default=0.0), "runtime": fixed}
     sources = {"waves": "the timetable of the slices, from seconds of their parts", **alone.sources}
     return alone.changed(

@@ -34,7 +34,7 @@ def _costs(request: Request, cluster: Cluster, plan: Plan, remaining: Sequence[i
     there = measured(
         cluster, [plan.ranks[rank] for rank in remaining], speeds.of(remaining), [places[rank] for rank in remaining]
     )
-    asked = replace(request, precision=plan.precision, sync=EveryStep())
+    asked = request.changed(precision=plan.precision, sync=EveryStep())
     return EngineCosts(asked, there, plan.micro_batch, (1,), plan.recompute)
 
 
@@ -80,12 +80,12 @@ class UnequalPipelinesChoice(PlanChoice):
         if refused is not None or (slower and not wanted):
             return
         compared = f"With the best equal layout a step takes {units.show_seconds(equal)}." if equal is not None else ""
-        why = (*plan.why[:1], *((compared,) if compared else ()), *plan.why[1:], *request.remarks)
+        why = (*plan.why[:1], *((compared,) if compared else ()), *plan.why[1:], *request.profile.remarks)
         yield replace(best, plan=plan.changed(why=why), fits=True)
 
     def cures(self, request: Request, cluster: Cluster) -> Iterable[str]:
         """The pin, where the recipe keeps unequal pipelines out and they would fit."""
-        asked = replace(request, pin=Pin(pipelines="unequal"))
+        asked = request.changed(pin=Pin(pipelines="unequal"))
         if cluster.same_speed or not unequal.asked(request, cluster) or unequal.asked(asked, cluster):
             return
         if (made := unequal.best(asked, cluster)) is not None:
@@ -121,16 +121,16 @@ class UnequalPipelinesChoice(PlanChoice):
         ranks = [plan.ranks[rank] for rank in remaining]
         free = Pin(pipelines="unequal", ranks=len(remaining), threads=ranks[0].threads, schedule=request.pin.schedule)
         same = free.changed(micro_batch=plan.micro_batch, recompute=cast("Recompute", plan.recompute))
-        asked = replace(request, precision=plan.precision, sync=EveryStep())
+        asked = request.changed(precision=plan.precision, sync=EveryStep())
         for pin in (same, free):
-            made = unequal.best(replace(asked, pin=pin, recompute=pin.recompute or request.recompute), there)
+            made = unequal.best(asked.changed(pin=pin), there)
             if made is not None:
                 new = unequal.plan_of(*made)
                 seated = tuple(
                     placed.changed(device=old.device, node=old.node, threads=old.threads)
                     for placed, old in zip(new.ranks, ranks, strict=True)
                 )
-                return plans.check(new.changed(ranks=seated), request.global_batch, "the new plan")
+                return plans.check(new.changed(ranks=seated), request.profile.global_batch, "the new plan")
         raise UserError(
             f"{units.plural(len(remaining), 'rank')} cannot hold this run: "
             "no pipeline of them has room for its layers.",

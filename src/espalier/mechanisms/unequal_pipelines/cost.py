@@ -62,7 +62,7 @@ class EngineCosts:
         self, request: Request, cluster: Cluster, size: int, tensor: Sequence[int] = (1,), recompute: str = "none"
     ) -> None:
         self.request, self.cluster, self.size, self.tensor, self.recompute = request, cluster, size, tensor, recompute
-        self.layers, self.micro_batches = request.layers, request.global_batch // size
+        self.layers, self.micro_batches = request.profile.layers, request.profile.global_batch // size
         self.awaits_sends = request.refuses is None
         """As others begin 1F1B; `train` has more micro-batches on their way where links are slow."""
         self.places: list[list[Place]] = []
@@ -129,7 +129,7 @@ class EngineCosts:
         """Of what a rank hands over for one micro-batch: its part of the stream, all of it to another degree."""
         request, parts = self.request, group.tensor if group.tensor == following.tensor else 1
         each = request.bytes_each if request.low else request.compute  # states are whole, so the stream keeps fp32
-        return self.size * request.tokens_per_sample * request.width * each / parts
+        return self.size * request.profile.tokens_per_sample * request.profile.width * each / parts
 
     def send(self, group: Group, following: Group) -> float:
         """See `StageCosts.send`."""
@@ -149,12 +149,12 @@ class EngineCosts:
     def outside(self, slot: Slot) -> float:
         """Trainable parameters outside the layers that a stage has."""
         request = self.request
-        return request.outside * min(1.0, (slot.first + slot.last) / max(1, request.tables))
+        return request.profile.outside * min(1.0, (slot.first + slot.last) / max(1, request.profile.tables))
 
     def held(self, group: Group, slot: Slot, layers: Number) -> tuple[Mapping[str, Number], float]:
         """(bytes by kind, what a rank may hold) of a stage of so many layers."""
         inputs = self.inputs(group, slot.stages, layers, self.outside(slot))
-        anatomy = self.request.anatomy(self.size, self.recompute, self.request.precision, inputs.cut)
+        anatomy = self.request.profile.anatomy(self.size, self.recompute, self.request.precision, inputs.cut)
         flying = slot.stages - slot.number
         return (
             memory_model.stage(inputs, anatomy, flying, is_first=not slot.last or slot.first),
@@ -195,7 +195,11 @@ class EngineCosts:
             alike = len({one.tensor for one in groups}) == 1
             parts, ranks = (groups[0].tensor, count) if alike else (1, sum(one.tensor for one in groups))
             size = (last - first) * self.request.layer_parameters
-            size += self.request.outside / max(1, self.request.tables) * ((first == 0) + (last == self.layers))
+            size += (
+                self.request.profile.outside
+                / max(1, self.request.profile.tables)
+                * ((first == 0) + (last == self.layers))
+            )
             moved = 2 * (ranks - 1) / ranks * size * self._storage / parts
             if seconds:
                 link = self.link([one.kind for one in groups])

@@ -121,7 +121,7 @@ def read(path: str) -> Pipelines:
 def layout(file: Pipelines, request: Request, cluster: Cluster, origin: str) -> tuple[EngineCosts, UnequalLayout]:
     """The file's pipelines on the devices of a cluster, as the planner prices them. Raises UserError where they do not
     fit there."""
-    file.check(request.layers, request.global_batch, origin)
+    file.check(request.profile.layers, request.profile.global_batch, origin)
     size = request.pin.micro_batch or file.size(origin) or 1
     degrees = sorted({tensor for one in file.hetero_configs for tensor in one})
     costs = EngineCosts(request, cluster, size, degrees, request.recompute or "none")

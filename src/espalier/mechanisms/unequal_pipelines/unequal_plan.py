@@ -53,12 +53,13 @@ def asked(request: Request, cluster: Cluster) -> str:
         return f"there are more than {MOST} devices"
     if pin.pipelines is None and (alike or any(getattr(pin, name) is not None for name in OTHER_PINS)):
         return "devices are alike, or a layout of equal pipelines is pinned"
-    if request.width == 0 or request.layers < 2:
+    if request.profile.width == 0 or request.profile.layers < 2:
         return "nothing is known of the model's layers"
-    if request.offload != RESIDENT or request.storage is not None or request.redundancy > 1 or request.outer:
+    options = request.recipe.plan
+    if request.offload != RESIDENT or request.system.storage is not None or options.redundancy > 1 or request.outer:
         return "states lie elsewhere, or are not Espalier's own"
-    if (request.max_devices or len(devices)) < len(devices):
-        return f"plan.max_devices = {request.max_devices}"
+    if (options.max_devices or len(devices)) < len(devices):
+        return f"plan.max_devices = {options.max_devices}"
     if pin.ranks is not None and pin.ranks != len(devices):
         return f"plan.pin.ranks = {pin.ranks}, and there are {len(devices)} devices"
     return ""
@@ -86,10 +87,11 @@ def best(request: Request, cluster: Cluster) -> tuple[EngineCosts, UnequalLayout
 
 def _sizes(request: Request) -> list[int]:
     """Samples of a micro-batch: what is pinned, else divisors of the batch, the smallest first."""
+    batch = request.profile.global_batch
     if request.pin.micro_batch is not None:
-        return [request.pin.micro_batch] if request.global_batch % request.pin.micro_batch == 0 else []
-    every = [size for size in range(1, request.global_batch // 2 + 1) if request.global_batch % size == 0]
-    return (every or [request.global_batch])[:SIZES]
+        return [request.pin.micro_batch] if batch % request.pin.micro_batch == 0 else []
+    every = [size for size in range(1, batch // 2 + 1) if batch % size == 0]
+    return (every or [batch])[:SIZES]
 
 
 def _degrees(request: Request, cluster: Cluster) -> list[tuple[int, ...]]:
@@ -98,9 +100,10 @@ def _degrees(request: Request, cluster: Cluster) -> list[tuple[int, ...]]:
     if request.pin.tp is not None:
         return [(request.pin.tp,)]
     most = max(table.devices for table in cluster.nodes) if gpus(cluster) else 1
-    fitting = [n for n in flashflex.TENSOR if n <= most and request.heads % n == 0 and request.kv_heads % n == 0]
+    profile = request.profile
+    fitting = [n for n in flashflex.TENSOR if n <= most and profile.heads % n == 0 and profile.kv_heads % n == 0]
     alike: list[tuple[int, ...]] = [(one,) for one in fitting]
-    return [*alike, tuple(fitting)] if len(fitting) > 1 and request.tables > 1 else alike
+    return [*alike, tuple(fitting)] if len(fitting) > 1 and profile.tables > 1 else alike
 
 
 def plan_of(costs: EngineCosts, layout: UnequalLayout, spread: float = 0.0) -> Plan:
@@ -141,7 +144,7 @@ def plan_of(costs: EngineCosts, layout: UnequalLayout, spread: float = 0.0) -> P
     return Plan(
         planner="flashflex",
         ranks=ranks,
-        units=(Unit(whole=request.optimizer == "muon"),),
+        units=(Unit(whole=request.muon),),
         stages=tuple(stages),
         exchanges=exchanges(request.crossings) if several else (),
         algorithm="megatron" if any(one.tensor > 1 for one in stages) else "data",
@@ -149,7 +152,7 @@ def plan_of(costs: EngineCosts, layout: UnequalLayout, spread: float = 0.0) -> P
         micro_batch=costs.size,
         recompute=costs.recompute,
         precision=request.precision,
-        compile=request.compile,
+        compile=request.recipe.train.compile,
         predicted=predicted(costs, layout, spread),
         why=tuple(reasons(costs, layout)),
     )
@@ -172,7 +175,7 @@ def predicted(costs: EngineCosts, layout: UnequalLayout, spread: float = 0.0) ->
         "all_reduce": layout.sync - optimizer,
         "optimizer": optimizer,
     }
-    tokens = request.global_batch * request.tokens_per_sample
+    tokens = request.profile.global_batch * request.profile.tokens_per_sample
     used = [place.table.device for kind, count in _used(layout).items() for place in costs.places[kind][:count]]
     fullest, limit = _fullest(costs, layout)
     return Predicted(

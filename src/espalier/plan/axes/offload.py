@@ -66,7 +66,7 @@ def ways(request: Request, cluster: Cluster) -> list[Offload]:
     holding = (*cluster.optimizers, *cluster.standbys) or (used if pinned == "node" else ())
     nodes = [NODE] * (pinned in (None, "node") and bool(holding) and all(table.disks for table in holding))
     made = [Offload(optimizer=tier) for tier in tiers]
-    if request.heads and request.recompute in (None, "block") and not (cuda and pinned):
+    if request.profile.heads and request.recompute in (None, "block") and not (cuda and pinned):
         made += [Offload(optimizer=one, activations=tier) for tier in tiers for one in ("device", tier)]
     return [*made, *(Offload(optimizer=tier, parameters=tier) for tier in tiers), *nodes]
 
@@ -78,7 +78,7 @@ def pinned(request: Request, way: Offload) -> Pin:
         return request.pin.changed(recompute="block", pp=1)
     if not windowed(way):
         return request.pin
-    mode = "block" if request.heads else request.pin.recompute
+    mode = "block" if request.profile.heads else request.pin.recompute
     whole = ShardPin(params=1, grads=1, optimizer=1)
     return request.pin.changed(recompute=mode, algorithm="data", pp=1, shard=whole)
 
@@ -97,7 +97,7 @@ def waiting(way: Offload, sharded: Mapping[str, Number]) -> dict[str, Number]:
 def again(request: Request) -> float:
     """Share of the parameters that backward reads once more: not those of a table of its own, nor of a head, which is
     one pass with the loss (`mechanisms.pipeline.layerwise_schedule`)."""
-    return 1.0 - (request.tables > 1) * request.outside / max(1, request.trainable)
+    return 1.0 - (request.profile.tables > 1) * request.profile.outside / max(1, request.profile.trainable)
 
 
 def resident(away: Mapping[str, Number], sharded: Mapping[str, Number]) -> dict[str, Number]:

@@ -31,10 +31,11 @@ PAYS = 0.02
 
 def layers(request: Request) -> Layers:
     """The model's layers, between an embedding and a head, or one table that is both."""
-    each, table = int(request.layer_parameters), int(request.outside / max(1, request.tables))
-    numel = (table, *[each] * request.layers, *[table] * (request.tables - 1))
-    uses = [(number,) for number in range(request.layers + 1)]
-    return Layers(numel, (*uses, (len(numel) - 1 if request.tables > 1 else 0,)))
+    profile = request.profile
+    each, table = int(request.layer_parameters), int(profile.outside / max(1, profile.tables))
+    numel = (table, *[each] * profile.layers, *[table] * (profile.tables - 1))
+    uses = [(number,) for number in range(profile.layers + 1)]
+    return Layers(numel, (*uses, (len(numel) - 1 if profile.tables > 1 else 0,)))
 
 
 def held(request: Request) -> float:
@@ -66,7 +67,7 @@ def seconds(request: Request, on: Fleet, kind: DeviceGroup, computing: Number) -
 
 
 def _seconds(request: Request, on: Fleet, kind: DeviceGroup, computing: Number, summed: bool) -> Number:
-    crossing = request.crossing("gradients")
+    crossing = request.crossings.get("gradients")
     wire = 4.0, 4.0 / (crossing.ratio if crossing is not None else 1.0)
     readers = on.nodes if summed else on.ranks
     step = luwu.seconds(layers(request), computing, rates(on, kind, summed), wire, readers)
@@ -106,7 +107,7 @@ def ranks(request: Request, cluster: Cluster, numbers: Sequence[int], sites: Seq
     for role, places in places_by_role.items():
         for index, table in enumerate(places[:count]):
             node = 0 if table is None else named[table.name] if table.name in named else next(new)
-            share = index * request.layers // count, (index + 1) * request.layers // count
+            share = index * request.profile.layers // count, (index + 1) * request.profile.layers // count
             threads = max(1, table.cores) if table is not None else 1
             yield Rank(role=role, node=numbers[node] if numbers else node, threads=threads, layers=share)
     yield from (Rank(role="aggregator", node=node) for node in sites)

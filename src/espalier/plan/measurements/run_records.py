@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import difflib
 import math
+from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -30,7 +31,7 @@ from espalier.plan.measurements.stack_words import PRECISIONS, Practice, meant
 from espalier.plan.precision import fast
 from espalier.plan.reference_models import DOUBLE, MEGATRON, ReferenceDecoder
 from espalier.plan.request import AUTO, Request
-from espalier.recipe import decoder_shapes, defaults, recipe_file
+from espalier.recipe import Muon, decoder_shapes, defaults, recipe_file
 from espalier.recipe.decoder_shapes import DecoderSizes
 from espalier.recipe.errors import UserError, nearest
 
@@ -199,7 +200,7 @@ class Descriptions:
             if optimizer == "muon":
                 made = _with_muon(made, decoder)
             elif megatron:
-                made = replace(made, storage=MEGATRON)
+                made = made.changed(storage=MEGATRON)
             kernel = practice.kernel if fused else "written"
             self._requests[key] = stack_words.practised(made, replace(practice, kernel=kernel))
         return self._requests[key]
@@ -273,22 +274,14 @@ def _check_possible(model: _Model, cluster: Cluster, layouts: Layouts, precision
 
 def _with_muon(request: Request, decoder: ReferenceDecoder) -> Request:
     size, layers = decoder.size, decoder.size.layers
-    found = (  # (rows, columns, count) of the hidden matrices, which Muon moves
-        (size.width, size.width, 2 * layers),
-        (size.kv_width, size.width, 2 * layers),
-        (size.feed_forward, size.width, (2 if decoder.gated else 1) * layers * size.experts),
-        (size.width, size.feed_forward, layers * size.experts),
-    )
-    moved = sum(rows * columns * n for rows, columns, n in found)
-    storage = request.storage or DOUBLE
-    moments = storage.optimizer - (8 if request.precision == "fp64" else 4) * moved / request.parameters
-    return replace(
-        request,
-        optimizer="muon",
-        matrix_parameters=moved,
-        matrix_shapes=found,
-        storage=storage._replace(optimizer=moments),
-    )
+    matrices = Counter({(size.width, size.width): 2 * layers})
+    matrices[size.kv_width, size.width] += 2 * layers
+    matrices[size.feed_forward, size.width] += (2 if decoder.gated else 1) * layers * size.experts
+    matrices[size.width, size.feed_forward] += layers * size.experts
+    request = request.changed(optimizer=Muon(), matrices=matrices)
+    storage = request.system.storage or DOUBLE
+    moments = storage.optimizer - request.bytes_each * request.profile.hidden / request.profile.parameters
+    return request.changed(storage=storage._replace(optimizer=moments))
 
 
 # --- layout ------------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ under which its measurements are compared: a calibration on one stack is worth l
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from espalier.plan.axes.sharding import StateBytes
@@ -145,21 +145,20 @@ def _bucket(value: Any, where: str) -> int | None:
 
 def practised(request: Request, practice: Practice) -> Request:
     """The request as a stack with these habits carries it out."""
-    storage, temporaries = request.storage, request.temporaries
+    storage, temporaries = request.system.storage, request.system.temporaries
     if storage is not None and practice.gradients is not None:
         storage = storage._replace(grads=_BYTES[practice.gradients])
     if practice.update is not None:
         temporaries = FOREACH if practice.update == "foreach" else 0.0
     if storage is not None and practice.update == "8bit":
         storage = StateBytes(storage.params, storage.grads, storage.optimizer - 6)  # two moments of one byte, not four
-    return replace(
-        request,
+    return request.changed(
         storage=storage,
         temporaries=temporaries,
         overlap=practice.overlap,
-        bucket_bytes=practice.bucket,
+        bucket="auto" if practice.bucket is None else f"{practice.bucket}B",
         kernel=practice.kernel,
-        refresh="broadcast" if practice.broadcast else request.refresh,
+        refresh="broadcast" if practice.broadcast else request.system.refresh,
     )
 
 
