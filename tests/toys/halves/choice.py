@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from halves.options import HalvesOptions
 
@@ -17,8 +16,8 @@ class HalvesChoice(PlanChoice):
 
     def priced(self, ask: Ask) -> tuple[Request, Sequence[str]]:
         """The request with the codec."""
-        options = ask.request.recipe and ask.request.recipe.options(HalvesOptions)
-        return replace(ask.request, codec=f"halves:{options.scale:g}") if options else ask.request, ()
+        options = ask.request.recipe.options(HalvesOptions)
+        return ask.request.changed(codec=f"halves:{options.scale:g}") if options else ask.request, ()
 
 
 CHOICE = HalvesChoice()
