@@ -199,7 +199,9 @@ def test_fitted_steps_have_the_least_error_in_either_form(signed: bool) -> None:
 
 @pytest.mark.parametrize("signed", [False, True])
 @pytest.mark.parametrize("by_row", [False, True])
-@pytest.mark.parametrize("rule", [Rule(), Rule(ste="pass"), Rule(own=120), Rule(local=0.7), Rule(local=0.7, own=120)])
+@pytest.mark.parametrize(
+    "rule", [Rule(), Rule(ste="pass"), Rule(owned=120), Rule(local=0.7), Rule(local=0.7, owned=120)]
+)
 def test_the_compiled_form_rounds_to_the_same_bits_and_has_the_same_gradients(signed, by_row, rule) -> None:
     rule, x, upstream = rule._replace(signed=signed), rows(300, 23, 3), rows(300, 23, 4)
     x[7], x[:, 5] = 0, 0

@@ -55,14 +55,14 @@ class Rule(NamedTuple):
         local: widths and steps follow the quantization error of their own row, times this (0: the gradient of the
             task).
         ste: whether the gradient of the task passes values that were clipped.
-        own: rows, the first ones, whose own errors count (0: all): others are counted by the rank that owns them. The
+        owned: rows, the first ones, whose own errors count (0: all): others are counted by the rank that owns them. The
             gradient of the task is that of all rows: each rank has its part of it.
     """
 
     signed: bool = True
     local: float = 0.0
     ste: Literal["clip", "pass"] = "clip"
-    own: int = 0
+    owned: int = 0
 
 
 def codes_of(x: Tensor, step: Tensor, bits: Tensor, signed: bool) -> Tensor:
@@ -82,9 +82,9 @@ class FakeQuantize(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, step: Tensor, bits: Tensor, rule: Rule) -> Tensor:
         """See the class."""
         ctx.rule = rule
-        found = rounded_values(x, step, bits, rule)
-        ctx.save_for_backward(x, step, bits, found.dstep, found.dbits)
-        return found.values
+        quantized = rounded_values(x, step, bits, rule)
+        ctx.save_for_backward(x, step, bits, quantized.dstep, quantized.dbits)
+        return quantized.values
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor, Tensor, None]:
@@ -138,13 +138,13 @@ def _in_one_pass(
     by_row, out = step.shape == (len(x), 1), torch.empty_like(x, memory_format=torch.contiguous_format)
     sums = np.zeros((2, 1 if by_row else row_steps_cpu.BLOCKS, step.numel()), np.float32)
     summed = (upstream is None) == (rule.local != 0)
-    added = (len(x) if upstream is not None else rule.own or len(x)) if summed else 0
+    added = (len(x) if upstream is not None else rule.owned or len(x)) if summed else 0
     options = int(by_row), int(rule.signed), int(rule.ste == "pass"), added
     given = x.detach().contiguous(), (x[:0] if upstream is None else upstream).detach().contiguous()
-    arrays = [one.numpy() for one in (*given, *pairs)]
+    arrays = [tensor.numpy() for tensor in (*given, *pairs)]
     row_steps_cpu.round_values(*arrays[:2], tuple(arrays[2:]), options, out.numpy(), sums)
     totals = sums[:, 0] if by_row else sums.sum(1, dtype=np.float64).astype(np.float32)
-    errors, beyond = (torch.from_numpy(one).view(step.shape) for one in totals)
+    errors, beyond = (torch.from_numpy(total).view(step.shape) for total in totals)
     return out, errors, beyond
 
 
@@ -161,8 +161,8 @@ def rounded_values(x: Tensor, step: Tensor, bits: Tensor, rule: Rule) -> Rounded
     if not rule.local:
         return Rounded(code * step)
     error = (code * step - x).sign() / step * (rule.local * step.numel() / x.numel())
-    if rule.own:
-        error[rule.own :] = 0
+    if rule.owned:
+        error[rule.owned :] = 0
     inside = _inside(x, step, bits, rule.signed)
     sign = x.sign() if rule.signed else (x > 0).to(x.dtype)
     dstep = error * torch.where(inside, code - x / step, code)
@@ -210,7 +210,7 @@ def gradients_by_kernel(
 
 PARTS = 2
 """Of an octave, that the steps of rows are apart."""
-OFFSETS = tuple(one / PARTS for one in range(-2 * PARTS, PARTS + 1))
+OFFSETS = tuple(part / PARTS for part in range(-2 * PARTS, PARTS + 1))
 """Octaves from the learned step of those that a row's is taken from."""
 _TRIED = torch.cat([STEPS[:1].expand(16), STEPS[:: OCTAVE // PARTS], STEPS[-1:].expand(16)]).numpy()
 
@@ -276,17 +276,17 @@ class Unchanged:
         if not same:
             self.of, self.pairs, self.made = (weakref.ref(x), x._version, tag), (), ()
             return make(x, *pairs)
-        if not self.made or self.versions != [one._version for one in self.made]:
+        if not self.made or self.versions != [result._version for result in self.made]:
             changed = torch.arange(len(x))
         else:
-            changed = torch.stack([one != old for one, old in zip(pairs, self.pairs, strict=True)]).any(0).nonzero()
+            changed = torch.stack([new != old for new, old in zip(pairs, self.pairs, strict=True)]).any(0).nonzero()
         if 2 * len(changed) > len(x):
             self.made = tuple(make(x, *pairs))
         elif len(changed):
             at = changed.flatten()
-            for old, new in zip(self.made, make(x[at], *(one[at] for one in pairs)), strict=True):
+            for old, new in zip(self.made, make(x[at], *(tensor[at] for tensor in pairs)), strict=True):
                 old[at] = new
-        self.pairs, self.versions = tuple(one.clone() for one in pairs), [one._version for one in self.made]
+        self.pairs, self.versions = tuple(tensor.clone() for tensor in pairs), [result._version for result in self.made]
         return self.made
 
 
@@ -342,8 +342,8 @@ class FeatureQuantizer(nn.Module):
             with torch.no_grad():
                 given = (PARTS * logarithm).round() / PARTS, rounded(bits, self.rule.signed)
             tag = self.rule.signed, self.factor
-            (own,) = self.kept_steps(x, tag, given, lambda *one: [fitted(one[0], one[1], one[2], *tag)])
-            logarithm = own + (logarithm - logarithm.detach())
+            (fit,) = self.kept_steps(x, tag, given, lambda *rows: [fitted(rows[0], rows[1], rows[2], *tag)])
+            logarithm = fit + (logarithm - logarithm.detach())
         return bits, logarithm, at
 
     def forward(self, x: Float[Tensor, "rows columns"], index: RowIndex | None = None) -> Float[Tensor, "rows columns"]:
@@ -358,17 +358,19 @@ class FeatureQuantizer(nn.Module):
         if self.beginning is not None:
             self.begin(x, index, self.beginning)
         bits, logarithm, _ = self._pairs(x, index)
-        rule = self.rule._replace(local=self.rule.local * self.share, own=index.own)
+        rule = self.rule._replace(local=self.rule.local * self.share, owned=index.owned)
         step = _Step.apply(logarithm)
         step = step * self.factor if self.factor != 1 else step
         step, bits, self.last = step.to(x.dtype)[:, None], bits.to(x.dtype)[:, None], logarithm.detach()
         if x.requires_grad or not rule.local or not torch.is_grad_enabled():
             return FakeQuantize.apply(x, step, bits, rule), None
         pairs = step.detach(), rounded(bits.detach(), rule.signed)
-        if index.own:
+        if index.owned:
             values, *local = rounded_values(x, *pairs, rule)
         else:
-            values, *local = self.kept_values(x, rule, pairs, lambda *one: rounded_values(one[0], one[1], one[2], rule))
+            values, *local = self.kept_values(
+                x, rule, pairs, lambda *rows: rounded_values(rows[0], rows[1], rows[2], rule)
+            )
         return values, lambda result: Learns.apply(result, step, bits, *local)
 
     @property
@@ -405,38 +407,38 @@ class ColumnQuantizer(nn.Module):
 
     @torch.no_grad()
     def begin(
-        self, x: Float[Tensor, "rows columns"], own: int = 0, total: Total = alone, shown: Tensor | None = None
+        self, x: Float[Tensor, "rows columns"], owned: int = 0, total: Total = alone, shown: Tensor | None = None
     ) -> None:
-        """Steps that fit the values of `x`, as LSQ begins; `own`: see `Rule`; `total` adds up over ranks; `shown`: see
-        `RowIndex`."""
-        sizes = x[: own or None].abs()
-        sizes = sizes if shown is None else sizes[shown[: own or None]]
+        """Steps that fit the values of `x`, as LSQ begins; `owned`: see `Rule`; `total` adds up over ranks; `shown`:
+        see `RowIndex`."""
+        sizes = x[: owned or None].abs()
+        sizes = sizes if shown is None else sizes[shown[: owned or None]]
         sizes = total(sizes.sum(1 - self.dim)) / total(sizes.new_tensor(sizes.shape[1 - self.dim]))
         middle = sizes[sizes > 0].median() if bool((sizes > 0).any()) else torch.ones(())
         sizes = torch.where(sizes > 0, sizes, middle)
         self.raw_step.copy_((2 * sizes / math.sqrt(2 ** (self.bits - 1) - 1)).log2() / STEP_RATE)
 
     def forward(
-        self, x: Float[Tensor, "rows columns"], own: int = 0, shown: Tensor | None = None
+        self, x: Float[Tensor, "rows columns"], owned: int = 0, shown: Tensor | None = None
     ) -> Float[Tensor, "rows columns"]:
-        """step * code of every value. `own`: see `Rule`; `shown`: see `RowIndex`."""
+        """step * code of every value. `owned`: see `Rule`; `shown`: see `RowIndex`."""
         if self.beginning is not None:
-            self.begin(x, own, self.beginning, shown)
+            self.begin(x, owned, self.beginning, shown)
         step = self._step(x)
         bits = step.new_full(step.shape, self.bits).detach()
-        rule = Rule(local=self.share * (len(x) / own if own else 1.0) if self.local else 0.0, own=own)
-        found: Tensor
+        rule = Rule(local=self.share * (len(x) / owned if owned else 1.0) if self.local else 0.0, owned=owned)
+        values: Tensor
         if shown is None or not rule.local:
-            found = FakeQuantize.apply(x, step, bits, rule)
-            return found
-        teach = x.detach()[: own or None][shown[: own or None]]
-        found = FakeQuantize.apply(x, step.detach(), bits, rule)
+            values = FakeQuantize.apply(x, step, bits, rule)
+            return values
+        teach = x.detach()[: owned or None][shown[: owned or None]]
+        values = FakeQuantize.apply(x, step.detach(), bits, rule)
         if not len(teach):
-            return found
-        rule = rule._replace(local=rule.local * len(teach) / len(x), own=0)
+            return values
+        rule = rule._replace(local=rule.local * len(teach) / len(x), owned=0)
         _, *learned = rounded_values(teach, step.detach(), bits, rule)
-        found = Learns.apply(found, step, bits, *learned)
-        return found
+        values = Learns.apply(values, step, bits, *learned)
+        return values
 
     @torch.no_grad()
     def codes(self, x: Float[Tensor, "rows columns"]) -> tuple[Tensor, Tensor]:
@@ -448,7 +450,7 @@ class ColumnQuantizer(nn.Module):
 def quantize_weights(module: nn.Module, bits: int) -> None:
     """Every `nn.Linear` (and PyG's) below `module` multiplies by a weight of `bits` bits, a learned step for each
     output. Raises UserError: bits outside 2 to 8."""
-    for layer in [one for one in module.modules() if isinstance(getattr(one, "weight", None), nn.Parameter)]:
+    for layer in [child for child in module.modules() if isinstance(getattr(child, "weight", None), nn.Parameter)]:
         weight = layer.weight
         if isinstance(weight, Tensor) and weight.ndim == 2 and not isinstance(layer, nn.Embedding):
             quantizer = ColumnQuantizer(len(weight), bits, local=False, dim=0)
@@ -469,4 +471,4 @@ def quantize_inputs(layer: nn.Module, quantizer: FeatureQuantizer) -> None:
 
 def quantizers_of(model: nn.Module) -> Iterable[FeatureQuantizer]:
     """All in `model`, in order."""
-    return [one for one in model.modules() if isinstance(one, FeatureQuantizer)]
+    return [module for module in model.modules() if isinstance(module, FeatureQuantizer)]

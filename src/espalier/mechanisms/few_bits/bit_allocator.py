@@ -60,7 +60,7 @@ class RowIndex(NamedTuple):
 
     ids: Tensor | None = None
     degrees: Tensor | None = None
-    own: int = 0
+    owned: int = 0
     shown: Tensor | None = None
 
 
@@ -138,20 +138,20 @@ class BitAllocator(nn.Module):
     @property
     def bits(self) -> Float[Tensor, " entries"]:
         """Real-valued, the sign included."""
-        found: Tensor = _Learned.apply(self.raw_bits, BIT_RATE)
-        return found
+        bits: Tensor = _Learned.apply(self.raw_bits, BIT_RATE)
+        return bits
 
     @property
     def logarithm(self) -> Float[Tensor, " entries"]:
         """log2 of the steps before they are rounded."""
-        found: Tensor = _Learned.apply(self.raw_step, self.rate) + _Learned.apply(self.raw_common, STEP_RATE)
-        return found
+        logarithm: Tensor = _Learned.apply(self.raw_step, self.rate) + _Learned.apply(self.raw_common, STEP_RATE)
+        return logarithm
 
     @property
     def steps(self) -> Float[Tensor, " entries"]:
         """As stored."""
-        found: Tensor = _Step.apply(self.logarithm)
-        return found
+        steps: Tensor = _Step.apply(self.logarithm)
+        return steps
 
     @torch.no_grad()
     def widths(self, signed: bool, shift: float = 0.0) -> RowWidths:
@@ -178,18 +178,18 @@ class BitAllocator(nn.Module):
         not count, nor zeros where most values are (SPARSE); `total` adds up over ranks."""
         at, (sizes, columns) = self.entries_of(x, index, signed), _sizes(x, index, total)
         at = torch.arange(len(x), device=x.device) if at is None else at
-        at, sizes = at[: index.own or None], sizes[: index.own or None]
+        at, sizes = at[: index.owned or None], sizes[: index.owned or None]
         if index.shown is not None:
-            sizes = torch.where(index.shown[: index.own or None], sizes, 0)
+            sizes = torch.where(index.shown[: index.owned or None], sizes, 0)
         at, sizes = at[sizes > 0], sizes[sizes > 0].to(self.counts.dtype)
         zeros = self.counts.new_zeros(len(self.counts))
-        sums, found = (total(zeros.index_add(0, at, one)) for one in (sizes, torch.ones_like(sizes)))
+        sums, counts = (total(zeros.index_add(0, at, values)) for values in (sizes, torch.ones_like(sizes)))
         layer = total(torch.stack([sizes.sum(), sizes.new_tensor(len(sizes))]))
         if not layer[1]:
             return
-        own = found * columns / (found * columns + PRIOR)
+        weight = counts * columns / (counts * columns + PRIOR)
         whole = (layer[0] / layer[1]).log2()
-        means = torch.where(found > 0, own * ((sums / found.clamp(min=1)).log2() - whole), 0) + whole
+        means = torch.where(counts > 0, weight * ((sums / counts.clamp(min=1)).log2() - whole), 0) + whole
         largest = largest_code(self.bits, signed).clamp(min=1)
         self.raw_common.zero_()
         self.raw_step.copy_((1 + means - largest.log2() / 2) / self.rate)
@@ -198,8 +198,8 @@ class BitAllocator(nn.Module):
 def _sizes(x: Tensor, index: RowIndex, total: Total) -> tuple[Tensor, float]:
     """Of the values of each row that count where steps begin: their mean, and how many a row has."""
     counted = (x != 0).sum(1)
-    mine = counted[: index.own or None]
-    mine = mine if index.shown is None else mine[index.shown[: index.own or None]]
+    mine = counted[: index.owned or None]
+    mine = mine if index.shown is None else mine[index.shown[: index.owned or None]]
     values, rows = total(torch.stack([mine.sum(), mine.new_tensor(len(mine))]).double()).tolist()
     if 0 < values < SPARSE * rows * x.shape[1]:
         return x.abs().sum(1) / counted.clamp(min=1), values / rows
@@ -256,8 +256,8 @@ class NodeBits(BitAllocator):
         if not bool(strange.any()) or not bool(self.seen.any()):
             return at
         known = torch.nonzero(self.seen)[:, 0]
-        found = known[nearest(x, self.bits[known], self.steps[known], signed)]
-        return torch.where(strange, found, at)
+        closest = known[nearest(x, self.bits[known], self.steps[known], signed)]
+        return torch.where(strange, closest, at)
 
 
 def _thresholds() -> Tensor:
@@ -287,8 +287,8 @@ class DegreeBits(BitAllocator):
         if len(known) in (0, len(self.counts)):
             return at
         above = torch.searchsorted(known, torch.arange(len(self.counts), device=known.device)).clamp(max=len(known) - 1)
-        below, here = (above - 1).clamp(min=0), torch.arange(len(self.counts), device=known.device)
-        nearer = (known[above] - here).abs() < (here - known[below]).abs()
+        below, entries = (above - 1).clamp(min=0), torch.arange(len(self.counts), device=known.device)
+        nearer = (known[above] - entries).abs() < (entries - known[below]).abs()
         return torch.where(nearer, known[above], known[below])[at]
 
 
@@ -331,12 +331,12 @@ def nearest(x: Float[Tensor, "rows columns"], bits: Tensor, steps: Tensor, signe
     """
     ranges = steps * largest_code(bits, signed)
     order = torch.argsort(ranges, stable=True)
-    found, wanted = ranges[order], x.detach().abs().amax(1)
-    above = torch.searchsorted(found, wanted).clamp(max=len(found) - 1)
+    ascending, wanted = ranges[order], x.detach().abs().amax(1)
+    above = torch.searchsorted(ascending, wanted).clamp(max=len(ascending) - 1)
     below = (above - 1).clamp(min=0)
-    nearer = (found[above] - wanted).abs() < (wanted - found[below]).abs()
+    nearer = (ascending[above] - wanted).abs() < (wanted - ascending[below]).abs()
     ends = torch.where(nearer, above, below)
-    return order[torch.searchsorted(found, found[ends])]
+    return order[torch.searchsorted(ascending, ascending[ends])]
 
 
 # --- a target ---------------------------------------------------------------------------------------------------------
@@ -369,7 +369,7 @@ class MemoryTarget:
     weight = 1.0
 
     def __init__(self, layers: Sequence[Layer], target: int | None = None, checked: bool = True) -> None:
-        self.layers, self.asked = [one for one in layers if one.allocator.learned], target
+        self.layers, self.asked = [layer for layer in layers if layer.allocator.learned], target
         if checked and self.layers and self.target < self.least:
             raise UserError(
                 f"quant.target is {self.target:,} bytes, and one bit for each of {round(self.rows):,} rows takes "
@@ -388,7 +388,7 @@ class MemoryTarget:
     @property
     def rows(self) -> float:
         """Of all layers."""
-        return sum(float(one.allocator.counts.sum()) for one in self.layers)
+        return sum(float(layer.allocator.counts.sum()) for layer in self.layers)
 
     @property
     def least(self) -> int:
@@ -396,11 +396,11 @@ class MemoryTarget:
         return math.ceil(self.rows / 8)
 
     def _default(self) -> int:
-        return max(1, math.ceil(sum(float(one.allocator.counts.sum()) * one.columns for one in self.layers) / 4))
+        return max(1, math.ceil(sum(float(layer.allocator.counts.sum()) * layer.columns for layer in self.layers) / 4))
 
     def bytes_at(self, shift: float = 0.0) -> float:
         """Bytes of the codes where every width is taken down by `shift` before it is rounded."""
-        return sum(self.bytes_of(one, shift) for one in self.layers)
+        return sum(self.bytes_of(layer, shift) for layer in self.layers)
 
     @staticmethod
     def bytes_of(layer: Layer, shift: float = 0.0) -> float:
@@ -411,29 +411,33 @@ class MemoryTarget:
     def penalty(self) -> Tensor:
         """The loss that counts in gradients; 0 at and below the target."""
         total: Any = 0.0
-        for one in self.layers:
-            width = (one.allocator.bits.abs() - (1 - one.signed)).clamp(min=0)
-            total = total + (width @ one.allocator.counts.to(width.dtype)) * one.columns / 8
+        for layer in self.layers:
+            width = (layer.allocator.bits.abs() - (1 - layer.signed)).clamp(min=0)
+            total = total + (width @ layer.allocator.counts.to(width.dtype)) * layer.columns / 8
         excess = torch.as_tensor(total / self.target - 1).clamp(min=0)
         return self.weight * self.rows * excess.square()
 
     def shift(self) -> float:
         """See the class; found anew when widths, or the rows that they are counted for, have changed."""
-        pairs = [(one.allocator.raw_bits.detach(), one.allocator.counts) for one in self.layers]
-        now, (before, known, found), target = [one.cpu() for pair in pairs for one in pair], self._known, self.target
+        pairs = [(layer.allocator.raw_bits.detach(), layer.allocator.counts) for layer in self.layers]
+        now, (before, known, shift), target = (
+            [tensor.cpu() for pair in pairs for tensor in pair],
+            self._known,
+            self.target,
+        )
         if target != before or not known or not all(map(torch.equal, now, known)):
-            found = self._least_shift()
-            self._known = (target, [one.clone() for one in now], found)
-        return found
+            shift = self._least_shift()
+            self._known = (target, [tensor.clone() for tensor in now], shift)
+        return shift
 
     def _least_shift(self) -> float:
-        if any(one.allocator.raw_bits.dtype != torch.float32 for one in self.layers) or not self.layers:
+        if any(layer.allocator.raw_bits.dtype != torch.float32 for layer in self.layers) or not self.layers:
             return self.bisected()
         from espalier.mechanisms.few_bits import row_steps_cpu
 
-        bits = [one.allocator.bits.detach().cpu() for one in self.layers]
-        of = np.repeat(np.arange(len(bits)), [len(one) for one in bits])
-        counts = torch.cat([one.allocator.counts.detach().cpu().double() for one in self.layers])
+        bits = [layer.allocator.bits.detach().cpu() for layer in self.layers]
+        of = np.repeat(np.arange(len(bits)), [len(entries) for entries in bits])
+        counts = torch.cat([layer.allocator.counts.detach().cpu().double() for layer in self.layers])
         sizes = np.zeros((len(bits), MOST + 2))
         for at, layer in enumerate(self.layers):
             widths = stored(torch.arange(MOST + 2, dtype=torch.float32), layer.signed)

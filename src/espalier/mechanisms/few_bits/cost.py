@@ -13,16 +13,16 @@ TEMPORARY = 6
 
 
 class RoundingBytes(NamedTuple):
-    """Bytes moved forward and backward, kept until backward, and held besides at the worst moment."""
+    """Bytes moved forward and backward, saved until backward, and held besides at the worst moment."""
 
     moved: Any
     moved_back: Any
-    kept: Any
+    saved: Any
     transient: Any
 
 
 def cost(values: Any, size: int, fits: bool = False) -> RoundingBytes:
-    """Of rounding so many `values` of `size` bytes in a pass (arrays allowed); `fits`: each row's step is fitted. Kept
+    """Of rounding so many `values` of `size` bytes in a pass (arrays allowed); `fits`: each row's step is fitted. Saved
     are rounded values beside those that they are of."""
     share = size / 4
     moved = (ROUNDED + FITTED * fits) * share * values

@@ -61,11 +61,11 @@ def row_stats(workload: GraphWorkload, model: Gnn) -> list[RowStats]:
             why="it is of networks that predict nodes of a graph in memory",
             do='a recipe with graph.task = "node" and no [store]',
         )
-    found = quantization.quantization_of(model)
+    quantizers = quantization.quantization_of(model)
     read: list[list[torch.Tensor]] = []
     inside: list[list[np.ndarray]] = []
     with ExitStack() as stack:
-        stored = {} if found is None else stack.enter_context(quantization.packing(found))
+        stored = {} if quantizers is None else stack.enter_context(quantization.packing(quantizers))
         layers = [layer for layer in model.layers if isinstance(layer, Layer)]
         for layer in layers:
             read.append([])
@@ -78,32 +78,32 @@ def row_stats(workload: GraphWorkload, model: Gnn) -> list[RowStats]:
         sums = [stack.enter_context(_aggregated(layer)) for layer in layers]
         infer(model, workload.task.held)
     rows = []
-    for at, (layer, one) in enumerate(zip(layers, map(torch.cat, read), strict=True)):
+    for at, (layer, values) in enumerate(zip(layers, map(torch.cat, read), strict=True)):
         summed = None
         if sums[at]:
-            own = one if isinstance(layer, Isomorphism) else torch.zeros(())
-            summed = ((torch.cat(sums[at]) != 0) | (own != 0)).sum(1).numpy()
+            self_rows = values if isinstance(layer, Isomorphism) else torch.zeros(())
+            summed = ((torch.cat(sums[at]) != 0) | (self_rows != 0)).sum(1).numpy()
         hidden = np.concatenate(inside[at]) if inside else None
         packed = stored.get(f"layers.{at}.rows")
         if packed is not None:
-            assert packed.rows == len(one) == workload.graph.nodes
+            assert packed.rows == len(values) == workload.graph.nodes
             coded = packed.decoded()
             bits, size = coded.widths.numpy().astype(np.int64), float(packed.nbytes)
             rows.append(RowStats(_nonzeros(coded.codes), bits, size, hidden, summed))
         else:
-            binary = found is not None and at == 0
-            size = float(packed_input(one.numpy())[0].nbytes + 4 * len(one)) if binary else 4.0 * one.numel()
-            rows.append(RowStats(_nonzeros(one), np.full(len(one), 1 if binary else 32), size, hidden, summed))
+            binary = quantizers is not None and at == 0
+            size = float(packed_input(values.numpy())[0].nbytes + 4 * len(values)) if binary else 4.0 * values.numel()
+            rows.append(RowStats(_nonzeros(values), np.full(len(values), 1 if binary else 32), size, hidden, summed))
     return rows
 
 
-def _read(found: list[torch.Tensor], layer: nn.Module, inputs: tuple[MessageBlock, Rows]) -> None:
+def _read(read: list[torch.Tensor], layer: nn.Module, inputs: tuple[MessageBlock, Rows]) -> None:
     """The rows of the targets: all of them, where a layer is passed in pieces."""
-    found.append(quantization.dense_rows(inputs[1])[: inputs[0].targets])
+    read.append(quantization.dense_rows(inputs[1])[: inputs[0].targets])
 
 
-def _read_inside(found: list[np.ndarray], layer: nn.Module, inputs: tuple[torch.Tensor]) -> None:
-    found.append(_nonzeros(inputs[0]))
+def _read_inside(inside: list[np.ndarray], layer: nn.Module, inputs: tuple[torch.Tensor]) -> None:
+    inside.append(_nonzeros(inputs[0]))
 
 
 def _nonzeros(rows: torch.Tensor) -> np.ndarray:
@@ -114,18 +114,18 @@ def _nonzeros(rows: torch.Tensor) -> np.ndarray:
 @contextmanager
 def _aggregated(layer: Layer) -> Iterator[list[torch.Tensor]]:
     """What the layer's aggregation gives within, where it sums its rows first."""
-    found: list[torch.Tensor] = []
+    sums: list[torch.Tensor] = []
     plain, first = layer.aggregate, layer.aggregated_first
 
     def aggregate(block: MessageBlock, rows: Rows, start: torch.Tensor | None = None) -> torch.Tensor:
         made = plain(block, rows, start)
         if first(rows):
-            found.append(quantization.dense_rows(made))
+            sums.append(quantization.dense_rows(made))
         return made
 
     layer.aggregate = aggregate
     try:
-        yield found
+        yield sums
     finally:
         layer.aggregate = plain
 
@@ -156,13 +156,13 @@ def _layer(layer: Layer, rows: RowStats, options: Quant | None, graph: Graph) ->
     scores = 2.0 * graph.nodes * width if isinstance(layer, GraphAttention) else 0.0
     hidden = 0.0 if rows.hidden is None else float(rows.hidden.sum()) * layer.outputs
     summed = 0.0 if rows.sums is None else float(rows.sums.sum()) * width
-    own = float(rows.nonzeros.sum()) * width * ((rows.sums is None) + isinstance(layer, Mean))
+    direct = float(rows.nonzeros.sum()) * width * ((rows.sums is None) + isinstance(layer, Mean))
     bits = 32 if options is None or not options.aggregates else options.aggregates
     if options is None:
-        product = Counts(macs=own + summed + hidden + scores)
+        product = Counts(macs=direct + summed + hidden + scores)
     else:
         mean = float(rows.nonzeros @ np.maximum(rows.bits, 1)) / max(1.0, float(rows.nonzeros.sum()))
-        product = low_bit(own, mean, weight) + low_bit(summed, bits, weight) + low_bit(hidden, 32, weight)
+        product = low_bit(direct, mean, weight) + low_bit(summed, bits, weight) + low_bit(hidden, 32, weight)
         product += Counts(macs=scores)
     results = 4.0 * graph.nodes * layer.outputs
     if rows.sums is not None:
@@ -200,8 +200,8 @@ def network(workload: GraphWorkload, model: Gnn) -> Network:
     layers: list[LayerShape] = []
     for layer, rows in zip(model.layers, row_stats(workload, model), strict=True):
         assert isinstance(layer, Layer)
-        bits, own = message_bits(rows, options), isinstance(layer, Mean)
-        layers.append(LayerShape(layer.inputs, layer.outputs, rows.nonzeros, rows.bits, bits, rows.size, own))
+        bits, adds_own = message_bits(rows, options), isinstance(layer, Mean)
+        layers.append(LayerShape(layer.inputs, layer.outputs, rows.nonzeros, rows.bits, bits, rows.size, adds_own))
         if rows.hidden is not None:
             inner, full = layer.outputs, np.full(graph.nodes, 32)
             size = 4.0 * graph.nodes * inner
@@ -231,8 +231,8 @@ def accelerators(workload: GraphWorkload, model: Gnn) -> list[Result]:
             why="the distribution espalier-accelerators is not installed",
             do="pip install ./accelerators, from the root of Espalier's repository",
         ) from None
-    found = network(workload, model)
-    return [simulator.simulate(name, found) for name in simulator.DATAFLOWS]
+    trained = network(workload, model)
+    return [simulator.simulate(name, trained) for name in simulator.DATAFLOWS]
 
 
 def tables(workload: Workload, model: nn.Module) -> EnergyTables:
@@ -249,9 +249,10 @@ def tables(workload: Workload, model: nn.Module) -> EnergyTables:
         return EnergyTables(what, counted, [(error.what, ("why", "what to do"), [(error.why, error.do)])])
     best = results[0]
     rows = [
-        (one.name, f"{one.cycles:,.0f}", show_size(one.bytes), f"{one.row_hits:.0%}", f"{1e6 * one.joules:.3g} µJ",
-         f"{one.cycles / best.cycles:.2f}", f"{one.bytes / best.bytes:.2f}", f"{one.joules / best.joules:.2f}")
-        for one in results
+        (result.name, f"{result.cycles:,.0f}", show_size(result.bytes),
+         f"{result.row_hits:.0%}", f"{1e6 * result.joules:.3g} µJ",
+         f"{result.cycles / best.cycles:.2f}", f"{result.bytes / best.bytes:.2f}", f"{result.joules / best.joules:.2f}")
+        for result in results
     ]  # fmt: skip
     columns = ("accelerator", "cycles", "DRAM", "row hits", "energy", "x cycles", "x DRAM", "x energy")
     title = "Simulated on the trained network; the others in fp32 (espalier_accelerators.simulator)"

@@ -46,9 +46,9 @@ _INPUT, _SCALE, _MATRIX = "layers.0.rows", "layers.0.scale", ".parametrizations.
 def write(workload: Workload, model: nn.Module, folder: Path) -> str:
     """Writes the folder, read back and compared, and says what its bytes are for. Raises UserError."""
     assert isinstance(workload, GraphWorkload)
-    found = quantization.quantization_of(model)
+    quantizers = quantization.quantization_of(model)
     task = workload.task
-    if found is None or not isinstance(task, NodeTask) or workload.recipe.store is not None:
+    if quantizers is None or not isinstance(task, NodeTask) or workload.recipe.store is not None:
         raise UserError(
             "This run has nothing to pack.",
             why="networks that were trained with [quant] to predict nodes of a graph in memory have",
@@ -58,56 +58,56 @@ def write(workload: Workload, model: nn.Module, folder: Path) -> str:
         signs = workload.rounding.signs
         workload = GraphWorkload(workload.recipe, part_inference.whole_graph(workload.graph), workload.folder)
         workload.signs, task = signs, workload.whole_task
-    with quantization.packing(found) as stored:
+    with quantization.packing(quantizers) as stored:
         infer(model, task.held)
-    assert all(one.rows == workload.graph.nodes for one in stored.values())
+    assert all(packed.rows == workload.graph.nodes for packed in stored.values())
     by_node = tuple(_by_node(model))  # of each row the package has width and step
     rest = {
-        name: one
-        for name, one in model.state_dict().items()
+        name: tensor
+        for name, tensor in model.state_dict().items()
         if not name.endswith(_MATRIX) and not name.startswith(by_node)
     }
     matrices = {**stored, **packed_weights(model)}
     if _INPUT not in matrices:
         matrices[_INPUT], rest[_SCALE] = packed_input(task.held.graph.features)
-    data = package_file.to_bytes(matrices, {"quant": type(found.options).__struct_config__.tag})
+    data = package_file.to_bytes(matrices, {"quant": type(quantizers.options).__struct_config__.tag})
 
     def fill(place: Path) -> None:
         (place / PACKED).write_bytes(data)
-        save_file({name: one.contiguous() for name, one in rest.items()}, place / REST)
+        save_file({name: tensor.contiguous() for name, tensor in rest.items()}, place / REST)
         back, _ = package_file.read(place / PACKED)
-        for name, one in matrices.items():
-            if not torch.equal(back[name].decoded().codes, one.decoded().codes):
+        for name, matrix in matrices.items():
+            if not torch.equal(back[name].decoded().codes, matrix.decoded().codes):
                 raise OSError(f"{name} was read back changed")
         (place / "run.toml").write_text(recipe_file.dump(workload.recipe), encoding="utf-8")
-        kept = place / "preprocessing"
-        kept.mkdir()
+        preprocessing = place / "preprocessing"
+        preprocessing.mkdir()
         graph = workload.graph
-        workload.freeze(kept, replace(graph, features=np.zeros((graph.nodes, 0), np.float32)))
-        (kept / "hashes.json").write_text(json.dumps(data_hash.in_folder(kept)), encoding="utf-8")
+        workload.freeze(preprocessing, replace(graph, features=np.zeros((graph.nodes, 0), np.float32)))
+        (preprocessing / "hashes.json").write_text(json.dumps(data_hash.in_folder(preprocessing)), encoding="utf-8")
 
     cache_dir.export(folder, PACKED, fill)
     sizes = package_file.file_sizes(data)
     parts = {name: getattr(sizes, name) / 8 for name in ("payload", "header", "padding", "bitmap", "index", "steps")}
-    floats = sum(4 * one.rows * one.columns for one in matrices.values())
-    told = ", ".join(f"{name} {show_size(round(size))}" for name, size in parts.items())
+    floats = sum(4 * matrix.rows * matrix.columns for matrix in matrices.values())
+    listed = ", ".join(f"{name} {show_size(round(size))}" for name, size in parts.items())
     return (
-        f"{PACKED} has {show_size(len(data))} where fp32 takes {show_size(floats)}: {told}\n"
+        f"{PACKED} has {show_size(len(data))} where fp32 takes {show_size(floats)}: {listed}\n"
         f"  espalier predict {folder} answers from it"
     )
 
 
-def with_features(kept: KeptGraph, folder: Path) -> KeptGraph:
-    """`kept` with the features of the package in `folder`; as it is where there is none."""
+def with_features(kept_graph: KeptGraph, folder: Path) -> KeptGraph:
+    """`kept_graph` with the features of the package in `folder`; as it is where there is none."""
     if not (folder / PACKED).exists():
-        return kept
+        return kept_graph
     matrices, _ = package_file.read(folder / PACKED)
     rows = _values(matrices[_INPUT])
     scale = _rest(folder).get(_SCALE)
     features = (rows if scale is None else rows * scale[:, None]).numpy()
-    graph = replace(kept.graph, features=features, placed=True)
-    signs = kept.signs or ((matrices[_INPUT].signed,) if scale is None else (None,))
-    return replace(kept, graph=graph, widths=(features.shape[1], kept.widths[1]), signs=signs)
+    graph = replace(kept_graph.graph, features=features, placed=True)
+    signs = kept_graph.signs or ((matrices[_INPUT].signed,) if scale is None else (None,))
+    return replace(kept_graph, graph=graph, widths=(features.shape[1], kept_graph.widths[1]), signs=signs)
 
 
 def load(model: nn.Module, folder: Path) -> bool:
@@ -116,11 +116,11 @@ def load(model: nn.Module, folder: Path) -> bool:
     if not (folder / PACKED).exists():
         return False
     matrices, _ = package_file.read(folder / PACKED)
-    state = {name: one for name, one in _rest(folder).items() if name != _SCALE}
+    state = {name: tensor for name, tensor in _rest(folder).items() if name != _SCALE}
     state |= _packed_pairs(model, matrices, state)
-    for name, one in matrices.items():
+    for name, matrix in matrices.items():
         if name.endswith(".weight"):
-            state[name.removesuffix(".weight") + _MATRIX] = _values(one)
+            state[name.removesuffix(".weight") + _MATRIX] = _values(matrix)
     try:
         model.load_state_dict(state)
     except RuntimeError as error:
@@ -130,11 +130,13 @@ def load(model: nn.Module, folder: Path) -> bool:
 
 def _by_node(model: nn.Module) -> dict[str, FeatureQuantizer]:
     """The quantizers with a pair for each node by the names that begin those of their pairs."""
-    found = quantization.equipped(model).features
+    features = quantization.equipped(model).features
     return {
-        f"{name}.allocator.": one
-        for name, one in model.named_modules()
-        if one in found and isinstance(one, FeatureQuantizer) and isinstance(one.allocator, NodeBits)
+        f"{name}.allocator.": quantizer
+        for name, quantizer in model.named_modules()
+        if quantizer in features
+        and isinstance(quantizer, FeatureQuantizer)
+        and isinstance(quantizer.allocator, NodeBits)
     }
 
 
@@ -142,28 +144,28 @@ def _packed_pairs(
     model: nn.Module, matrices: Mapping[str, PackedRows], state: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
     """Pairs of nodes that `state` lacks, from the rows of the package. `model` then rounds each row as it is there."""
-    found, pairs = quantization.equipped(model), dict[str, Tensor]()
-    for start, one in _by_node(model).items():
-        allocator = one.allocator
+    quantizers, pairs = quantization.equipped(model), dict[str, Tensor]()
+    for start, quantizer in _by_node(model).items():
+        allocator = quantizer.allocator
         if isinstance(allocator, NodeBits) and f"{start}raw_bits" not in state:
-            rows = matrices[found.name(one)].decoded()
-            allocator.take(rows.widths, rows.steps, one.rule.signed)
-            one.shift, found.target = float, None
+            rows = matrices[quantizers.name(quantizer)].decoded()
+            allocator.take(rows.widths, rows.steps, quantizer.rule.signed)
+            quantizer.shift, quantizers.target = float, None
             pairs |= {start + name: value for name, value in allocator.state_dict().items()}
     return pairs
 
 
 def packed_weights(model: nn.Module) -> dict[str, PackedRows]:
     """The quantized matrices of `model` by name, in packages: a row for each output."""
-    found = {}
+    packed = {}
     for name, module in model.named_modules():
         inner: Any = getattr(module, "parametrizations", None)
-        one = inner["weight"][0] if parametrize.is_parametrized(module, "weight") else None
-        if isinstance(one, ColumnQuantizer):
-            codes, _ = one.codes(inner["weight"].original)
-            widths = torch.full((len(codes),), one.bits, dtype=torch.uint8)
-            found[f"{name}.weight"] = encode(Coded(codes, widths, step_codes(one.raw_step * STEP_RATE)))
-    return found
+        quantizer = inner["weight"][0] if parametrize.is_parametrized(module, "weight") else None
+        if isinstance(quantizer, ColumnQuantizer):
+            codes, _ = quantizer.codes(inner["weight"].original)
+            widths = torch.full((len(codes),), quantizer.bits, dtype=torch.uint8)
+            packed[f"{name}.weight"] = encode(Coded(codes, widths, step_codes(quantizer.raw_step * STEP_RATE)))
+    return packed
 
 
 def packed_input(features: Array) -> tuple[PackedRows, Tensor]:

@@ -41,7 +41,7 @@ class PackedMatrix(NamedTuple):
         columns = codes.shape[1]
         packed = pack_rows(codes, widths)
         offsets = row_offsets(columns, widths)
-        low, high = (int(one) for one in widths.aminmax()) if len(widths) else (0, 0)
+        low, high = (int(width) for width in widths.aminmax()) if len(widths) else (0, 0)
         scales, same, whole = scales.float().contiguous(), high if low == high else 0, bool((scales == 1).all())
         return cls(packed, offsets, widths, scales, columns, codes.dtype == torch.int8, same, whole)
 
@@ -81,7 +81,7 @@ def packed_matmul_cpu(
     edge = torch.zeros(0) if weights is None else weights.float().contiguous()
     ends = indptr.long().contiguous(), indices.int().contiguous(), edge
     scales = matrix.scales[:0] if matrix.whole else matrix.scales
-    given = [one.numpy() for one in (*ends, matrix.offsets, matrix.widths, scales)]
+    given = [tensor.numpy() for tensor in (*ends, matrix.offsets, matrix.widths, scales)]
     options = int(matrix.signed), matrix.same
     packed_spmm_cpu.aggregate(matrix.packed.contiguous(), tuple(given[:3]), tuple(given[3:]), options, out)
     return out

@@ -54,9 +54,9 @@ def no_shorts(builder: Any) -> Any:
 
 
 def _splat(builder: Any, scalar: Any, kind: Any) -> Any:
-    one = builder.insert_element(ir.Constant(kind, ir.Undefined), scalar, ir.Constant(_INT32, 0))
+    first = builder.insert_element(ir.Constant(kind, ir.Undefined), scalar, ir.Constant(_INT32, 0))
     zeros = ir.Constant(ir.VectorType(_INT32, kind.count), [0] * kind.count)
-    return builder.shuffle_vector(one, ir.Constant(kind, ir.Undefined), zeros)
+    return builder.shuffle_vector(first, ir.Constant(kind, ir.Undefined), zeros)
 
 
 def _codes(builder: Any, place: Any, bits: int, signed: Any) -> Any:
@@ -68,16 +68,16 @@ def _codes(builder: Any, place: Any, bits: int, signed: Any) -> Any:
     order = ir.Constant(ir.VectorType(_INT32, 2 * CODES), order)
     pairs = builder.bitcast(builder.shuffle_vector(packed, ir.Constant(source, ir.Undefined), order), _SHORTS)
     above = ir.Constant(_SHORTS, [16 - bits - bits * code % 8 for code in range(CODES)])
-    found = builder.ashr(builder.shl(pairs, above), ir.Constant(_SHORTS, [16 - bits] * CODES))
+    shifted = builder.ashr(builder.shl(pairs, above), ir.Constant(_SHORTS, [16 - bits] * CODES))
     mask = builder.select(builder.icmp_signed("!=", signed, signed.type(0)), _INT16(-1), _INT16((1 << bits) - 1))
-    return builder.and_(found, _splat(builder, mask, _SHORTS))
+    return builder.and_(shifted, _splat(builder, mask, _SHORTS))
 
 
 def _halves(builder: Any, codes: Any) -> list[Any]:
     """As float32, 16 each."""
     lanes = [ir.Constant(ir.VectorType(_INT32, LANES), list(range(half, half + LANES))) for half in (0, LANES)]
-    parts = [builder.shuffle_vector(codes, ir.Constant(_SHORTS, ir.Undefined), one) for one in lanes]
-    return [builder.sitofp(one, _FLOATS) for one in parts]
+    parts = [builder.shuffle_vector(codes, ir.Constant(_SHORTS, ir.Undefined), lane) for lane in lanes]
+    return [builder.sitofp(part, _FLOATS) for part in parts]
 
 
 @emitted()
@@ -87,7 +87,7 @@ def add_codes(builder: Any, sums: Any, place: Any, kind: Any, factor: Any) -> An
     bits, signed = (builder.extract_value(kind, k) for k in (0, 1))
     before = [builder.extract_value(sums, k) for k in range(sums.type.count)]
     whole, factors = before[0].type == _SHORTS, _splat(builder, factor, _FLOATS)
-    found, done = [(builder.block, before)], builder.append_basic_block("done")
+    cases, done = [(builder.block, before)], builder.append_basic_block("done")
     switch = builder.switch(bits, done)
     for width in range(1, 9):
         block, after = builder.append_basic_block(f"bits{width}"), []
@@ -99,13 +99,13 @@ def add_codes(builder: Any, sums: Any, place: Any, kind: Any, factor: Any) -> An
             if whole:
                 after.append(builder.add(before[k], codes))
             else:
-                for one, values in zip(before[k : k + 2], _halves(builder, codes), strict=True):
-                    after.append(builder.fadd(one, builder.fmul(values, factors)))
+                for total, values in zip(before[k : k + 2], _halves(builder, codes), strict=True):
+                    after.append(builder.fadd(total, builder.fmul(values, factors)))
         builder.branch(done)
-        found.append((block, after))
+        cases.append((block, after))
     builder.position_at_end(done)
-    phis = [builder.phi(one.type) for one in before]
-    for block, values in found:
+    phis = [builder.phi(total.type) for total in before]
+    for block, values in cases:
         for phi, value in zip(phis, values, strict=True):
             phi.add_incoming(value, block)
     for k, phi in enumerate(phis):
@@ -117,7 +117,7 @@ def add_codes(builder: Any, sums: Any, place: Any, kind: Any, factor: Any) -> An
 def move(builder: Any, sums: Any, to: Any, more: Any) -> None:
     """Sums as float32 to an address, added to what is there where `more`."""
     parts = [builder.extract_value(sums, k) for k in range(sums.type.count)]
-    parts = [one for part in parts for one in (_halves(builder, part) if part.type == _SHORTS else [part])]
+    parts = [half for part in parts for half in (_halves(builder, part) if part.type == _SHORTS else [part])]
     for k, part in enumerate(parts):
         place = builder.inttoptr(builder.add(to, _INT64(4 * LANES * k)), _FLOATS.as_pointer())
         zeros = ir.Constant(_FLOATS, [0.0] * LANES)
@@ -219,8 +219,8 @@ def aggregate(packed: Any, edges: Any, rows: Any, options: Any, out: Any) -> Non
                         move(sums, to, begin - first)
                 else:
                     none = (nothing, nothing, nothing, nothing, nothing, nothing, nothing, nothing)
-                    found = _sums(none, (first, last, block), edges, rows, (packed, spare), (signed, same, columns))
-                    move(found, to, first - first)
+                    floats = _sums(none, (first, last, block), edges, rows, (packed, spare), (signed, same, columns))
+                    move(floats, to, first - first)
                 if not inside:
                     left = columns - CODES * block
                     _copy(line, address(out) + 4 * (columns * target + CODES * block), left)

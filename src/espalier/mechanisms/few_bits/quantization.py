@@ -69,8 +69,8 @@ class Quantization:
         entry: of features, in other networks; now, rows: of the pass under way; ids, owned: see `HeldRows`.
     """
 
-    def __init__(self, options: Quant, told: QuantizedGraph) -> None:
-        self.options, self.told = options, told
+    def __init__(self, options: Quant, graph: QuantizedGraph) -> None:
+        self.options, self.graph = options, graph
         self.features: list[FeatureQuantizer] = []
         self.columns: list[ColumnQuantizer] = []
         self.target: MemoryTarget | None = None
@@ -81,10 +81,10 @@ class Quantization:
         self.now, self.rows, self.owned = RowIndex(), 0, 0
         self.stored: dict[str, PackedRows] = {}
         self.pieces: tuple[FeatureQuantizer | None, Tensor] = (None, torch.zeros(0))
-        self.degrees = None if told.whole else told.degrees()
-        self._degrees_seen = self.degrees if told.seen is None else told.degrees(training=True)
-        self._root = None if told.whole else told.root()
-        self._root_seen = self._root if told.seen is None else told.root(training=True)
+        self.degrees = None if graph.whole else graph.degrees()
+        self._degrees_seen = self.degrees if graph.seen is None else graph.degrees(training=True)
+        self._root = None if graph.whole else graph.root()
+        self._root_seen = self._root if graph.seen is None else graph.root(training=True)
 
     @property
     def every(self) -> list[FeatureQuantizer | ColumnQuantizer]:
@@ -94,12 +94,12 @@ class Quantization:
     @property
     def widest(self) -> int:
         """Columns of the widest rows but the input's."""
-        return max((one.columns for one in self.features[1 - self.first :]), default=1)
+        return max((feature.columns for feature in self.features[1 - self.first :]), default=1)
 
     @property
     def learning(self) -> bool:
         """Whether passes are those of training, or of the steps that it begins with."""
-        return any(one.training or one.beginning is not None for one in self.every[:1])
+        return any(quantizer.training or quantizer.beginning is not None for quantizer in self.every[:1])
 
     @property
     def root(self) -> Tensor | None:
@@ -108,8 +108,8 @@ class Quantization:
 
     def add(self, owner: nn.Module, at: int, columns: int, signed: bool, name: str = "quantizer") -> FeatureQuantizer:
         """A quantizer of the rows that layer `at` reads, as the part `name` of `owner`."""
-        rule = Rule(signed=signed, local=1.0 if not self.told.whole else 0.0)
-        made = FeatureQuantizer(self.told.allocator(self.options, self.options.bits + (not signed)), columns, rule)
+        rule = Rule(signed=signed, local=1.0 if not self.graph.whole else 0.0)
+        made = FeatureQuantizer(self.graph.allocator(self.options, self.options.bits + (not signed)), columns, rule)
         owner.add_module(name, made)
         self.first = self.first if self.features else at
         self.features.append(made)
@@ -122,8 +122,8 @@ class Quantization:
     def rounded(self, quantizer: FeatureQuantizer, values: Tensor, index: RowIndex) -> Tensor:
         """`values` as they are stored."""
         if not self.packed:
-            found: Tensor = quantizer(values, index)
-            return found
+            rounded: Tensor = quantizer(values, index)
+            return rounded
         if index.ids is not None and self.pieces[0] is quantizer:
             return self.pieces[1][index.ids.to(self.pieces[1].device)].to(values)
         name = self.name(quantizer)
@@ -152,22 +152,22 @@ class Quantization:
         """Of the sources of `block`."""
         if self.degrees is None:
             return RowIndex(block.nodes, block.indptr.diff())
-        if self.part is not None and (own := self.own(block)):
-            return self._of(self.part.nodes if block.halo is None else self.part.owned, own)
+        if self.part is not None and (owned := self.own(block)):
+            return self._of(self.part.nodes if block.halo is None else self.part.owned, owned)
         return self._of(block.nodes, device=block.indptr.device)
 
-    def _of(self, ids: Tensor | None, own: int = 0, device: torch.device | None = None) -> RowIndex:
+    def _of(self, ids: Tensor | None, owned: int = 0, device: torch.device | None = None) -> RowIndex:
         """Of the nodes `ids`. In training, degrees are those that it sees, and what is hidden teaches nothing."""
         learning = self.learning
-        known = [self._degrees_seen if learning else self.degrees, self.told.shown if learning else None]
+        known = [self._degrees_seen if learning else self.degrees, self.graph.shown if learning else None]
         if ids is not None:
-            known = [None if one is None else one.to(ids.device)[ids] for one in known]
-        degrees, shown = (None if one is None else one.to(device or one.device) for one in known)
-        return RowIndex(ids, degrees, own, shown)
+            known = [None if tensor is None else tensor.to(ids.device)[ids] for tensor in known]
+        degrees, shown = (None if tensor is None else tensor.to(device or tensor.device) for tensor in known)
+        return RowIndex(ids, degrees, owned, shown)
 
     def shown(self, block: MessageBlock) -> Tensor | None:
         """bool [sources]: rows of `block` that teach; None: all do."""
-        return None if self.told.shown is None or not self.learning else self.index(block).shown
+        return None if self.graph.shown is None or not self.learning else self.index(block).shown
 
     def own(self, block: MessageBlock) -> int:
         """Rows that this rank owns where `block` is of its part; 0 where it is of the whole graph."""
@@ -185,14 +185,14 @@ class Quantization:
             if isinstance(feature.allocator, NodeBits):
                 shown = feature.allocator.shown
                 feature.allocator.seen.copy_(torch.ones(()) if shown is None else shown)
-        for one in self.columns:
-            one.share = rows.share
+        for column in self.columns:
+            column.share = rows.share
 
-    def loss(self, found: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    def loss(self, task_loss: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """(sum, weight) with the gradient of the target's penalty; the value stays that of the task."""
         if self.target is None or not self.target.layers:
-            return found
-        total, weight = found
+            return task_loss
+        total, weight = task_loss
         penalty = self.target.penalty().to(total.dtype)
         return total + weight * (penalty - penalty.detach()), weight
 
@@ -204,35 +204,35 @@ class Quantization:
         layer: Any = model.layers[at]
         messages = layer.quantized.messages if hasattr(layer, "quantized") else None
         if messages is not None:
-            beside = layer.heads * size if isinstance(layer, GraphAttention) else 0
-            return row_size(len(messages.raw_step), messages.bits, beside)
+            score_bytes = layer.heads * size if isinstance(layer, GraphAttention) else 0
+            return row_size(len(messages.raw_step), messages.bits, score_bytes)
         return row_size(layer.inputs, _code_bits(layer.quantizer), by_row=True) if _sums_read_rows(layer) else None
 
     def share(self, share: float) -> None:
         """See `FeatureQuantizer.share`."""
-        for one in self.every:
-            one.share = share
+        for quantizer in self.every:
+            quantizer.share = share
 
 
 def quantization_of(model: nn.Module) -> Quantization | None:
     """Of a network that `quantized_networks.equip` was called with."""
-    found = getattr(model, QUANTIZED, None)
-    return found if isinstance(found, Quantization) else None
+    quantizers = getattr(model, QUANTIZED, None)
+    return quantizers if isinstance(quantizers, Quantization) else None
 
 
 def equipped(model: nn.Module) -> Quantization:
     """As `quantization_of`, of a network that has quantizers."""
-    found = quantization_of(model)
-    assert found is not None, "equip was not called"
-    return found
+    quantizers = quantization_of(model)
+    assert quantizers is not None, "equip was not called"
+    return quantizers
 
 
 class _Aggregate(nn.Module):
     """A layer's aggregation over quantized messages, its sums quantized. Has state: the steps."""
 
-    def __init__(self, layer: Layer, found: Quantization) -> None:
+    def __init__(self, layer: Layer, quantizers: Quantization) -> None:
         super().__init__()
-        options, self.found = found.options, found
+        options, self.quantizers = quantizers.options, quantizers
         self.symmetric = layer.scale == "symmetric"
         columns = layer.outputs
         if isinstance(layer, GraphAttention):
@@ -247,17 +247,17 @@ class _Aggregate(nn.Module):
     @property
     def root(self) -> Tensor | None:
         """See `Quantization.root`; None: edges have other scales."""
-        return self.found.root if self.symmetric else None
+        return self.quantizers.root if self.symmetric else None
 
     def forward(self, block: MessageBlock, rows: Rows, start: Tensor | None = None) -> Tensor:
         """See `graph.networks.base.aggregate`."""
-        shown = self.found.shown(block)
+        shown = self.quantizers.shown(block)
         if self.messages is not None and not isinstance(rows, Kept):
             scale, block = _source_scale(block, self.root)
             rows = rows if scale is None else rows * scale[: len(rows), None]
-            if self.found.packed and block.halo is None:
+            if self.quantizers.packed and block.halo is None:
                 return self._finished(_packed_sums(self.messages, block, rows), start, shown)
-            coded: Tensor = self.messages(rows, self.found.own(block), shown)
+            coded: Tensor = self.messages(rows, self.quantizers.own(block), shown)
             sums = _scaled_sums(self.plain, self._crossing(self.messages, block, coded.dtype), coded)
             return self._finished(sums, start, shown)
         if self.sums is None or isinstance(rows, Kept):
@@ -275,12 +275,12 @@ class _Aggregate(nn.Module):
 
     def attend(self, block: MessageBlock, rows: Tensor, scores: tuple[Tensor, Tensor], dropout: float) -> Tensor:
         """See `graph.networks.base.attend`."""
-        shown = self.found.shown(block)
+        shown = self.quantizers.shown(block)
         if self.messages is not None:
-            rows = self.messages(rows.flatten(1), self.found.own(block), shown).view_as(rows)
+            rows = self.messages(rows.flatten(1), self.quantizers.own(block), shown).view_as(rows)
             block = self._crossing(self.messages, block, rows.dtype)
-        found = self.attention(block, rows, scores, dropout)
-        return found if self.sums is None else self.sums(found.flatten(1), shown=_first(shown, found)).view_as(found)
+        out = self.attention(block, rows, scores, dropout)
+        return out if self.sums is None else self.sums(out.flatten(1), shown=_first(shown, out)).view_as(out)
 
 
 def _first(shown: Tensor | None, rows: Tensor) -> Tensor | None:
@@ -307,8 +307,8 @@ def _packed_sums(messages: ColumnQuantizer, block: MessageBlock, rows: Tensor) -
     codes, step = messages.codes(rows)
     widths = torch.full((len(codes),), messages.bits, dtype=torch.uint8)
     matrix = PackedMatrix.of(codes, widths, torch.ones(len(codes)))
-    found = packed_matmul(matrix, block.indptr, block.indices, block.weights) * step
-    return found if block.left is None else found * block.left[:, None]
+    sums = packed_matmul(matrix, block.indptr, block.indices, block.weights) * step
+    return sums if block.left is None else sums * block.left[:, None]
 
 
 def _scaled_sums(plain: Aggregate, block: MessageBlock, rows: Tensor) -> Tensor:
@@ -328,8 +328,8 @@ def _forms_without(block: MessageBlock, side: str) -> Forms:
             made.known["compressed"] = replace(compressed, scale=compressed.scale._replace(**{side: None}))
         return made
 
-    found: Forms = block.forms.get(f"without {side}", make)
-    return found
+    forms: Forms = block.forms.get(f"without {side}", make)
+    return forms
 
 
 def _source_scale(block: MessageBlock, root: Tensor | None) -> tuple[Tensor | None, MessageBlock]:
@@ -343,39 +343,39 @@ def _source_scale(block: MessageBlock, root: Tensor | None) -> tuple[Tensor | No
     return scale, block._replace(weights=block.weights / scale[block.indices], forms=Forms())
 
 
-def equip_layers(model: Gnn, found: Quantization) -> None:
+def equip_layers(model: Gnn, quantizers: Quantization) -> None:
     """Puts quantizers round the layers of `model`. The kernels of its seam have to be there already."""
-    options, told, found.by_layer = found.options, found.told, True
+    options, graph, quantizers.by_layer = quantizers.options, quantizers.graph, True
     dropout, elu = model.options.dropout or 0.0, model.options.activation in ("elu", "maxk")
     for at, layer in enumerate(model.layers):
         assert isinstance(layer, Layer)
-        signed = told.input_signed() if at == 0 else elu
+        signed = graph.input_signed() if at == 0 else elu
         if signed is not None:
-            quantizer = found.add(layer, at, layer.inputs, signed)
+            quantizer = quantizers.add(layer, at, layer.inputs, signed)
             dropped = dropout if at or model.drops_features else 0.0
             quantizer.gain = 1 / (1 - dropped) if dropped < 1 else 1.0
-            layer.register_forward_pre_hook(_before(found))
+            layer.register_forward_pre_hook(_before(quantizers))
             layer.register_forward_hook(_after)
         if options.weights:
             a2q.quantize_weights(layer, options.weights)
         if options.messages or options.aggregates:
-            aggregate = _Aggregate(layer, found)
-            found.columns += [one for one in (aggregate.messages, aggregate.sums) if one is not None]
+            aggregate = _Aggregate(layer, quantizers)
+            quantizers.columns += [column for column in (aggregate.messages, aggregate.sums) if column is not None]
             layer.add_module("quantized", aggregate)
             layer.aggregate, layer.attend = aggregate.forward, aggregate.attend
 
 
-def _before(found: Quantization) -> Any:
+def _before(quantizers: Quantization) -> Any:
     def before(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         (block, rows), quantizer = inputs, module.quantizer
         assert isinstance(quantizer, FeatureQuantizer)
-        index = found.index(block)
+        index = quantizers.index(block)
         values = rows.values if isinstance(rows, Kept) else rows
-        if found.packed or values.requires_grad or block.halo is not None or not torch.is_grad_enabled():
-            values = found.rounded(quantizer, values, index)
+        if quantizers.packed or values.requires_grad or block.halo is not None or not torch.is_grad_enabled():
+            values = quantizers.rounded(quantizer, values, index)
         else:
             values, vars(module)["learned"] = quantizer.rounded(values, index)
-        if not found.packed and not isinstance(rows, Kept) and _sums_read_rows(module):
+        if not quantizers.packed and not isinstance(rows, Kept) and _sums_read_rows(module):
             bits, signed, logarithm = _code_bits(quantizer), quantizer.rule.signed, quantizer.last
             gain, kind = quantizer.factor, logarithm.dtype
             block = _coded(block, Coding(bits, step_codes(logarithm), True, signed, gain, kind, values.dtype))
@@ -389,11 +389,11 @@ def begin(model: nn.Module, features: Tensor, blocks: tuple[MessageBlock, ...], 
     """Steps that fit what the untrained network makes of `features`; `total`: adds up over ranks that have parts."""
     training = model.training
     model.eval()
-    for one in equipped(model).every:
-        one.beginning = total
+    for quantizer in equipped(model).every:
+        quantizer.beginning = total
     forward(model, features, blocks)
-    for one in equipped(model).every:
-        one.beginning = None
+    for quantizer in equipped(model).every:
+        quantizer.beginning = None
     model.train(training)
 
 
@@ -401,10 +401,10 @@ def begin_over_ranks(model: nn.Module, features: Tensor, blocks: tuple[MessageBl
     """As `begin`, of the parts of a graph that ranks of `group` have; all call it alike."""
 
     def total(value: Tensor) -> Tensor:
-        found = value.clone()
+        summed = value.clone()
         with traffic(Traffic.CONTROL):
-            dist.all_reduce(found, group=group)
-        return found
+            dist.all_reduce(summed, group=group)
+        return summed
 
     if float(total(torch.tensor(float(blocks[0].edges)))) * equipped(model).widest <= MOST_PROBED:
         begin(model, features, blocks, total)
@@ -429,34 +429,34 @@ class StoredBytes:
     values: float
 
 
-def stored_bytes(found: Quantization) -> StoredBytes:
+def stored_bytes(quantizers: Quantization) -> StoredBytes:
     """As evaluation has it."""
     codes = pairs = floats = values = 0.0
-    shift = 0.0 if found.target is None else found.target.shift()
-    for one in found.features:
-        allocator, rows = one.allocator, float(one.allocator.counts.sum())
-        codes += MemoryTarget.bytes_of(one.layer, shift)
+    shift = 0.0 if quantizers.target is None else quantizers.target.shift()
+    for feature in quantizers.features:
+        allocator, rows = feature.allocator, float(feature.allocator.counts.sum())
+        codes += MemoryTarget.bytes_of(feature.layer, shift)
         pairs += (12 * len(allocator.counts) + allocator.side * rows) / 8
-        floats += 4 * rows * one.columns
-        values += rows * one.columns
+        floats += 4 * rows * feature.columns
+        values += rows * feature.columns
     return StoredBytes(codes, pairs, floats, values)
 
 
-def sentence(found: Quantization) -> str:
+def sentence(quantizers: Quantization) -> str:
     """What a plan says."""
-    options, target = found.options, found.target
+    options, target = quantizers.options, quantizers.target
     kind = type(options).__struct_config__.tag
-    one = stored_bytes(found)
-    parts = [f"{name} {bits} bits" for name, bits in _components(options, bool(found.columns))]
-    if not found.features:
+    counted = stored_bytes(quantizers)
+    parts = [f"{name} {bits} bits" for name, bits in _components(options, bool(quantizers.columns))]
+    if not quantizers.features:
         return f"Quantization ({kind}): no features, as rows of the input have one value each; {', '.join(parts)}."
     aim = f"features {options.bits:g} bits"
     if target is not None and target.layers:
         aim = f"features at most {units.show_size(target.target)} of codes"
-        aim += f" ({8 * target.target / one.values:.3g} bits a value)"
+        aim += f" ({8 * target.target / counted.values:.3g} bits a value)"
     return (
-        f"Quantization ({kind}): {aim}, widths and steps {units.show_size(one.pairs)}, "
-        f"where fp32 takes {units.show_size(one.floats)}; {', '.join(parts)}."
+        f"Quantization ({kind}): {aim}, widths and steps {units.show_size(counted.pairs)}, "
+        f"where fp32 takes {units.show_size(counted.floats)}; {', '.join(parts)}."
     )
 
 
@@ -483,13 +483,13 @@ class Packed(NamedTuple):
 
 
 @contextmanager
-def packing(found: Quantization) -> Iterator[dict[str, PackedRows]]:
+def packing(quantizers: Quantization) -> Iterator[dict[str, PackedRows]]:
     """Rows that layers read within are packed (see `Quantization.stored`, which is what is given)."""
-    found.packed, found.stored = True, {}
+    quantizers.packed, quantizers.stored = True, {}
     try:
-        yield found.stored
+        yield quantizers.stored
     finally:
-        found.packed, found.stored, found.pieces = False, {}, (None, torch.zeros(0))
+        quantizers.packed, quantizers.stored, quantizers.pieces = False, {}, (None, torch.zeros(0))
 
 
 def packed(quantization: Quantization, score: Callable[[], float], figure: str = "accuracy") -> Packed:
@@ -499,18 +499,18 @@ def packed(quantization: Quantization, score: Callable[[], float], figure: str =
         return Packed(sum(rows.nbytes for rows in stored.values()), value, figure)
 
 
-def curves(found: Quantization, now: Callable[[], Packed] | None) -> list[Curve]:
+def curves(quantizers: Quantization, now: Callable[[], Packed] | None) -> list[Curve]:
     """Bits against degree; accuracy (or R²) against bytes of packages, of the trained model under smaller targets
     (None: not shown). `now` tells both of the model as it is then: see `packed`."""
-    if not found.features or found.degrees is None:
+    if not quantizers.features or quantizers.degrees is None:
         return []
     rows = []
-    for degree in found.degrees.unique().tolist():
-        chosen = found.degrees == degree
-        rows.append([degree, *(_mean_width(found, one, chosen) for one in found.features)])
-    names = [f"bits, rows of {one.columns}" for one in found.features]
+    for degree in quantizers.degrees.unique().tolist():
+        chosen = quantizers.degrees == degree
+        rows.append([degree, *(_mean_width(quantizers, feature, chosen) for feature in quantizers.features)])
+    names = [f"bits, rows of {feature.columns}" for feature in quantizers.features]
     drawn = [Curve("Bits against degree", "degree", names, rows)]
-    target = found.target
+    target = quantizers.target
     if now is None or target is None or not target.layers:
         return drawn
     asked, whole, points, figure = target.asked, target.target, [], ""
@@ -526,27 +526,33 @@ def curves(found: Quantization, now: Callable[[], Packed] | None) -> list[Curve]
     return [*drawn, Curve(title, "KiB", ["per cent"], points)]
 
 
-def tables(found: Quantization, stored: Packed | None = None) -> list[Table]:
+def tables(quantizers: Quantization, stored: Packed | None = None) -> list[Table]:
     """Bits against degree, and bytes, for the report; `stored`: of the packages too, and the accuracy from them."""
-    if not found.features or found.degrees is None:
+    if not quantizers.features or quantizers.degrees is None:
         return []
-    one = stored_bytes(found)
+    counted = stored_bytes(quantizers)
     sizes: list[tuple[str, str, float]] = [
-        ("codes", units.show_size(one.codes), 8 * one.codes / one.values),
-        ("widths and steps", units.show_size(one.pairs), 8 * one.pairs / one.values),
-        ("fp32", units.show_size(one.floats), 32.0),
+        ("codes", units.show_size(counted.codes), 8 * counted.codes / counted.values),
+        ("widths and steps", units.show_size(counted.pairs), 8 * counted.pairs / counted.values),
+        ("fp32", units.show_size(counted.floats), 32.0),
     ]
     if stored is not None:
         figure = "" if stored.figure == "accuracy" else f"{stored.figure} "
         label = f"packages, everything counted ({figure}{stored.score:.1f} % from them)"
-        sizes.insert(2, (label, units.show_size(stored.bytes), 8 * stored.bytes / one.values))
+        sizes.insert(2, (label, units.show_size(stored.bytes), 8 * stored.bytes / counted.values))
     rows: list[list[str | int | float]] = []
     for low, high in GROUPS:
-        chosen = (found.degrees >= low) & (found.degrees < high)
+        chosen = (quantizers.degrees >= low) & (quantizers.degrees < high)
         if bool(chosen.any()):
             label = str(low) if high == low + 1 else f"{low} to {high - 1}" if high < 1 << 62 else f"{low} and more"
-            rows.append([label, int(chosen.sum()), *(_mean_width(found, one, chosen) for one in found.features)])
-    names = [f"bits, rows of {one.columns}" for one in found.features]
+            rows.append(
+                [
+                    label,
+                    int(chosen.sum()),
+                    *(_mean_width(quantizers, feature, chosen) for feature in quantizers.features),
+                ]
+            )
+    names = [f"bits, rows of {feature.columns}" for feature in quantizers.features]
     return [
         Table(("features", "bytes", "bits a value"), sizes),
         Table(("degree", "nodes", *names), rows),
@@ -554,22 +560,22 @@ def tables(found: Quantization, stored: Packed | None = None) -> list[Table]:
 
 
 @torch.no_grad()
-def node_widths(found: Quantization, quantizer: FeatureQuantizer) -> Tensor:
+def node_widths(quantizers: Quantization, quantizer: FeatureQuantizer) -> Tensor:
     """float [nodes]: the stored width of each node of the graph; a bank's depends on values and is its mean."""
     allocator = quantizer.allocator
-    shift = 0.0 if found.target is None else found.target.shift()
+    shift = 0.0 if quantizers.target is None else quantizers.target.shift()
     widths = allocator.widths(quantizer.rule.signed, shift).bits.float()
-    assert found.degrees is not None
+    assert quantizers.degrees is not None
     if isinstance(allocator, DegreeBits):
-        entries = allocator.entries_of(widths, RowIndex(None, found.degrees), quantizer.rule.signed)
+        entries = allocator.entries_of(widths, RowIndex(None, quantizers.degrees), quantizer.rule.signed)
         return widths[entries]
     if isinstance(allocator, NodeBits):
         return widths[allocator.places.clamp(min=0)]
-    return widths.mean().expand(len(found.degrees))
+    return widths.mean().expand(len(quantizers.degrees))
 
 
-def _mean_width(found: Quantization, quantizer: FeatureQuantizer, chosen: Tensor) -> float:
-    return node_widths(found, quantizer)[chosen].mean().item()
+def _mean_width(quantizers: Quantization, quantizer: FeatureQuantizer, chosen: Tensor) -> float:
+    return node_widths(quantizers, quantizer)[chosen].mean().item()
 
 
 def dense_rows(rows: Rows) -> Tensor:

@@ -50,31 +50,31 @@ class QuantizedGraph:
         """By the kind of the options; learned widths begin higher for higher degrees (a bank's for larger values)."""
         nodes, degrees = self.trained or self.graph.nodes, self.degrees(training=True)
         places = None if self.places is None else torch.from_numpy(self.places)
-        found: BitAllocator
+        allocator: BitAllocator
         match options:
             case Uniform():
                 return UniformBits(nodes, bits)
             case Mega():
                 shown = self.shown
-                found = DegreeBits(degrees if shown is None else degrees[shown], bits, rows=nodes)
+                allocator = DegreeBits(degrees if shown is None else degrees[shown], bits, rows=nodes)
             case _ if self.whole:
-                found = BankBits(nodes, bits)
+                allocator = BankBits(nodes, bits)
             case _:
                 hidden = None if self.hidden is None or places is not None else torch.from_numpy(self.hidden)
-                found = NodeBits(nodes, bits, places, hidden)
-        entries = len(found.counts)
-        by_node = isinstance(found, NodeBits) and len(degrees) == entries
-        found.spread(degrees if by_node else torch.arange(entries))
-        return found
+                allocator = NodeBits(nodes, bits, places, hidden)
+        entries = len(allocator.counts)
+        by_node = isinstance(allocator, NodeBits) and len(degrees) == entries
+        allocator.spread(degrees if by_node else torch.arange(entries))
+        return allocator
 
     @cached_property
     def shown(self) -> Tensor | None:
         """bool [nodes]: those that training sees; None: all."""
         if self.hidden is None:
             return None
-        found = torch.ones(self.graph.nodes, dtype=torch.bool)
-        found[torch.from_numpy(self.hidden)] = False
-        return found
+        mask = torch.ones(self.graph.nodes, dtype=torch.bool)
+        mask[torch.from_numpy(self.hidden)] = False
+        return mask
 
     def input_signed(self) -> bool | None:
         """See `data.signed`; also None, which leaves features as they are: they are on disk."""
@@ -92,8 +92,8 @@ class QuantizedGraph:
         """int64 [nodes]: edges into each node; `training`: those that training sees."""
         graph = self.seen if training and self.seen is not None else self.graph
         there = graph.partition
-        found = graph.degrees() if there is None or there.degrees is None else there.degrees
-        return torch.from_numpy(found.astype(np.int64))
+        degrees = graph.degrees() if there is None or there.degrees is None else there.degrees
+        return torch.from_numpy(degrees.astype(np.int64))
 
     def root(self, training: bool = False) -> Tensor:
         """float32 [nodes]: see `neighbor_sampler.symmetric_root`; `training`: of the edges that training sees."""

@@ -35,102 +35,102 @@ if TYPE_CHECKING:
     from espalier.graph.sampling.subgraphs import SubgraphBatch
 
 
-def equip(model: nn.Module, options: Quant, told: QuantizedGraph) -> Quantization:
+def equip(model: nn.Module, options: Quant, graph: QuantizedGraph) -> Quantization:
     """Puts quantizers into `model`, whose `quantization` is what is returned. Raises UserError: a target that is too
     small, a network that does not run on a few nodes."""
-    found = Quantization(options, told)
+    quantizers = Quantization(options, graph)
     if isinstance(model, Gnn):
-        quantization.equip_layers(model, found)
+        quantization.equip_layers(model, quantizers)
     else:
-        _equip_other(model, found)
-    layers = [one.layer for one in found.features]
+        _equip_other(model, quantizers)
+    layers = [feature.layer for feature in quantizers.features]
     asked = None if options.target is None else max(1, units.size(options.target, "quant.target"))
-    found.target = MemoryTarget(layers, asked, checked=told.trained is None)
-    for one in found.features:
-        one.shift = found.target.shift
-    vars(model)[QUANTIZED] = found
-    return found
+    quantizers.target = MemoryTarget(layers, asked, checked=graph.trained is None)
+    for feature in quantizers.features:
+        feature.shift = quantizers.target.shift
+    vars(model)[QUANTIZED] = quantizers
+    return quantizers
 
 
-def built(model: nn.Module, options: Quant, told: QuantizedGraph, batch: SubgraphBatch | None) -> None:
+def built(model: nn.Module, options: Quant, graph: QuantizedGraph, batch: SubgraphBatch | None) -> None:
     """`model` with kernels, quantizers round them, and steps that fit what the untrained network makes of `batch`;
     None: they begin where the parts of the graph are. Computes in one thread, since ranks may be forked later."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        found = equip(compiled_aggregate.equip(model), options, told)
-        if batch is None or told.trained is not None:  # a trained network has its steps
+        quantizers = equip(compiled_aggregate.equip(model), options, graph)
+        if batch is None or graph.trained is not None:  # a trained network has its steps
             return
-        if batch.blocks[0].edges * found.widest <= quantization.MOST_PROBED:
+        if batch.blocks[0].edges * quantizers.widest <= quantization.MOST_PROBED:
             quantization.begin(model, batch.features, batch.blocks)
     finally:
         torch.set_num_threads(threads)
 
 
-def _equip_other(model: nn.Module, found: Quantization) -> None:
-    if (signed := found.told.input_signed()) is not None:
-        found.entry = found.add(model, 0, found.told.graph.features.shape[1], signed, "entry")
+def _equip_other(model: nn.Module, quantizers: Quantization) -> None:
+    if (signed := quantizers.graph.input_signed()) is not None:
+        quantizers.entry = quantizers.add(model, 0, quantizers.graph.graph.features.shape[1], signed, "entry")
     if isinstance(model, GraphNetwork):
-        _in_attention(model, found)
+        _in_attention(model, quantizers)
     else:
-        _at_messages(model, found)
-    if found.options.weights:
-        a2q.quantize_weights(model, found.options.weights)
+        _at_messages(model, quantizers)
+    if quantizers.options.weights:
+        a2q.quantize_weights(model, quantizers.options.weights)
 
 
 # --- graph transformers ----------------------------------------------------------------------------------------------
 
 
-def _in_attention(model: Any, found: Quantization) -> None:
-    options = found.options
+def _in_attention(model: Any, quantizers: Quantization) -> None:
+    options = quantizers.options
     for at, layer in enumerate(model.layers, 1):
         inner: Any = layer
-        quantizer = found.add(inner, at, inner.qkv.in_features, signed=True)
-        inner.qkv.register_forward_pre_hook(partial(_read, found, quantizer))
+        quantizer = quantizers.add(inner, at, inner.qkv.in_features, signed=True)
+        inner.qkv.register_forward_pre_hook(partial(_read, quantizers, quantizer))
         if options.messages:
-            inner.messages = _column(found, inner.qkv.out_features, options.messages)
-            inner.qkv.register_forward_hook(partial(_made, found, inner.messages))
+            inner.messages = _column(quantizers, inner.qkv.out_features, options.messages)
+            inner.qkv.register_forward_hook(partial(_made, quantizers, inner.messages))
         if options.aggregates:
-            inner.sums = _column(found, inner.out.in_features, options.aggregates)
-            inner.out.register_forward_pre_hook(partial(_given, found, inner.sums))
+            inner.sums = _column(quantizers, inner.out.in_features, options.aggregates)
+            inner.out.register_forward_pre_hook(partial(_given, quantizers, inner.sums))
 
 
-def _column(found: Quantization, columns: int, bits: int) -> ColumnQuantizer:
+def _column(quantizers: Quantization, columns: int, bits: int) -> ColumnQuantizer:
     made = ColumnQuantizer(columns, bits, local=True)
-    found.columns.append(made)
+    quantizers.columns.append(made)
     return made
 
 
-def _read(found: Quantization, quantizer: FeatureQuantizer, module: nn.Module, inputs: tuple[Tensor]) -> Tensor:
+def _read(quantizers: Quantization, quantizer: FeatureQuantizer, module: nn.Module, inputs: tuple[Tensor]) -> Tensor:
     """Rows of nodes, as they are stored; of virtual tokens behind them, as they are."""
-    nodes, virtual = inputs[0][: found.rows], inputs[0][found.rows :]
-    values = found.rounded(quantizer, nodes, found.now)
+    nodes, virtual = inputs[0][: quantizers.rows], inputs[0][quantizers.rows :]
+    values = quantizers.rounded(quantizer, nodes, quantizers.now)
     return torch.cat([values, virtual]) if len(virtual) else values
 
 
 def _made(
-    found: Quantization, quantizer: ColumnQuantizer, module: nn.Module, inputs: tuple[Tensor], out: Tensor
+    quantizers: Quantization, quantizer: ColumnQuantizer, module: nn.Module, inputs: tuple[Tensor], out: Tensor
 ) -> Tensor:
-    values: Tensor = quantizer(out, shown=_shown(found, out))
+    values: Tensor = quantizer(out, shown=_shown(quantizers, out))
     return values
 
 
-def _given(found: Quantization, quantizer: ColumnQuantizer, module: nn.Module, inputs: tuple[Tensor]) -> Tensor:
-    values: Tensor = quantizer(inputs[0], shown=_shown(found, inputs[0]))
+def _given(quantizers: Quantization, quantizer: ColumnQuantizer, module: nn.Module, inputs: tuple[Tensor]) -> Tensor:
+    values: Tensor = quantizer(inputs[0], shown=_shown(quantizers, inputs[0]))
     return values
 
 
-def _shown(found: Quantization, rows: Tensor) -> Tensor | None:
+def _shown(quantizers: Quantization, rows: Tensor) -> Tensor | None:
     """Which of `rows` teach: of nodes, and of virtual tokens behind them."""
-    shown = found.now.shown
+    shown = quantizers.now.shown
     return None if shown is None else torch.cat([shown, shown.new_ones(max(0, len(rows) - len(shown)))])[: len(rows)]
 
 
 # --- networks of anybody's code --------------------------------------------------------------------------------------
 
 
-def _at_messages(model: nn.Module, found: Quantization) -> None:
-    graph = found.told.graph
+def _at_messages(model: nn.Module, quantizers: Quantization) -> None:
+    graph = quantizers.graph.graph
     if graph.partition is None:
         columns, block = graph.features.shape[1], whole(graph, Style(loops=False, scale="none"))
     else:
@@ -140,23 +140,24 @@ def _at_messages(model: nn.Module, found: Quantization) -> None:
     parts = nn.ModuleList()
     model.add_module("quantizers", parts)
     made = [
-        None if width is None else found.add(parts, at, width, signed=True, name=str(at))
+        None if width is None else quantizers.add(parts, at, width, signed=True, name=str(at))
         for at, width in enumerate(widths, 1)
     ]
     messages: foreign_network.ForeignMessages = getattr(foreign_network.equip(model), MESSAGES)
-    messages.rounded = partial(_crossing, found, made)
+    messages.rounded = partial(_crossing, quantizers, made)
 
 
-def _crossing(found: Quantization, made: list[FeatureQuantizer | None], at: int, rows: Tensor) -> Tensor:
+def _crossing(quantizers: Quantization, made: list[FeatureQuantizer | None], at: int, rows: Tensor) -> Tensor:
     """The rows that are read for the `at`-th time in a pass, as they are stored."""
     quantizer = made[at] if at < len(made) else None
     if at < len(made) and quantizer is None:  # features, which were rounded when they entered
         return rows
-    if quantizer is None or len(rows) != found.rows or rows[0].numel() != quantizer.columns:
+    if quantizer is None or len(rows) != quantizers.rows or rows[0].numel() != quantizer.columns:
         raise UserError(
-            f"[quant] is not possible with this network: a layer reads {list(rows.shape)} for {found.rows:,} nodes.",
+            f"[quant] is not possible with this network: a layer reads {list(rows.shape)} for "
+            f"{quantizers.rows:,} nodes.",
             why=f"on a few nodes its layers read rows {len(made)} times, "
-            f"of {', '.join(str(one.columns) for one in made if one is not None)} values",
+            f"of {', '.join(str(quantizer.columns) for quantizer in made if quantizer is not None)} values",
             do="a network that reads rows of all nodes, of the same widths in every pass, or leave [quant] out",
         )
-    return found.rounded(quantizer, rows.flatten(1), found.now).view_as(rows)
+    return quantizers.rounded(quantizer, rows.flatten(1), quantizers.now).view_as(rows)

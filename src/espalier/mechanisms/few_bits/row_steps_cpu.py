@@ -83,8 +83,8 @@ def _codes(sizes: Any, step: Any, largest: Any) -> Any:
 
 
 @njit
-def _values(x: Any, row: int, options: Any, kept: Any) -> int:
-    """The sizes of a row's values that are not 0, to the front of `kept`; how many."""
+def _values(x: Any, row: int, options: Any, nonzeros: Any) -> int:
+    """The sizes of a row's values that are not 0, to the front of `nonzeros`; how many."""
     signed, gain = options
     count, columns = 0, x.shape[1]
     for first in range(0, columns, LANES):
@@ -93,26 +93,26 @@ def _values(x: Any, row: int, options: Any, kept: Any) -> int:
         if gain != ONE:
             sizes = over(sizes, spread(gain))
         some = ~at_least(spread(ZERO), sizes) & lanes
-        store(address(kept) + 4 * count, packed(sizes, some))
+        store(address(nonzeros) + 4 * count, packed(sizes, some))
         count += count_lanes(some)
     return count
 
 
 @njit
-def _errors(kept: Any, count: int, tried: Any, doubles: Any, largest: Any) -> Any:
-    """Squared errors of values in `kept[0]` by 16 steps from the address `tried` on. Where every second one `doubles`,
-    two divisions do for all, as halves are exact: the other lines of `kept` are for those."""
+def _errors(nonzeros: Any, count: int, tried: Any, doubles: Any, largest: Any) -> Any:
+    """Squared errors of values in `nonzeros[0]` by 16 steps from the address `tried` on. Where every second one
+    `doubles`, two divisions do for all, as halves are exact: the other lines of `nonzeros` are for those."""
     step, top, error = load(tried), spread(largest), spread(ZERO)
-    lines = address(kept), address(kept) + 4 * kept.shape[1], address(kept) + 8 * kept.shape[1]
+    lines = address(nonzeros), address(nonzeros) + 4 * nonzeros.shape[1], address(nonzeros) + 8 * nonzeros.shape[1]
     bases = spread(load_one(tried)), spread(load_one(tried + 4))
     share = over(where(0xAAAA, bases[1], bases[0]), step)
     for first in range(0, 4 * count, 4 * LANES):
         store(lines[1] + first, over(load(lines[0] + first), bases[0]))
         store(lines[2] + first, over(load(lines[0] + first), bases[1]))
-    for one in range(count):
-        sizes = spread(kept[0, one])
+    for index in range(count):
+        sizes = spread(nonzeros[0, index])
         if doubles:
-            quotients = times(where(0xAAAA, spread(kept[2, one]), spread(kept[1, one])), share)
+            quotients = times(where(0xAAAA, spread(nonzeros[2, index]), spread(nonzeros[1, index])), share)
         else:
             quotients = over(sizes, step)
         apart = minus(sizes, times(smaller(top, floors(plus(quotients, spread(HALF)))), step))
@@ -136,12 +136,12 @@ def fit(x: Any, pairs: Any, tables: Any, options: Any, out: Any) -> None:
     rows, columns = x.shape
     most = len(steps) - LANES
     for block in numba.prange(BLOCKS):
-        errors, kept = np.empty(LANES, np.float32), np.zeros((3, columns + LANES), np.float32)
+        errors, nonzeros = np.empty(LANES, np.float32), np.zeros((3, columns + LANES), np.float32)
         for row in range(rows * np.int64(block) // BLOCKS, rows * np.int64(block + 1) // BLOCKS):
             at = min(max(int(np.rint(2 * (middle[row] + offsets[0]))) + len(steps) // 2, 0), most)
             doubles = LANES <= at <= most - len(offsets)
-            count = _values(x, row, options, kept)
-            store(address(errors), _errors(kept, count, address(steps) + 4 * at, doubles, largest[row]))
+            count = _values(x, row, options, nonzeros)
+            store(address(errors), _errors(nonzeros, count, address(steps) + 4 * at, doubles, largest[row]))
             least, best = np.float32(np.inf), middle[row]
             for lane in range(len(offsets)):
                 if errors[lane] < least:
@@ -157,8 +157,8 @@ def _add(place: Any, values: Any, lanes: Any) -> None:
 @njit
 def _within(given: Any, values: Any, inside: Any, signed: Any) -> Any:
     """The gradients of values that are not clipped, else 0."""
-    found = where(inside, given, spread(ZERO))
-    return found if signed else where(at_least(values, spread(ZERO)), found, spread(ZERO))
+    gradients = where(inside, given, spread(ZERO))
+    return gradients if signed else where(at_least(values, spread(ZERO)), gradients, spread(ZERO))
 
 
 @jit(
@@ -195,15 +195,15 @@ def round_values(x: Any, upstream: Any, pairs: Any, options: Any, out: Any, sums
                 clipped = where(inside, zeros, spread(ONE))
                 if back:
                     given = load_part(address(upstream) + at, lanes)
-                    found = given if passes else _within(given, values, inside, signed)
+                    written = given if passes else _within(given, values, inside, signed)
                     turned = times(given, with_sign(spread(ONE), values))
                     error = times(turned, where(inside, minus(codes, quotients), top))
                     clipped = times(turned, clipped)
                 else:
-                    found = times(codes, step)
-                    found = with_sign(found, values) if signed else found
+                    written = times(codes, step)
+                    written = with_sign(written, values) if signed else written
                     error = where(inside, absolute(minus(quotients, codes)), minus(zeros, top))
-                store_part(address(out) + at, found, lanes)
+                store_part(address(out) + at, written, lanes)
                 if by_row:
                     errors, beyond = plus(errors, error), plus(beyond, clipped)
                 elif row < added:
@@ -227,28 +227,28 @@ def least_shift(bits: Any, counts: Any, layers: Any, sizes: Any, options: Any) -
     target, high = options
     low, fixed, left, most = 0.0, 0.0, len(bits), sizes.shape[1] - 1
     order, widths = np.arange(left), np.empty((3, left), np.int8)
-    for one in range(left):
-        widths[0, one], widths[2, one] = _width(bits[one], low, most), _width(bits[one], high, most)
-        fixed += counts[one] * sizes[layers[one], widths[0, one]]
+    for entry in range(left):
+        widths[0, entry], widths[2, entry] = _width(bits[entry], low, most), _width(bits[entry], high, most)
+        fixed += counts[entry] * sizes[layers[entry], widths[0, entry]]
     if fixed <= target:
         return low
     fixed = 0.0
     for _ in range(30):
-        middle, found = (low + high) / 2, fixed
+        middle, used = (low + high) / 2, fixed
         for k in range(left):
-            one = order[k]
-            widths[1, one] = _width(bits[one], middle, most)
-            found += counts[one] * sizes[layers[one], widths[1, one]]
-        end = 2 if found <= target else 0
+            entry = order[k]
+            widths[1, entry] = _width(bits[entry], middle, most)
+            used += counts[entry] * sizes[layers[entry], widths[1, entry]]
+        end = 2 if used <= target else 0
         low, high = (low, middle) if end else (middle, high)
-        kept = 0
+        remaining = 0
         for k in range(left):
-            one = order[k]
-            width = widths[end, one] = widths[1, one]
-            if width == widths[2 - end, one]:
-                fixed += counts[one] * sizes[layers[one], width]
+            entry = order[k]
+            width = widths[end, entry] = widths[1, entry]
+            if width == widths[2 - end, entry]:
+                fixed += counts[entry] * sizes[layers[entry], width]
             else:
-                order[kept] = one
-                kept += 1
-        left = kept
+                order[remaining] = entry
+                remaining += 1
+        left = remaining
     return high

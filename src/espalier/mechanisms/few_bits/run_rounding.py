@@ -129,8 +129,8 @@ def quantized_work(work: Work, network: nn.Module, reach: Sequence[Reach], times
     size, extra = max(4, VALUE_BYTES[precision]), []
     back = 2 * work.moved if work.moved_back is None else work.moved_back
     layers: list[Any] = list(network.layers) if isinstance(network, Gnn) else [network]
-    for layer, one in zip(layers, reach, strict=True):
-        sources, targets = one.sources * times, one.targets * times
+    for layer, reached in zip(layers, reach, strict=True):
+        sources, targets = reached.sources * times, reached.targets * times
         for name, part in layer.named_modules():
             if isinstance(part, a2q.FeatureQuantizer):
                 extra.append(cost(sources * part.columns, size, part.allocator.fits))
@@ -140,8 +140,8 @@ def quantized_work(work: Work, network: nn.Module, reach: Sequence[Reach], times
                 extra.append(cost(part.weight.numel(), size))
     return replace(
         work,
-        moved=work.moved + sum(one.moved for one in extra),
-        moved_back=back + sum(one.moved_back for one in extra),
-        kept=work.kept + sum(one.kept for one in extra),
-        transient=reduce(np.maximum, (one.transient for one in extra), work.transient),
+        moved=work.moved + sum(rounding.moved for rounding in extra),
+        moved_back=back + sum(rounding.moved_back for rounding in extra),
+        kept=work.kept + sum(rounding.saved for rounding in extra),
+        transient=reduce(np.maximum, (rounding.transient for rounding in extra), work.transient),
     )

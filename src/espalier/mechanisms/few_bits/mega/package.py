@@ -43,9 +43,9 @@ def optimal(codes: int, width: int) -> list[int]:
     most, best = capacity(3, width), None
     for ends in ([], [1], [2], [1, 1], [2, 2]):
         rest = max(0, codes - sum(capacity(words, width) for words in ends))
-        found = [3] * -(-rest // most) + ends
-        if best is None or sum(found) < sum(best):
-            best = found
+        lengths = [3] * -(-rest // most) + ends
+        if best is None or sum(lengths) < sum(best):
+            best = lengths
     assert best is not None
     return best
 
@@ -87,7 +87,7 @@ class PackedRows:
     @property
     def nbytes(self) -> int:
         """Of all streams."""
-        return sum(one.nbytes for one in self.streams.values())
+        return sum(stream.nbytes for stream in self.streams.values())
 
     def decoded(self, start: int = 0, stop: int | None = None) -> Coded:
         """Codes, widths and steps of rows `[start, stop)`; of packages only those of their groups of 256 are read.
@@ -105,18 +105,20 @@ class PackedRows:
         kind, counted = OCCUPIED.index(self.occupied), _bits_for(self.columns + 1)
         widths = np.ascontiguousarray(pairs[:, 0])
         index = self.streams["index"].view(np.uint64).reshape(-1, 3)
-        found = package_cpu.decode(
+        damaged_bit = package_cpu.decode(
             (_words(self.streams["packages"]), _words(self.streams["occupied"]), index),
             widths,
             (self.rows, self.columns, int(self.signed), kind, counted, _bits_for(self.columns), begin),
             codes,
         )
-        if found >= 0:
-            raise UserError(f"The package at bit {found} is damaged.", why="its mode or width is not that of its rows")
-        kept = slice(start - begin, stop - begin)
-        whole = torch.from_numpy(codes[kept])
-        told = torch.from_numpy(widths[kept]), torch.from_numpy(np.ascontiguousarray(pairs[kept, 1]))
-        return Coded(whole.view(torch.int8) if self.signed else whole, *told)
+        if damaged_bit >= 0:
+            raise UserError(
+                f"The package at bit {damaged_bit} is damaged.", why="its mode or width is not that of its rows"
+            )
+        chosen = slice(start - begin, stop - begin)
+        whole = torch.from_numpy(codes[chosen])
+        widths_and_steps = torch.from_numpy(widths[chosen]), torch.from_numpy(np.ascontiguousarray(pairs[chosen, 1]))
+        return Coded(whole.view(torch.int8) if self.signed else whole, *widths_and_steps)
 
     def pairs(self, start: int = 0, stop: int | None = None) -> Array:
         """uint8 [rows, 2]: width and step code of each of the rows `[start, stop)`."""
@@ -132,9 +134,9 @@ class PackedRows:
 
 def _words(stream: Array) -> Array:
     """uint64, filled up, and one word more, so that two words can be read wherever a value begins."""
-    found = np.zeros(8 * (-(-len(stream) // 8) + 1), np.uint8)
-    found[: len(stream)] = stream
-    return found.view(np.uint64)
+    padded = np.zeros(8 * (-(-len(stream) // 8) + 1), np.uint8)
+    padded[: len(stream)] = stream
+    return padded.view(np.uint64)
 
 
 def _bits_for(values: int) -> int:
@@ -161,8 +163,8 @@ def encode(coded: Coded, packages: Any = optimal, occupied: Occupied | None = No
     signed = codes.dtype == np.int8
     _refuse(codes, widths, signed)
     if occupied is None:
-        found = [encode(coded, packages, one) for one in OCCUPIED]
-        return min(found, key=lambda one: one.nbytes)
+        candidates = [encode(coded, packages, form) for form in OCCUPIED]
+        return min(candidates, key=lambda packed: packed.nbytes)
     rows, columns = codes.shape
     steps_of, pair_widths, order = coded.steps.numpy(), widths, stored_order(widths)
     codes, widths = codes[order], widths[order]
@@ -171,16 +173,16 @@ def encode(coded: Coded, packages: Any = optimal, occupied: Occupied | None = No
     values = codes[stored].view(np.uint8).astype(np.uint64)
     layout = _laid_out(widths, counts, packages)
     streams = {"packages": _packages(layout, np.repeat(widths, counts), values)}
-    streams["occupied"], told = _told(stored, counts, occupied)
+    streams["occupied"], bitmap = _told(stored, counts, occupied)
     streams["index"] = _index(layout, counts)
     pairs, at = np.unique(np.stack([pair_widths, steps_of], 1).astype(np.uint8), axis=0, return_inverse=True)
     streams["rows"] = _write_bits(at.reshape(-1), _bits_for(len(pairs)))
     streams["pairs"] = pairs.reshape(-1)
-    bits = {name: 8 * one.nbytes for name, one in streams.items()}
+    bits = {name: 8 * stream.nbytes for name, stream in streams.items()}
     payload, headers = int(np.repeat(widths, counts).sum()), HEADER * len(layout.widths)
     steps = 16 * len(pairs) + rows * _bits_for(len(pairs))
-    padding = bits["packages"] - payload - headers + bits["occupied"] - told + bits["rows"] + bits["pairs"] - steps
-    sizes = Sizes(payload, headers, padding, told, bits["index"], steps)
+    padding = bits["packages"] - payload - headers + bits["occupied"] - bitmap + bits["rows"] + bits["pairs"] - steps
+    sizes = Sizes(payload, headers, padding, bitmap, bits["index"], steps)
     return PackedRows(rows, columns, bool(signed), occupied, streams, sizes)
 
 
@@ -223,8 +225,8 @@ def _laid_out(widths: Array, counts: Array, packages: Any) -> Layout:
         if (total, width) not in known:
             known[total, width] = packages(total, width)
         cut.append(known[total, width])
-    lengths = np.array([len(one) for one in cut], np.int64)
-    words = np.array([word for one in cut for word in one], np.int64)
+    lengths = np.array([len(run) for run in cut], np.int64)
+    words = np.array([word for run in cut for word in run], np.int64)
     each = np.repeat(of_run, lengths)
     room = capacity(words, np.maximum(each, 1))
     ends = np.cumsum(room) if len(room) else room
@@ -269,7 +271,7 @@ def _index(layout: Layout, counts: Array) -> Array:
     before = np.append(sums[: len(counts) : GROUP], sums[-1])
     inside = before < len(layout.package)
     package = layout.package[before[inside]]
-    found = np.zeros((len(before), 3), np.uint64)
-    found[inside, 0], found[inside, 1] = layout.before[package], layout.place[before[inside]]
-    found[:, 2] = before
-    return found.reshape(-1).view(np.uint8)
+    index = np.zeros((len(before), 3), np.uint64)
+    index[inside, 0], index[inside, 1] = layout.before[package], layout.place[before[inside]]
+    index[:, 2] = before
+    return index.reshape(-1).view(np.uint8)

@@ -18,8 +18,8 @@ GROUP = 256
 def _bits(words: Any, bit: Any, width: Any) -> Any:
     """`width` bits (1 to 64) from `bit` on, as uint64."""
     at, shift = bit >> 6, np.uint64(bit & 63)
-    found = (words[at] >> shift) | ((words[at + 1] << np.uint64(1)) << (np.uint64(63) - shift))
-    return found & (~np.uint64(0) >> np.uint64(64 - width))
+    word = (words[at] >> shift) | ((words[at + 1] << np.uint64(1)) << (np.uint64(63) - shift))
+    return word & (~np.uint64(0) >> np.uint64(64 - width))
 
 
 @njit
@@ -41,12 +41,12 @@ def _order(widths: Any, falling: Any) -> Any:
         starts[(9 - width) if falling else (width + 1)] += 1
     for width in range(1, 10):
         starts[width] += starts[width - 1]
-    found = np.empty(widths.size, np.int64)
+    order = np.empty(widths.size, np.int64)
     for row in range(widths.size):
         at = (8 - widths[row]) if falling else widths[row]
-        found[starts[at]] = row
+        order[starts[at]] = row
         starts[at] += 1
-    return found
+    return order
 
 
 @njit

@@ -41,18 +41,18 @@ def to_bytes(matrices: Mapping[str, PackedRows], facts: Mapping[str, Any] | None
     """The file."""
     table: dict[str, Any] = {"facts": dict(facts or {}), "matrices": {}}
     body = bytearray()
-    for name, one in matrices.items():
+    for name, matrix in matrices.items():
         places = {}
         for stream in STREAMS:
-            data = one.streams[stream].tobytes()
+            data = matrix.streams[stream].tobytes()
             places[stream] = [len(body), len(data), xxhash.xxh3_64_hexdigest(data)]
             body += data + b"\0" * (-len(data) % 8)
         table["matrices"][name] = {
-            "rows": one.rows,
-            "columns": one.columns,
-            "signed": one.signed,
-            "occupied": one.occupied,
-            "sizes": astuple(one.sizes),
+            "rows": matrix.rows,
+            "columns": matrix.columns,
+            "signed": matrix.signed,
+            "occupied": matrix.occupied,
+            "sizes": astuple(matrix.sizes),
             "streams": places,
         }
     table["length"] = len(body)
@@ -70,8 +70,8 @@ def file_sizes(data: bytes) -> Sizes:
     """What the bits of a file are for: together 8 times its length."""
     first = FIRST - 8 * data.startswith(UNCHECKED)
     length = first + int.from_bytes(data[len(MAGIC) : len(MAGIC) + 4], "little")
-    found = [one["sizes"] for one in json.loads(data[first:length])["matrices"].values()]
-    total = Sizes(*(sum(parts) for parts in zip((0,) * 6, *found, strict=True)))
+    sizes = [matrix["sizes"] for matrix in json.loads(data[first:length])["matrices"].values()]
+    total = Sizes(*(sum(parts) for parts in zip((0,) * 6, *sizes, strict=True)))
     filled = 8 * (len(data) - length) - total.total
     return replace(total, header=total.header + 8 * length, padding=total.padding + filled)
 
@@ -97,14 +97,17 @@ def from_bytes(data: bytes, name: str = "the package") -> tuple[dict[str, Packed
         wanted = body + int(table["length"])
         if len(data) != wanted:
             raise damaged(min(len(data), wanted), f"{len(data):,} bytes are there, and {wanted:,} were written")
-        return {key: _matrix(key, one, data, body, damaged) for key, one in table["matrices"].items()}, table["facts"]
+        return (
+            {key: _matrix(key, entry, data, body, damaged) for key, entry in table["matrices"].items()},
+            table["facts"],
+        )
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise damaged(first, f"its header cannot be read ({error})") from None
 
 
 def _bounds(data: bytes, damaged: Callable[[int, str], UserError]) -> tuple[int, int]:
     """Where the header begins, and where it ends."""
-    known = next((one for one in (MAGIC, UNCHECKED) if data.startswith(one[: len(data)])), b"")
+    known = next((magic for magic in (MAGIC, UNCHECKED) if data.startswith(magic[: len(data)])), b"")
     first = FIRST - 8 * (known == UNCHECKED)
     if not known:
         other = data.startswith(MAGIC[:5])
@@ -121,19 +124,19 @@ def _bounds(data: bytes, damaged: Callable[[int, str], UserError]) -> tuple[int,
 
 
 def _matrix(
-    key: str, told: Mapping[str, Any], data: bytes, body: int, damaged: Callable[[int, str], UserError]
+    key: str, entry: Mapping[str, Any], data: bytes, body: int, damaged: Callable[[int, str], UserError]
 ) -> PackedRows:
     """Of a header's entry. Raises ValueError: a field is not what it may be."""
     streams = {}
     for stream in STREAMS:
-        start, count, digest = told["streams"][stream]
+        start, count, digest = entry["streams"][stream]
         piece = data[body + start : body + start + count]
         if xxhash.xxh3_64_hexdigest(piece) != digest:
             raise damaged(body + start, f"{stream} of {key} are not what was written")
         if any(data[body + start + count : body + start + count + -count % 8]):
             raise damaged(body + start + count, f"{stream} of {key} end there, and more follows")
         streams[stream] = np.frombuffer(bytearray(piece), np.uint8)
-    shape = told["rows"], told["columns"], told["signed"], told["occupied"]
-    if [type(one) for one in shape] != [int, int, bool, str] or min(shape[:2]) < 0 or shape[3] not in OCCUPIED:
+    shape = entry["rows"], entry["columns"], entry["signed"], entry["occupied"]
+    if [type(field) for field in shape] != [int, int, bool, str] or min(shape[:2]) < 0 or shape[3] not in OCCUPIED:
         raise ValueError(f"no matrix is {shape}")
-    return PackedRows(*shape, streams, Sizes(*told["sizes"]))
+    return PackedRows(*shape, streams, Sizes(*entry["sizes"]))
