@@ -105,8 +105,8 @@ class Pool(Sequence[SampledBatch]):
 
     def nodes(self, batch: int) -> Array:
         """int64: the input nodes of a batch, in the order in which its first block numbers them."""
-        found: Array = self.file.read(f"nodes/{range(self._length)[batch]}").view(torch.int64).numpy()
-        return found
+        nodes: Array = self.file.read(f"nodes/{range(self._length)[batch]}").view(torch.int64).numpy()
+        return nodes
 
     @cached_property
     def most_inputs(self) -> int:
@@ -144,8 +144,10 @@ class NodeLists(Sequence[Array]):
 
 
 def _encoded(seeds: Array, blocks: Sequence[MessageBlock]) -> Tensor:
-    kept = [{name: _narrow(getattr(one, name)) for name in _FIELDS} | {"sources": one.sources} for one in blocks]
-    data = bytearray(serialization.dumps({"seeds": torch.from_numpy(np.asarray(seeds, np.int64)), "blocks": kept}))
+    encoded = [
+        {name: _narrow(getattr(block, name)) for name in _FIELDS} | {"sources": block.sources} for block in blocks
+    ]
+    data = bytearray(serialization.dumps({"seeds": torch.from_numpy(np.asarray(seeds, np.int64)), "blocks": encoded}))
     return torch.frombuffer(data, dtype=torch.uint8)
 
 
@@ -159,9 +161,9 @@ def _narrow(tensor: Tensor | None) -> Tensor | None:
 def _decoded(data: Tensor) -> SampledBatch:
     table = serialization.loads(data.numpy().data, "a batch of the pool")
     blocks = []
-    for one in table["blocks"]:
-        known: dict[str, Any] = {name: _wide(one[name]) for name in _FIELDS}
-        blocks.append(MessageBlock(sources=one["sources"], forms=Forms(), **known))
+    for entry in table["blocks"]:
+        known: dict[str, Any] = {name: _wide(entry[name]) for name in _FIELDS}
+        blocks.append(MessageBlock(sources=entry["sources"], forms=Forms(), **known))
     return SampledBatch(table["seeds"], tuple(blocks))
 
 

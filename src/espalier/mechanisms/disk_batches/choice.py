@@ -38,14 +38,14 @@ def with_levels(plan: Plan, stored: StoredFeatures, cluster: Cluster) -> Plan:
     from espalier.mechanisms.disk_batches.mini_batches import MemoryShare
     from espalier.mechanisms.disk_batches.reader import LargestBatch
 
-    predicted, here = plan.predicted, max(Counter(rank.node for rank in plan.ranks).values())
+    predicted, local_ranks = plan.predicted, max(Counter(rank.node for rank in plan.ranks).values())
     rank, draws = plan.ranks[0], stored.draws
     cuts = -(-rank.samples // plan.micro_batch)
     ratio = (draws.inputs or 1.0) / replace(draws, inputs=None).used
-    draws = replace(draws, items=draws.items * here // len(plan.ranks), batch=plan.micro_batch, inputs=None)
+    draws = replace(draws, items=draws.items * local_ranks // len(plan.ranks), batch=plan.micro_batch, inputs=None)
     draws = replace(draws, inputs=draws.used * ratio)
     largest = LargestBatch(int(draws.inputs or 0), int(4 * (draws.edges + draws.used)))
-    hot = MemoryShare(stored.memory, here, cuts).hot_bytes(largest, stored.row)
+    hot = MemoryShare(stored.memory, local_ranks, cuts).hot_bytes(largest, stored.row)
     limit = None if stored.disk is None else stored.disk // stored.row_bytes
     levels = cost.expected(draws, hot // stored.row_bytes, limit, stored.row_bytes)
     disks = table_of(plan, cluster).disks
@@ -53,12 +53,12 @@ def with_levels(plan: Plan, stored: StoredFeatures, cluster: Cluster) -> Plan:
     if stored.edge_bytes:
         why = (*why, _edges(stored, disks[0] if disks else None))
     if stored.inferred is not None:
-        why = (*why, *_inference(stored.inferred(int((stored.memory - min(hot, levels.hot_bytes)) // here))))
+        why = (*why, *_inference(stored.inferred(int((stored.memory - min(hot, levels.hot_bytes)) // local_ranks))))
     if predicted is not None:
-        held = (stored.memory - hot + min(hot, levels.hot_bytes)) / here
-        steps = max(1.0, levels.batches / (here * cuts))
+        resident = (stored.memory - hot + min(hot, levels.hot_bytes)) / local_ranks
+        steps = max(1.0, levels.batches / (local_ranks * cuts))
         wait = cost.epoch_seconds(levels, disks[0]) / steps - predicted.step_seconds if disks else 0.0
-        memory = {**predicted.memory_bytes, "features": held, "peak": predicted.memory_bytes["peak"] + held}
+        memory = {**predicted.memory_bytes, "features": resident, "peak": predicted.memory_bytes["peak"] + resident}
         predicted = predicted.longer("features", max(0.0, wait)).changed(memory_bytes=memory)
     return plan.changed(predicted=predicted, why=(*why, *plan.why))
 
@@ -77,26 +77,28 @@ def _levels(levels: Levels, stored: StoredFeatures) -> str:
 
 def _edges(stored: StoredFeatures, disk: Disk | None) -> str:
     """Why edges are sampled on disk, and what it takes."""
-    size, told = units.show_size, ""
+    size, reading = units.show_size, ""
     if disk is not None:
         read, seconds = stored.sampling(disk)
-        told = f": {size(read)} are read once for the pool, in {units.show_seconds(seconds)}"
+        reading = f": {size(read)} are read once for the pool, in {units.show_seconds(seconds)}"
     does_not_fit = f"as they do not fit in store.memory = {size(stored.memory)}"
-    return f"{FEATURES} come with edges ({size(stored.edge_bytes)}) that are sampled on disk, {does_not_fit}{told}."
+    return f"{FEATURES} come with edges ({size(stored.edge_bytes)}) that are sampled on disk, {does_not_fit}{reading}."
 
 
 def _inference(layers: Sequence[Any]) -> list[str]:
     """How results of layers lie on disk where all nodes are inferred, and what reading them takes."""
-    told, show = [], units.show_size
-    for at, one in enumerate(layers, 1):
+    sentences, show = [], units.show_size
+    for at, layer in enumerate(layers, 1):
         results = f"{FEATURES}: where all nodes are predicted, results of layer {at}"
-        both = f"{show(one.condensed)} are read instead of {show(one.plain)}"
-        more = f"{show(one.written)} more are written"
-        if one.pays:
-            told.append(f"{results} are written by ranges with the rows that each reads (condensed): {both}, {more}.")
-        elif one.written:
-            told.append(f"{results} are written by node: condensed by ranges {both}, but {more}.")
-    return told
+        both = f"{show(layer.condensed)} are read instead of {show(layer.plain)}"
+        more = f"{show(layer.written)} more are written"
+        if layer.pays:
+            sentences.append(
+                f"{results} are written by ranges with the rows that each reads (condensed): {both}, {more}."
+            )
+        elif layer.written:
+            sentences.append(f"{results} are written by node: condensed by ranges {both}, but {more}.")
+    return sentences
 
 
 def _packing(levels: Levels, stored: StoredFeatures, disk: Disk) -> str:
@@ -110,9 +112,9 @@ def _packing(levels: Levels, stored: StoredFeatures, disk: Disk) -> str:
     pays = "packing pays in the first epoch" if epochs < 1 else f"packing pays after {epochs:,.1f} epochs"
     pays = pays if epochs < float("inf") else "packing saves no time on this disk"
     show = units.show_seconds
-    told = f"{units.show_size(levels.epoch_bytes)} are read in an epoch, in {show(read)}"
+    reads = f"{units.show_size(levels.epoch_bytes)} are read in an epoch, in {show(read)}"
     return (
-        f"{FEATURES} are packed once, in {show(once)}; {told}, page by page from their file {show(gathered)}: {pays}."
+        f"{FEATURES} are packed once, in {show(once)}; {reads}, page by page from their file {show(gathered)}: {pays}."
     )
 
 

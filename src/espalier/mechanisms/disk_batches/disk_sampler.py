@@ -85,7 +85,7 @@ def mapped_file(array: Array | None) -> Path | None:
 def edge_bytes(graph: Graph) -> int:
     """Bytes of a graph's edges, with their weights and features."""
     arrays = (graph.indptr, graph.indices, graph.weights, graph.edge_features)
-    return sum(0 if one is None else one.nbytes for one in arrays)
+    return sum(0 if array is None else array.nbytes for array in arrays)
 
 
 def stays_on_disk(graph: Graph, memory: int) -> bool:
@@ -95,7 +95,7 @@ def stays_on_disk(graph: Graph, memory: int) -> bool:
 
 def disk_sampler(graph: Graph, style: Style, memory: int) -> DiskSampler:
     """A sampler of a graph whose edges are mapped from files, with `memory` bytes of buffers."""
-    files = [mapped_file(one) for one in (graph.indptr, graph.indices, graph.weights, graph.edge_features)]
+    files = [mapped_file(array) for array in (graph.indptr, graph.indices, graph.weights, graph.edge_features)]
     queue, each = IoQueue(), max(1 << 16, memory // len(files))
     opened = [None if file is None else _open(file, queue, each) for file in files]
     indptr, indices, weights, edge_features = opened
@@ -130,7 +130,7 @@ def _open(path: Path, queue: IoQueue | None, memory: int = MEMORY) -> Rows:
     whole: dict[np.dtype[Any], torch.dtype] = {np.dtype(np.int64): torch.int64, np.dtype(np.int32): torch.int32}
     kinds = whole if path.stem in ("indptr", "indices") else {np.dtype(np.float32): torch.float32}
     if dtype not in kinds or len(shape) != (2 if path.stem == "edge_features" else 1):
-        names = " or ".join(one.name for one in kinds)
+        names = " or ".join(kind.name for kind in kinds)
         raise UserError(f"{path} holds {dtype} {list(shape)}.", do=f"give {names} numbers, one for each edge")
     return RowFile(path, RowLayout(shape[0], kinds[dtype], tuple(shape[1:]), offset), queue, memory)
 
@@ -170,7 +170,7 @@ class DiskSampler:
         self, seeds: Sequence[Array], fanouts: Sequence[int], seed: int, steps: Sequence[int]
     ) -> list[Drawn]:
         """What `draw` gives for each of `seeds` with its step; every page is read once for all of them in a layer."""
-        batches = [_Batch(np.asarray(one, np.int64)) for one in seeds]
+        batches = [_Batch(np.asarray(ids, np.int64)) for ids in seeds]
         for layer, fanout in enumerate(fanouts):
             self._learn_degrees(batches)
             edges = [
@@ -181,9 +181,9 @@ class DiskSampler:
             drawn = joined >= 0
             sources = np.full(len(joined), -1, np.int64)
             sources[drawn] = self.topology.sources(joined[drawn])
-            cuts = np.cumsum([len(one) for one in edges])[:-1]
-            for batch, own in zip(batches, np.split(sources, cuts), strict=True):
-                batch.add(own)
+            cuts = np.cumsum([len(batch_edges) for batch_edges in edges])[:-1]
+            for batch, batch_sources in zip(batches, np.split(sources, cuts), strict=True):
+                batch.add(batch_sources)
         if self.style.scale == "symmetric" and self._root is None:
             self._learn_degrees(batches)
         return [batch.drawn(self.style, self.topology, self._root) for batch in batches]
@@ -191,9 +191,9 @@ class DiskSampler:
     def _learn_degrees(self, batches: Sequence[_Batch]) -> None:
         fresh = [batch.nodes[len(batch.degree) :] for batch in batches]
         first, degree = self.topology.rows(np.concatenate(fresh))
-        cuts = np.cumsum([len(one) for one in fresh])[:-1]
-        for batch, own, count in zip(batches, np.split(first, cuts), np.split(degree, cuts), strict=True):
-            batch.first = np.concatenate([batch.first, own])
+        cuts = np.cumsum([len(nodes) for nodes in fresh])[:-1]
+        for batch, starts, count in zip(batches, np.split(first, cuts), np.split(degree, cuts), strict=True):
+            batch.first = np.concatenate([batch.first, starts])
             batch.degree = np.concatenate([batch.degree, count])
 
 
@@ -238,8 +238,10 @@ class _Batch:
         blocks = []
         for hop, targets in reversed(self._hops):
             places = hop.edges[hop.edges >= 0]  # of the drawn edges alone is read, and then they are numbered by it
-            known = [None if one is None else _rows(one, places) for one in (topology.weights, topology.edge_features)]
-            own = hop._replace(edges=np.where(hop.edges >= 0, np.cumsum(hop.edges >= 0) - 1, -1))
-            block = message_block(own, style, Degrees(self.degree[:targets], root[: hop.known]), *known)
+            known = [
+                None if rows is None else _rows(rows, places) for rows in (topology.weights, topology.edge_features)
+            ]
+            numbered = hop._replace(edges=np.where(hop.edges >= 0, np.cumsum(hop.edges >= 0) - 1, -1))
+            block = message_block(numbered, style, Degrees(self.degree[:targets], root[: hop.known]), *known)
             blocks.append(block)
         return Drawn(self.nodes, named(tuple(blocks), self.nodes))

@@ -35,20 +35,26 @@ def choose(
     """
     if drawn is None:
         return Batches(), "Batches: the whole graph in each step: this network, or this graph, has no others."
-    both = [with_batches(recipe, one) for one in (Batches(), drawn)]
+    both = [with_batches(recipe, batches) for batches in (Batches(), drawn)]
     whole, other = map(planned, both)
     measured = [tried(asked, plan) for asked, plan in zip(both, (whole, other), strict=True)]
-    one, each = measured if None not in measured else (whole.step_seconds, other.step_seconds)
-    assert one is not None
+    whole_seconds, each = measured if None not in measured else (whole.step_seconds, other.step_seconds)
+    assert whole_seconds is not None
     assert each is not None
     many, by = drawn.steps * each, "measured" if None not in measured else "by estimate"
     asked = f"graph.fanout={list(drawn.fanout)} train.batch_tokens={drawn.batch_tokens}"
-    here = f"on the whole graph {units.show_seconds(one)} on {units.plural(len(whole.trainers), 'rank')}"
+    on_graph = f"on the whole graph {units.show_seconds(whole_seconds)} on {units.plural(len(whole.trainers), 'rank')}"
     there = f"in drawn batches ({asked}) {units.show_seconds(many)} on {units.plural(len(other.trainers), 'rank')}"
-    if one <= many:
-        return Batches(), f"Batches: the whole graph in each step. A pass over the nodes takes {here}, {there}; {by}."
+    if whole_seconds <= many:
+        return (
+            Batches(),
+            f"Batches: the whole graph in each step. A pass over the nodes takes {on_graph}, {there}; {by}.",
+        )
     steps = f"the recipe's {recipe.train.steps:,} steps are passes, of {drawn.steps:,} each"
-    return drawn, f"Batches: drawn ones; {steps}. A pass over the nodes takes {there}, {here} (graph.fanout=[]); {by}."
+    return (
+        drawn,
+        f"Batches: drawn ones; {steps}. A pass over the nodes takes {there}, {on_graph} (graph.fanout=[]); {by}.",
+    )
 
 
 def told(plan: Plan, chosen: Batches, why: str) -> Plan:

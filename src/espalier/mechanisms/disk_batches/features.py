@@ -33,8 +33,8 @@ from espalier.store.memory import MemoryRows
 from espalier.store.rows import RowFile, RowLayout
 
 DTYPES = {
-    str(one).removeprefix("torch."): one
-    for one in (torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int8, torch.uint8)
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int8, torch.uint8)
 }
 """What rows may consist of, by name."""
 KNOWN = "a .npy or .parquet file, a raw file beside NAME.json, a folder of shards, OGB, OGB-LSC or GraphBolt"
@@ -91,13 +91,13 @@ class FeatureFiles:
 
     def consecutive(self, start: int, stop: int) -> Tensor:
         """See Features. Whole pages are read, several transfers at once."""
-        found = []
+        pieces = []
         for at, part in enumerate(self.parts):
             first, last = max(start, int(self._starts[at])), min(stop, int(self._starts[at + 1]))
             if first < last:
                 begin = part.offset + (first - int(self._starts[at])) * self.row_bytes
-                found.append(self._read(at, begin, (last - first) * self.row_bytes))
-        rows = found[0] if len(found) == 1 else torch.cat([torch.empty(0, dtype=torch.uint8), *found])
+                pieces.append(self._read(at, begin, (last - first) * self.row_bytes))
+        rows = pieces[0] if len(pieces) == 1 else torch.cat([torch.empty(0, dtype=torch.uint8), *pieces])
         return rows.view(self.dtype).view(-1, *self.shape)
 
     def _read(self, part: int, begin: int, size: int) -> Tensor:
@@ -105,8 +105,8 @@ class FeatureFiles:
         skipped = begin % PAGE
         pages = aligned(skipped + size)
         self._queue.read(self._files[part], begin - skipped, pages, skipped + size).result()
-        found = pages[skipped : skipped + size]
-        return found if skipped % self.dtype.itemsize == 0 else found.clone()
+        content = pages[skipped : skipped + size]
+        return content if skipped % self.dtype.itemsize == 0 else content.clone()
 
     def read(self, ids: Tensor, out: Tensor) -> None:
         """See Rows. Pages that rows share are read once."""
@@ -129,7 +129,7 @@ class FeatureFiles:
     @cached_property
     def _tables(self) -> list[RowFile]:
         layouts = [RowLayout(part.rows, self.dtype, self.shape, part.offset) for part in self.parts]
-        return [RowFile(file, one, self._queue) for file, one in zip(self._files, layouts, strict=True)]
+        return [RowFile(file, layout, self._queue) for file, layout in zip(self._files, layouts, strict=True)]
 
 
 class FeatureTable(MemoryRows):
@@ -194,7 +194,7 @@ class ParquetFeatures:
             try:
                 if len(columns) == 1 and "list" in str(columns[0].type):
                     columns = [_of_one_length(columns[0]).flatten()]
-                rows = np.stack([one.to_numpy(zero_copy_only=False) for one in columns], 1).astype(np.float32)
+                rows = np.stack([column.to_numpy(zero_copy_only=False) for column in columns], 1).astype(np.float32)
                 self._kept = (at, torch.from_numpy(rows.reshape(len(table), -1)))
             except (TypeError, ValueError) as error:
                 do = "a column of numbers for each feature, or one column of lists of one length"
@@ -247,15 +247,15 @@ def _file(path: Path, dtype: str | None = None, shape: Sequence[int] | None = No
         return ParquetFeatures([path])
     if ending == ".npz":
         return _npz(path)
-    beside = path.with_name(path.name + ".json")
-    if (dtype is None or shape is None) and beside.exists():
+    sidecar = path.with_name(path.name + ".json")
+    if (dtype is None or shape is None) and sidecar.exists():
         try:
-            said = json.loads(beside.read_text(encoding="utf-8"))
-            dtype, shape = dtype or said["dtype"], shape or said["shape"]
+            header = json.loads(sidecar.read_text(encoding="utf-8"))
+            dtype, shape = dtype or header["dtype"], shape or header["shape"]
         except (ValueError, KeyError, TypeError) as error:
-            raise UserError(f"{beside} does not say a dtype and a shape: {error!r}.", do=_ASIDE) from None
+            raise UserError(f"{sidecar} does not say a dtype and a shape: {error!r}.", do=_ASIDE) from None
     if dtype is None or shape is None:
-        raise UserError(f"{path} is a raw file, and its dtype and shape are not known.", do=f"{beside.name}: {_ASIDE}")
+        raise UserError(f"{path} is a raw file, and its dtype and shape are not known.", do=f"{sidecar.name}: {_ASIDE}")
     return _raw(path, dtype, shape)
 
 
@@ -266,7 +266,7 @@ def _raw(path: Path, dtype: str, shape: Sequence[int]) -> FeatureFiles:
     if dtype not in DTYPES:
         near = nearest(dtype, DTYPES) or "float32"
         raise UserError(f"{path}: the dtype {dtype!r} is not known.", why=f"there are {', '.join(DTYPES)}", do=near)
-    if len(shape) != 2 or min(shape) < 0 or not all(type(one) is int for one in shape):
+    if len(shape) != 2 or min(shape) < 0 or not all(type(length) is int for length in shape):
         raise UserError(f"{path}: {list(shape)} is no shape of rows.", do="two whole numbers, [nodes, width]")
     row, size = shape[1] * DTYPES[dtype].itemsize, path.stat().st_size
     if size > shape[0] * row:
@@ -345,7 +345,7 @@ def _header(file: IO[bytes], path: Path) -> tuple[Part, int, torch.dtype]:
 def _npz(path: Path) -> FeatureFiles:
     """The array `node_feat` (OGB) or `x` inside a `.npz`, which numpy.savez stores as it is."""
     with zipfile.ZipFile(path) as archive:
-        names = [one for one in ("node_feat.npy", "features.npy", "x.npy") if one in archive.namelist()]
+        names = [name for name in ("node_feat.npy", "features.npy", "x.npy") if name in archive.namelist()]
         if not names or archive.getinfo(names[0]).compress_type != zipfile.ZIP_STORED:
             raise UserError(
                 f"{path} holds no features that can be read in place.",
@@ -367,16 +367,18 @@ def _graphbolt(metadata: Path) -> Features:
     except ImportError:
         raise missing_extra("pyyaml", "graph", f"{metadata}") from None
     try:
-        said = yaml.safe_load(metadata.read_text(encoding="utf-8"))
-        listed: list[Mapping[str, Any]] = [one for one in said["feature_data"] if one["domain"] == "node"]
-        chosen = sorted(listed, key=lambda one: (one["name"] not in ("feat", "features", "x"), bool(one.get("type"))))
+        listing = yaml.safe_load(metadata.read_text(encoding="utf-8"))
+        listed: list[Mapping[str, Any]] = [entry for entry in listing["feature_data"] if entry["domain"] == "node"]
+        chosen = sorted(
+            listed, key=lambda entry: (entry["name"] not in ("feat", "features", "x"), bool(entry.get("type")))
+        )
         name, form = chosen[0]["path"], chosen[0].get("format", "numpy")
     except (yaml.YAMLError, TypeError, KeyError, IndexError) as error:
         raise UserError(
             f"{metadata} names no features of nodes: {error!r}.", do="feature_data with domain: node"
         ) from None
     places = [metadata.parent.parent / name, metadata.parent / name]  # DGL's paths begin at the data set's folder
-    place = next((one for one in places if one.exists()), None)
+    place = next((path for path in places if path.exists()), None)
     if place is None:
         why = f"{metadata} names it, and neither {places[0]} nor {places[1]} is there"
         raise UserError(f"The features {name} are missing.", why=why, do="copy the data set again, with all its files")

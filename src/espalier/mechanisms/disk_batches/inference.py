@@ -111,9 +111,9 @@ def _infer(
         _State(state.key, at + 1).save(folder.path)
         for old in range(at):
             folder.layout(old).unlink(missing_ok=True)
-    found = _results(model, depth - 1, nodes, folder)
-    assert isinstance(found, RowFile)
-    return found
+    results = _results(model, depth - 1, nodes, folder)
+    assert isinstance(results, RowFile)
+    return results
 
 
 def _missing(model: Gnn, nodes: int, folder: InferenceFolder) -> int:
@@ -154,24 +154,24 @@ def _layout(model: Gnn, at: int, sampler: NeighborSampling, folder: InferenceFol
             return None
         ranges = zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True)
         CondensedLayout.write(
-            folder.layout(at), starts, (condensed_file.outside_sources(sampler, *one) for one in ranges)
+            folder.layout(at), starts, (condensed_file.outside_sources(sampler, *bounds) for bounds in ranges)
         )
     return _known_layout(model, at, folder)
 
 
 def foretold(model: Gnn, sampler: NeighborSampling, memory: int) -> list[Foretold]:
     """What the rows of each layer but the first take, by node and condensed: see `condensed_file.foretell`."""
-    found = []
+    estimates = []
     for at in range(1, len(model.layers)):
         starts = _starts(model, at, sampler, memory)
-        found.append(condensed_file.foretell(sampler, starts, 4 * _columns(model, at - 1)))
-    return found
+        estimates.append(condensed_file.foretell(sampler, starts, 4 * _columns(model, at - 1)))
+    return estimates
 
 
 def least_memory(model: Gnn, degree: int) -> int:
     """Bytes that a node of this degree takes."""
     layers = [layer for layer in model.layers if isinstance(layer, Layer)]
-    row = max(4 * (3 * max(one.inputs, one.outputs) + 2 * one.outputs + one.inputs) for one in layers)
+    row = max(4 * (3 * max(layer.inputs, layer.outputs) + 2 * layer.outputs + layer.inputs) for layer in layers)
     return (degree + 2) * (row + EDGE_BYTES)
 
 
@@ -182,11 +182,11 @@ def _starts(model: Gnn, at: int, sampler: NeighborSampling, memory: int) -> Arra
 
 
 def _ranges(
-    model: Gnn, at: int, sampler: NeighborSampling, held: tuple[int, int], start: int = 0
+    model: Gnn, at: int, sampler: NeighborSampling, budget: tuple[int, int], start: int = 0
 ) -> Iterator[tuple[int, int]]:
-    """Ranges of nodes whose blocks, sources and results take at most so many bytes. `held`: columns of a row that the
+    """Ranges of nodes whose blocks, sources and results take at most so many bytes. `budget`: columns of a row that the
     layer reads, and the bytes."""
-    layer, nodes, (columns, memory) = model.layers[at], sampler.nodes, held
+    layer, nodes, (columns, memory) = model.layers[at], sampler.nodes, budget
     assert isinstance(layer, Layer)
     row = 4 * (columns + 2 * layer.inputs + 2 * layer.outputs)
     while start < nodes:
@@ -212,9 +212,9 @@ def _kept(model: Gnn, at: int) -> int | None:
 
 def _columns(model: Gnn, at: int) -> int:
     """float32 numbers of a row on disk: k values and k columns where k are kept."""
-    layer, kept = model.layers[at], _kept(model, at)
+    layer, top_k = model.layers[at], _kept(model, at)
     assert isinstance(layer, Layer)
-    return layer.outputs if kept is None else 2 * kept
+    return layer.outputs if top_k is None else 2 * top_k
 
 
 def _state(model: Gnn, features: Rows, folder: InferenceFolder) -> _State:
@@ -227,9 +227,9 @@ def _state(model: Gnn, features: Rows, folder: InferenceFolder) -> _State:
     key = digest.hexdigest()
     path = folder.path / "inference.json"
     if path.exists():
-        found = msgspec.json.decode(path.read_bytes(), type=_State)
-        if found.key == key:
-            return found
+        state = msgspec.json.decode(path.read_bytes(), type=_State)
+        if state.key == key:
+            return state
     for old in folder.path.glob("layer-*"):
         old.unlink()
     return _State(key)
@@ -252,24 +252,24 @@ class _LayerPass:
                 file.truncate(state.rows * size)
             elif not state.rows:
                 reserve(file.fileno(), int(layout.offsets[-1]))
-            since, held = 0, (self.rows.shape[0], folder.memory)
-            for start, stop in _ranges(self.model, self.at, self.sampler, held, state.rows):
-                found = self._results(start, stop).contiguous()
-                since += self._put(file.fileno(), found, start, layout)
+            since, budget = 0, (self.rows.shape[0], folder.memory)
+            for start, stop in _ranges(self.model, self.at, self.sampler, budget, state.rows):
+                results = self._results(start, stop).contiguous()
+                since += self._put(file.fileno(), results, start, layout)
                 if since >= COMMIT or stop == self.sampler.nodes:
                     os.fsync(file.fileno())
                     _State(state.key, self.at, stop).save(folder.path)
                     since = 0
                 yield stop
 
-    def _put(self, file: int, found: Tensor, start: int, layout: CondensedLayout | None) -> int:
+    def _put(self, file: int, results: Tensor, start: int, layout: CondensedLayout | None) -> int:
         """Writes the rows from `start` on; the bytes written."""
         if layout is None:
-            condensed_file.write_at(file, found, start * found[0].nbytes)
-            return found.nbytes
+            condensed_file.write_at(file, results, start * results[0].nbytes)
+            return results.nbytes
         written = 0
-        for offset, chosen in layout.pieces(start, len(found)):
-            rows = found[torch.from_numpy(chosen)]
+        for offset, chosen in layout.pieces(start, len(results)):
+            rows = results[torch.from_numpy(chosen)]
             condensed_file.write_at(file, rows, offset)
             written += rows.nbytes
         return written
@@ -279,19 +279,19 @@ class _LayerPass:
         parameter = next(self.model.parameters())
         drawn = self.sampler.draw(np.arange(start, stop), (ALL,))
         block = to_device(drawn.blocks[0], parameter.device, parameter.dtype)
-        found = self.model.step(self.at, block, self._sources(drawn.nodes))
-        if isinstance(found, Kept):
-            columns = found.columns.cpu().to(torch.int32).view(torch.float32)
-            return torch.cat([found.values.cpu().float(), columns], 1)
-        return found.cpu().float()
+        out = self.model.step(self.at, block, self._sources(drawn.nodes))
+        if isinstance(out, Kept):
+            columns = out.columns.cpu().to(torch.int32).view(torch.float32)
+            return torch.cat([out.values.cpu().float(), columns], 1)
+        return out.cpu().float()
 
     def _sources(self, ids: Array) -> base.Rows:
-        parameter, kept = next(self.model.parameters()), _kept(self.model, self.at - 1)
+        parameter, top_k = next(self.model.parameters()), _kept(self.model, self.at - 1)
         rows = torch.empty(len(ids), *self.rows.shape, dtype=self.rows.dtype)
         self.rows.read(torch.from_numpy(ids), rows)
-        if kept is None:
+        if top_k is None:
             return rows.to(device=parameter.device, dtype=parameter.dtype)
-        columns = rows[:, kept:].contiguous().view(torch.int32).long()
+        columns = rows[:, top_k:].contiguous().view(torch.int32).long()
         width = self.model.options.width
         assert width is not None
-        return Kept(rows[:, :kept].to(parameter).contiguous(), columns.to(parameter.device), width)
+        return Kept(rows[:, :top_k].to(parameter).contiguous(), columns.to(parameter.device), width)

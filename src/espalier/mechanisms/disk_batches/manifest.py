@@ -109,18 +109,18 @@ class Manifest(Value, frozen=True):
 
 def differences(before: Inputs, now: Inputs) -> list[str]:
     """What changed, in words."""
-    found = []
+    changes = []
     for field, name in NAMES.items():
         old, new = getattr(before, field), getattr(now, field)
         if old == new:
             continue
         if isinstance(old, Mapping) and isinstance(new, Mapping):
             files = [key for key in {**old, **new} if old.get(key) != new.get(key)]
-            found.append(f"{name} ({', '.join(files)})")
+            changes.append(f"{name} ({', '.join(files)})")
         else:
             hashed = isinstance(old, str) and len(old) == 16
-            found.append(name if hashed else f"{name} ({_said(old)} then, {_said(new)} now)")
-    return found
+            changes.append(name if hashed else f"{name} ({_said(old)} then, {_said(new)} now)")
+    return changes
 
 
 def _said(value: object) -> str:
@@ -136,16 +136,16 @@ def read(folder: Path) -> Manifest | None:
     except OSError as error:
         raise UserError(f"{folder / FILE} cannot be read: {error.strerror}.", do="name another store.path") from None
     try:
-        found: Manifest = serialization.from_json(text, Manifest)
+        manifest: Manifest = serialization.from_json(text, Manifest)
     except msgspec.DecodeError as error:
         raise UserError(
             f"{folder / FILE} is not a manifest: {error}.", do=f"{repack(folder)}, or restore the file"
         ) from None
-    if found.inputs.format == FORMAT and found != found.checked():
+    if manifest.inputs.format == FORMAT and manifest != manifest.checked():
         raise UserError(
             f"{folder / FILE} is damaged.", why="its checksum does not match", do=f"{repack(folder)}, or restore it"
         )
-    return found
+    return manifest
 
 
 def repack(folder: Path) -> str:
@@ -191,8 +191,8 @@ def _held(folders: Sequence[Path]) -> int | None:
     folder = folders[0]
     made = False
     try:
-        for one in folders:
-            one.mkdir(parents=True, exist_ok=True)
+        for path in folders:
+            path.mkdir(parents=True, exist_ok=True)
         made = True
         descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     except OSError as error:

@@ -90,15 +90,15 @@ class MemoryShare:
         """Bytes of what all ranks read into, and hold of batches on their way: `read` bytes of each, `largest`, of rows
         of `width` values."""
         buffers, ahead = queues
-        held = HELD * self.cuts
-        rows = buffers * read + (held + ahead + 1) * 4 * largest.inputs * width
-        return self.ranks * (rows + largest.beside(buffers, ahead, held))
+        in_use = HELD * self.cuts
+        rows = buffers * read + (in_use + ahead + 1) * 4 * largest.inputs * width
+        return self.ranks * (rows + largest.beside(buffers, ahead, in_use))
 
     def hot_bytes(self, largest: LargestBatch, row: RowFormat) -> int:
         """What is left for hot rows beside batches on their way, which take half of all at most. Raises UserError."""
         read = pages(largest.inputs * row.row_bytes)
         sizes = [self.taken(read, largest, row.width, queues) for queues in QUEUES]
-        taken = next((one for one in sizes if one <= self.memory // 2), sizes[-1])
+        taken = next((size for size in sizes if size <= self.memory // 2), sizes[-1])
         if taken > self.memory:
             raise self._too_small(taken, f"its largest batch has {largest.inputs:,} rows of {4 * row.width} bytes")
         return self.memory - taken
@@ -106,18 +106,18 @@ class MemoryShare:
     def options(self, packed: PackedSet) -> ReaderOptions:
         """The longest queues that fit beside the hot rows; what is left holds pages. Raises UserError."""
         most = max(map(packed.pages, range(len(packed))), default=0)
-        cached = any(packed.shared_pages(one) for one in range(len(packed)))
+        cached = any(packed.shared_pages(batch) for batch in range(len(packed)))
         largest = LargestBatch.of(packed.pool)
         left = self.memory - packed.hot_rows * packed.row.row_bytes
         sizes = {queues: self.taken(most * PAGE, largest, packed.row.width, queues) for queues in QUEUES}
-        found = next((queues for queues, size in sizes.items() if size <= left), None)
-        if found is None:
+        fitting = next((queues for queues, size in sizes.items() if size <= left), None)
+        if fitting is None:
             hot = self.memory - left
             why = f"{packed.folders[0]} was packed for {units.show_size(hot)} of hot rows, and its largest batch reads"
             raise self._too_small(hot + sizes[QUEUES[-1]], f"{why} {most:,} pages")
-        pages_each = max(0, (left - sizes[found]) // self.ranks - largest.positions(WINDOW)) // PAGE if cached else 0
+        pages_each = max(0, (left - sizes[fitting]) // self.ranks - largest.positions(WINDOW)) // PAGE if cached else 0
         share = self.memory - left + left // self.ranks
-        return ReaderOptions(*found, HELD * self.cuts, pages_each, memory=share, shared=self.shared)
+        return ReaderOptions(*fitting, HELD * self.cuts, pages_each, memory=share, shared=self.shared)
 
     def _too_small(self, least: int, why: str) -> UserError:
         shown = units.show_size(self.memory)
@@ -175,19 +175,19 @@ def open_rows(graph: Graph) -> Features:
 def set_folders(path: str | Sequence[str] | None, key: str) -> tuple[Path, ...]:
     """The folder of a packed set on each disk of `store.path`."""
     named = [path] if isinstance(path, str) else path or [str(cache_folder() / "packed")]
-    return tuple(Path(one).expanduser() / key for one in named)
+    return tuple(Path(name).expanduser() / key for name in named)
 
 
 def stored_features(
     recipe: config.Recipe, task: NodeTask, batch: tuple[int, float], model: nn.Module
 ) -> cost.StoredFeatures:
     """What a plan is told of the features of a task's graph. `batch`: targets of the whole one, and its input nodes."""
-    store, graph, held = recipe.store, task.train.graph, task.held
+    store, graph, view = recipe.store, task.train.graph, task.held
 
     def inferred(memory: int) -> list[Foretold]:
         assert isinstance(model, Gnn)
-        least = inference.least_memory(model, int(held.graph.degrees().max(initial=0)))
-        return inference.foretold(model, held.sampler, max(memory, least))
+        least = inference.least_memory(model, int(view.graph.degrees().max(initial=0)))
+        return inference.foretold(model, view.sampler, max(memory, least))
 
     assert isinstance(store, Store)
     assert recipe.graph is not None
@@ -255,10 +255,10 @@ class RunBatches(Drawn):
         steps: list[int] = []
         for step in range(self.pool_steps):
             for shard in shards:
-                found = self.cut(step, shard)
-                self._cuts[shard] = (len(seeds) - step * self._each, len(found))
-                seeds += found
-                steps += [step] * len(found)
+                batch_seeds = self.cut(step, shard)
+                self._cuts[shard] = (len(seeds) - step * self._each, len(batch_seeds))
+                seeds += batch_seeds
+                steps += [step] * len(batch_seeds)
             self._each = self._each or len(seeds)
         train = self.task.train
         alone = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) == 1  # else torchrun has started each rank by itself
@@ -286,17 +286,17 @@ class RunBatches(Drawn):
         """Of the pool; drawn anew where `shard` was not packed. Reads ahead from `step` on."""
         if self.features is None or shard not in self._cuts:
             return super().batches(self.drawn_step(step), shard)
-        found = []
+        batches = []
         with self._reader:
-            for one in self._read(step, shard):
-                assert one.sampled is not None
-                assert one.features is not None
-                blocks = one.sampled.blocks
+            for work in self._read(step, shard):
+                assert work.sampled is not None
+                assert work.features is not None
+                blocks = work.sampled.blocks
                 if self.names_nodes:
-                    packed, batch = self.features.place(one.index)
+                    packed, batch = self.features.place(work.index)
                     blocks = named(blocks, packed.pool.nodes(batch))
-                found.append(SubgraphBatch(one.features, blocks, self.task.labels[one.sampled.seeds]))
-        return [self.run.placed(batch) for batch in found]
+                batches.append(SubgraphBatch(work.features, blocks, self.task.labels[work.sampled.seeds]))
+        return [self.run.placed(batch) for batch in batches]
 
     def artifacts(self) -> Sequence[Artifact]:
         """What was read from where."""
@@ -312,16 +312,16 @@ class RunBatches(Drawn):
 
         It takes the memory that batches are read into otherwise.
         """
-        held = self.task.held
+        view = self.task.held
         if not isinstance(model, Gnn):  # somebody's own network takes the graph as a whole
-            logits = subgraphs.infer(model, held).cpu()
+            logits = subgraphs.infer(model, view).cpu()
             return lambda ids: logits[ids]
         with self._reader:
             self._stop()
         rows = lru_cache(1)(partial(self._layer_by_layer, model))
 
         def read(ids: Array) -> Tensor:
-            if not rows.cache_info().currsize and self._fits(held, ids):
+            if not rows.cache_info().currsize and self._fits(view, ids):
                 return self._around(model, ids)
             out = torch.empty(len(ids), *rows().shape, dtype=rows().dtype)
             rows().read(torch.from_numpy(ids), out)
@@ -329,12 +329,12 @@ class RunBatches(Drawn):
 
         return read
 
-    def _fits(self, held: View, ids: Array) -> bool:
+    def _fits(self, view: View, ids: Array) -> bool:
         """Whether the rows of the whole neighbourhood of `ids` fit beside the hot ones."""
-        room = self._spare() // max(1, 4 * held.graph.features.shape[1]) - len(ids)
-        for layer in range(held.depth):
-            ids = held.sampler.draw(ids, (ALL,)).nodes if layer else ids
-            room -= int(held.sampler.degrees(ids).sum())
+        room = self._spare() // max(1, 4 * view.graph.features.shape[1]) - len(ids)
+        for layer in range(view.depth):
+            ids = view.sampler.draw(ids, (ALL,)).nodes if layer else ids
+            room -= int(view.sampler.degrees(ids).sum())
             if room < 0:
                 return False
         return True
@@ -342,21 +342,21 @@ class RunBatches(Drawn):
     @torch.no_grad()
     def _around(self, model: Gnn, ids: Array) -> Tensor:
         """Logits of few nodes: of their whole neighbourhood alone."""
-        held, parameter = self.task.held, next(model.parameters())
-        drawn = held.sampler.draw(ids, (ALL,) * held.depth)
-        source = open_rows(held.graph)
+        view, parameter = self.task.held, next(model.parameters())
+        drawn = view.sampler.draw(ids, (ALL,) * view.depth)
+        source = open_rows(view.graph)
         x = torch.empty(len(drawn.nodes), *source.shape, dtype=source.dtype)
         source.read(torch.from_numpy(drawn.nodes), x)
-        blocks = [to_device(one, parameter.device, parameter.dtype) for one in drawn.blocks]
+        blocks = [to_device(block, parameter.device, parameter.dtype) for block in drawn.blocks]
         return subgraphs.forward(model, x.to(parameter), tuple(blocks)).cpu()
 
     def _layer_by_layer(self, model: Gnn) -> Rows:
         """In a folder of the graph and the network: what was killed goes on there, and what is done is read there. One
         process at a time infers; the others wait for it."""
-        held, features = self.task.held, open_rows(self.task.held.graph)
-        of = repr((held.graph.origin, self.seed, model.options))
+        view, features = self.task.held, open_rows(self.task.held.graph)
+        of = repr((view.graph.origin, self.seed, model.options))
         folder = set_folders(self.store.path, f"inference-{xxhash.xxh3_64_hexdigest(of.encode())}")[0]
-        identity = f"{manifest.graph_hash(held.graph)} {feature_files.identity(features)}"
+        identity = f"{manifest.graph_hash(view.graph)} {feature_files.identity(features)}"
         place = InferenceFolder(folder, max(self._spare(), self._hub(model)), identity)
         with Waiting("Inferring all nodes", 0.0, out=sys.stderr) as bar, manifest.locked([folder], waits=True):
 
@@ -364,7 +364,7 @@ class RunBatches(Drawn):
                 bar.total = total
                 bar.advance(done - bar.done)
 
-            return inference.infer(model, held.sampler, features, place, told if self.features is None else None)
+            return inference.infer(model, view.sampler, features, place, told if self.features is None else None)
 
     def _hub(self, model: Gnn) -> int:
         """Bytes that the node with the most neighbours takes in inference, which a smaller budget does not shrink."""
@@ -380,11 +380,11 @@ class RunBatches(Drawn):
             self._stop()
             entries, last = self._entries(step, shard), (self.steps - 1) // self.pool_steps
             self._batches = PackedBatches(self.features, self.features.order(entries, last))
-        found = [next(self._batches) for _ in range(self._cuts[shard][1])]
+        batches = [next(self._batches) for _ in range(self._cuts[shard][1])]
         self._next = step + 1
         if self._next >= self.steps:
             self._stop()
-        return found
+        return batches
 
     def moved(self) -> dict[str, int]:
         """Bytes read from each tier since this was asked last."""
@@ -405,7 +405,7 @@ class RunBatches(Drawn):
         first, count = self._cuts[shard]
         for later in range(step, max(self.steps, step + 1)):
             start = self.drawn_step(later) * self._each + first
-            yield from ((later // self.pool_steps, one) for one in range(start, start + count))
+            yield from ((later // self.pool_steps, batch) for batch in range(start, start + count))
 
     def _stop(self) -> None:
         if self._batches is not None:
@@ -480,19 +480,19 @@ class MiniBatches(Closing):
         """One epoch."""
         order = batch_order(len(self), self.epoch, self.seed)
         self.epoch += 1
-        entries = [(self.epoch - 1, one) for one in order.tolist()]
+        entries = [(self.epoch - 1, batch) for batch in order.tolist()]
         with PackedBatches(self.features, self.features.order(entries)) as batches:
-            for one in batches:
-                yield self._made(one)
+            for work in batches:
+                yield self._made(work)
 
-    def _made(self, one: ReadBatch) -> MiniBatch:
-        assert one.sampled is not None
-        assert one.features is not None
-        seeds, blocks = one.sampled.seeds, one.sampled.blocks
+    def _made(self, work: ReadBatch) -> MiniBatch:
+        assert work.sampled is not None
+        assert work.features is not None
+        seeds, blocks = work.sampled.seeds, work.sampled.blocks
         labels = None if self.labels is None else self.labels[seeds]
-        packed, batch = self.features.place(one.index)
+        packed, batch = self.features.place(work.index)
         nodes = torch.from_numpy(packed.pool.nodes(batch))
-        return MiniBatch(one.features, subgraphs.edge_index(blocks[0]), nodes, len(seeds), labels, blocks)
+        return MiniBatch(work.features, subgraphs.edge_index(blocks[0]), nodes, len(seeds), labels, blocks)
 
     def close(self) -> None:
         """Closes the packed set."""
@@ -522,7 +522,7 @@ def prepare(
         features = feature_files.open_features(features, nodes=graph.nodes)
     folders = [path] if isinstance(path, str | Path) else path
     packing = Packing(
-        tuple(Path(one) for one in folders),
+        tuple(Path(folder) for folder in folders),
         Sampler(graph, options.style),
         graph,
         open_rows(graph) if features is None else features,

@@ -118,16 +118,16 @@ def pack(request: PackRequest, progress: Progress | None = None) -> PackedSet:
     """
     folder, wanted = request.folders[0], request.inputs()
     with manifest.locked(request.folders, request.waits):
-        found = manifest.read(folder)
-        if found is None:  # a pool that lies there is of unknown inputs
+        stored = manifest.read(folder)
+        if stored is None:  # a pool that lies there is of unknown inputs
             (folder / pool.FILE).unlink(missing_ok=True)
-            found = Manifest(wanted)
-            found.write(folder)
-        found.refuse_other(wanted, folder)
-        if found.packed is None or not found.packed.whole:
+            stored = Manifest(wanted)
+            stored.write(folder)
+        stored.refuse_other(wanted, folder)
+        if stored.packed is None or not stored.packed.whole:
             drawn = pool.sample_pool(folder, request.sampler, request.draws, progress)
             try:
-                _pack_rows(request, _planned(request, found, drawn), progress)
+                _pack_rows(request, _planned(request, stored, drawn), progress)
             finally:
                 drawn.close()
         return PackedSet(request.folders)
@@ -136,20 +136,20 @@ def pack(request: PackRequest, progress: Progress | None = None) -> PackedSet:
 # --- the plan --------------------------------------------------------------------------------------------------------
 
 
-def _planned(request: PackRequest, found: Manifest, drawn: Pool) -> Manifest:
+def _planned(request: PackRequest, stored: Manifest, drawn: Pool) -> Manifest:
     """The manifest with an access plan, which lies in the container of plans then."""
-    if found.packed is not None:
-        return found
+    if stored.packed is not None:
+        return stored
     folder, ranges, row = request.folders[0], request.ranges(), request.row
     memory = request.memory(drawn) if callable(request.memory) else request.memory
     hot = memory if isinstance(memory, np.ndarray) else memory // max(1, row.row_bytes)
-    limits = Limits(hot, found.inputs.disk_rows, row.row_bytes, ranges, request.draws.seed)
+    limits = Limits(hot, stored.inputs.disk_rows, row.row_bytes, ranges, request.draws.seed)
     plan = access.plan(drawn.node_lists, len(request.features), limits)
     with ExtentWriter(folder / PLAN) as writer:
         _write_plan(writer, plan, drawn)
     dtype = str(request.features.dtype).removeprefix("torch.")
     about = Packed(plan.nodes, plan.batches, len(plan.hot), plan.length, row.width, dtype, len(ranges) - 1)
-    planned = found.changed(packed=about)
+    planned = stored.changed(packed=about)
     planned.write(folder)
     return planned
 
@@ -158,8 +158,8 @@ def _write_plan(writer: ExtentWriter, plan: AccessPlan, drawn: Pool) -> None:
     """Extents: `hot` by rank; by segment its nodes in page order; by batch its split and the nodes of its own rows;
     `bounds` [extents of rows, ranges + 1], where the rows of each range begin; `pages` [batches, 2]."""
     splitter = Splitter(plan.hot, plan.segments, plan.length, plan.nodes)
-    own = plan.hot if isinstance(plan.limits.hot_rows, int) else plan.hot[:0]
-    bounds = [_bounds(np.sort(own), plan.limits.ranges)]
+    hot_rows = plan.hot if isinstance(plan.limits.hot_rows, int) else plan.hot[:0]
+    bounds = [_bounds(np.sort(hot_rows), plan.limits.ranges)]
     writer.append("hot", torch.from_numpy(plan.hot))
     for segment, ids in enumerate(plan.segments):
         writer.append(f"segment/{segment}", torch.from_numpy(ids))
@@ -209,12 +209,12 @@ def _targets(plan: ExtentFile, about: Packed) -> list[_Target]:
     bounds = plan.read("bounds").numpy()
     segments = -(-about.batches // about.length)
     hot = np.sort(plan.read("hot").numpy())  # bounds end at 0 where another set has their rows
-    found = [_Target("hot", lambda a, b: hot[a:b], bounds[0])]
+    targets = [_Target("hot", lambda a, b: hot[a:b], bounds[0])]
     for segment in range(segments):
-        found.append(_target(plan, f"segment/{segment}", bounds[1 + segment]))
+        targets.append(_target(plan, f"segment/{segment}", bounds[1 + segment]))
         batches = range(segment * about.length, min((segment + 1) * about.length, about.batches))
-        found += [_target(plan, f"cold/{batch}", bounds[1 + segments + batch]) for batch in batches]
-    return found
+        targets += [_target(plan, f"cold/{batch}", bounds[1 + segments + batch]) for batch in batches]
+    return targets
 
 
 def _target(plan: ExtentFile, name: str, bounds: Array) -> _Target:
@@ -227,13 +227,13 @@ def _target(plan: ExtentFile, name: str, bounds: Array) -> _Target:
     return _Target(name, nodes, bounds)
 
 
-def _pack_rows(request: PackRequest, found: Manifest, progress: Progress | None) -> None:
-    about, row, ranges = found.packed, request.row, request.ranges()
+def _pack_rows(request: PackRequest, stored: Manifest, progress: Progress | None) -> None:
+    about, row, ranges = stored.packed, request.row, request.ranges()
     assert about is not None
     with ExtentFile(request.folders[0] / PLAN) as plan:
         targets = _targets(plan, about)
-        sizes = {one.name: int(one.bounds[-1]) * row.row_bytes for one in targets}
-        filled = {one.name: int(one.bounds[about.done]) * row.row_bytes for one in targets}
+        sizes = {target.name: int(target.bounds[-1]) * row.row_bytes for target in targets}
+        filled = {target.name: int(target.bounds[about.done]) * row.row_bytes for target in targets}
         commit: Future[None] | None = None
         with (
             IoQueue() as queue,
@@ -242,7 +242,7 @@ def _pack_rows(request: PackRequest, found: Manifest, progress: Progress | None)
             ) as filler,
             ThreadPoolExecutor(2) as ahead,
         ):
-            filler.hash_pages(one.name for one in targets if one.name.startswith("segment/"))
+            filler.hash_pages(target.name for target in targets if target.name.startswith("segment/"))
             for at, rows in _reads_ahead(request, targets, about, ahead):
                 if progress is not None:
                     progress(int(ranges[at]), about.nodes)
@@ -250,12 +250,12 @@ def _pack_rows(request: PackRequest, found: Manifest, progress: Progress | None)
                 if commit is not None:
                     commit.result()
                 about = about.changed(done=at + 1, error=error)
-                now = found.changed(packed=about)
+                now = stored.changed(packed=about)
                 commit = ahead.submit(_commit, filler.checkpoint(), now, request.folders[0])
             if commit is not None:
                 commit.result()
             filler.finish()
-    found.changed(packed=about.changed(whole=True)).write(request.folders[0])
+    stored.changed(packed=about.changed(whole=True)).write(request.folders[0])
 
 
 def _commit(durable: Callable[[], None], now: Manifest, folder: Path) -> None:
@@ -269,7 +269,7 @@ def _reads_ahead(
 ) -> Iterator[tuple[int, Tensor]]:
     """The ranges of which a batch uses a row, packed ones left out, with their rows. The next is read meanwhile."""
     bounds, features = request.ranges(), request.features
-    used = np.flatnonzero(np.sum([np.diff(one.bounds) for one in targets], axis=0))
+    used = np.flatnonzero(np.sum([np.diff(target.bounds) for target in targets], axis=0))
     wanted = used[used >= about.done].tolist()
 
     def read(at: int) -> Tensor:
@@ -294,15 +294,15 @@ def _deal(
     encoded, error = _encoded(row, rows, (error, start))
     unit, step = _unit(row.row_bytes), max(1, (DEALT - PAGE) // max(1, row.row_bytes))
     table = encoded.view(unit).numpy()
-    for one in targets:
-        ids = one.nodes(int(one.bounds[at]), int(one.bounds[at + 1])) - start
+    for target in targets:
+        ids = target.nodes(int(target.bounds[at]), int(target.bounds[at + 1])) - start
         for begin in range(0, len(ids), step):
             piece = ids[begin : begin + step]
-            room = filler.room(one.name, len(piece) * row.row_bytes)
+            room = filler.room(target.name, len(piece) * row.row_bytes)
             out = room.data.view(unit).view(len(piece), -1).numpy()
             # by NumPy: torch's threads would spin afterwards, and transfers wait for a processor
             np.take(table, piece, axis=0, out=out, mode="clip")
-            filler.extend(one.name, room, begin + step < len(ids))
+            filler.extend(target.name, room, begin + step < len(ids))
     return error
 
 
@@ -326,7 +326,7 @@ def _encoded(
 def _unit(row_bytes: int) -> torch.dtype:
     """The widest integer that rows consist of: they are copied by it."""
     units = {8: torch.int64, 4: torch.int32, 2: torch.int16}
-    return next((one for size, one in units.items() if row_bytes % size == 0), torch.uint8)
+    return next((dtype for size, dtype in units.items() if row_bytes % size == 0), torch.uint8)
 
 
 def _error(
@@ -358,20 +358,20 @@ class PackedSet:
 
     def __init__(self, folders: Sequence[Path]) -> None:
         self.folders = tuple(folders)
-        found = manifest.read(folders[0])
-        if found is None or found.packed is None or not found.packed.whole:
+        stored = manifest.read(folders[0])
+        if stored is None or stored.packed is None or not stored.packed.whole:
             raise UserError(
                 f"{folders[0]} holds no packed set that is whole.",
                 why="packing was not begun there, or was interrupted",
                 do="pack again with the same settings: it goes on where it stopped",
             )
-        self.manifest, self.about = found, found.packed
+        self.manifest, self.about = stored, stored.packed
         remedy = manifest.repack(folders[0])
         self.pool = Pool(folders[0], remedy)
         self.plan = ExtentFile(folders[0] / PLAN, remedy)
         self.rows = ExtentFile(_striped(folders), remedy)
         about = self.about
-        self.row = RowFormat(found.inputs.rows, about.width, getattr(torch, about.dtype))  # type: ignore[arg-type]
+        self.row = RowFormat(stored.inputs.rows, about.width, getattr(torch, about.dtype))  # type: ignore[arg-type]
 
     def __len__(self) -> int:
         """Batches."""
@@ -400,8 +400,8 @@ class PackedSet:
 
     @cached_property
     def _pages(self) -> Array:
-        found: Array = self.plan.read("pages").numpy()
-        return found
+        pages: Array = self.plan.read("pages").numpy()
+        return pages
 
     def load_hot(self) -> Tensor:
         """uint8 [hot rows, row bytes]: the rows that stay in memory, the most used first; checked. Read in pieces, so
@@ -446,17 +446,17 @@ class PackedSet:
         path = self.folders[0] / HOT_ROWS
         if path.exists() and path.stat().st_size == extent.bytes:
             return path
-        own = path.with_suffix(f".{os.getpid()}")
+        unfinished = path.with_suffix(f".{os.getpid()}")
         try:
-            with DirectFile(own, "create", extent.bytes) as file:
+            with DirectFile(unfinished, "create", extent.bytes) as file:
                 for at in range(0, extent.bytes, LOADED):
                     piece = aligned(min(LOADED, extent.bytes - at))
                     self.rows.file.read_into(piece, extent.offset + at)
                     file.write_from(piece, at)
-            os.truncate(own, extent.bytes)
-            own.replace(path)
+            os.truncate(unfinished, extent.bytes)
+            unfinished.replace(path)
         finally:
-            own.unlink(missing_ok=True)
+            unfinished.unlink(missing_ok=True)
         return path
 
     @property

@@ -82,10 +82,10 @@ class LargestBatch(NamedTuple):
         """Bytes of where the rows of so many batches come from, as it lies on disk."""
         return 8 * self.inputs * batches
 
-    def beside(self, buffers: int, ahead: int, held: int) -> int:
+    def beside(self, buffers: int, ahead: int, in_use: int) -> int:
         """Bytes that batches on their way hold beside their rows: blocks, whose int32 is widened, from the first stage
         until training has ended; positions, which are widened when rows are read."""
-        blocks = 2 * self.blocks * (held + buffers + 3 * (ahead + 1))
+        blocks = 2 * self.blocks * (in_use + buffers + 3 * (ahead + 1))
         return blocks + self.positions(1 + ahead) + 3 * self.positions(buffers)
 
 
@@ -94,7 +94,7 @@ class ReaderOptions:
     """What a reader may hold.
 
     Attributes:
-        buffers: batches that are read at once. ahead: assembled batches that wait. held: those that training holds.
+        buffers: batches that are read at once. ahead: assembled batches that wait. in_use: those that training holds.
         cache_pages: of Belady's cache.
         device_rows: hot rows, the most used, that lie on `device`.
         memory: bytes of all that, hot rows included; None: no limit.
@@ -103,7 +103,7 @@ class ReaderOptions:
 
     buffers: int = 3
     ahead: int = 2
-    held: int = 2
+    in_use: int = 2
     cache_pages: int = 0
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     device_rows: int = 0
@@ -224,9 +224,9 @@ class TieredFeatures(Closing):
     def positions(self, work: ReadBatch) -> ReadBatch:
         """Where each row comes from, now and in the batches that follow."""
         known = self._splits
-        self._splits = {one: known.get(one) or self._split(one) for one in (work.index, *work.future)}
+        self._splits = {batch: known.get(batch) or self._split(batch) for batch in (work.index, *work.future)}
         work.split = self._splits[work.index][0]
-        work.pages = [self._splits[one][1] for one in work.future]
+        work.pages = [self._splits[batch][1] for batch in work.future]
         return work
 
     def _split(self, index: int) -> tuple[AccessSplit, Array]:
@@ -321,14 +321,14 @@ class TieredFeatures(Closing):
         if self._queue is not None:
             return
         options, pool = self.options, self.packed.pool
-        size = PAGE * max((self.packed.pages(one) for one in range(len(pool))), default=0)
+        size = PAGE * max((self.packed.pages(batch) for batch in range(len(pool))), default=0)
         assembled = 4 * self.packed.row.width * pool.most_inputs
         take, largest = self.budget.take, LargestBatch.of(pool)
-        beside = largest.beside(options.buffers, options.ahead, options.held)
-        beside += largest.positions(WINDOW) if options.cache_pages else 0
-        self._open.enter_context(take(beside, "blocks and positions of batches"))
+        overhead = largest.beside(options.buffers, options.ahead, options.in_use)
+        overhead += largest.positions(WINDOW) if options.cache_pages else 0
+        self._open.enter_context(take(overhead, "blocks and positions of batches"))
         self._open.enter_context(take(options.buffers * size, f"{options.buffers} batches that are read"))
-        waiting = options.held + options.ahead + 1
+        waiting = options.in_use + options.ahead + 1
         self._open.enter_context(take(waiting * assembled, f"{waiting} batches that are assembled"))
         self._open.enter_context(take(options.cache_pages * PAGE, "pages of disk caches"))
         self._queue = self._open.enter_context(IoQueue())
@@ -384,10 +384,10 @@ class PackedBatches(Iterator[ReadBatch], Closing):
 def _with_future(order: Iterable[int], window: int) -> Iterator[ReadBatch]:
     """Each of `order`, with the `window` that follow it."""
     waiting: list[int] = []
-    for one in order:
-        waiting.append(one)
+    for batch in order:
+        waiting.append(batch)
         if len(waiting) > window:
             yield ReadBatch(waiting[0], tuple(waiting[1:]))
             del waiting[0]
-    for at, one in enumerate(waiting):
-        yield ReadBatch(one, tuple(waiting[at + 1 :]))
+    for at, batch in enumerate(waiting):
+        yield ReadBatch(batch, tuple(waiting[at + 1 :]))

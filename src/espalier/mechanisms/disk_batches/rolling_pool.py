@@ -63,9 +63,9 @@ class ResampleSchedule:
         """int64 [batches]: the epoch for which each batch of `epoch` was drawn."""
         turns, places = self._turns(epoch), np.arange(self.batches)
         last = places + (turns[-1] - 1 - places) // max(1, self.batches) * self.batches  # below 0: not replaced yet
-        found = np.zeros(self.batches, np.int64)
-        found[self._order] = np.where(last < 0, 0, np.searchsorted(turns, last, side="right"))
-        return found
+        sources = np.zeros(self.batches, np.int64)
+        sources[self._order] = np.where(last < 0, 0, np.searchsorted(turns, last, side="right"))
+        return sources
 
     def _turns(self, epoch: int) -> Array:
         """int64 [epoch + 1]: how many batches have been replaced in all, by epoch."""
@@ -78,14 +78,14 @@ class ResampleSchedule:
     def dealt(self, seeds: Sequence[Array], epoch: int) -> list[Array]:
         """The seeds of all batches in `epoch`, after those of the epoch before: what the replaced batches ask for is
         dealt out among them again."""
-        found, places = list(seeds), self.fresh(epoch)
+        dealt, places = list(seeds), self.fresh(epoch)
         if len(places):
             joined = np.concatenate([seeds[at] for at in places])
-            own = np.random.default_rng([self.seed, 0x5EED, epoch]).permutation(joined)
+            shuffled = np.random.default_rng([self.seed, 0x5EED, epoch]).permutation(joined)
             cuts = np.cumsum([len(seeds[at]) for at in places])[:-1]
-            for at, part in zip(places, np.split(own, cuts), strict=True):
-                found[at] = part
-        return found
+            for at, part in zip(places, np.split(shuffled, cuts), strict=True):
+                dealt[at] = part
+        return dealt
 
 
 class RollingPool(Closing):
@@ -116,11 +116,11 @@ class RollingPool(Closing):
         if packing is not None:
             packing.result()
         first = max(0, epoch - self._behind)
-        needed = {0, *(one for at in range(first, epoch + 1) for one in self._sources(at).tolist())}
-        for one in sorted(needed - set(self._sets)):
-            self._sets[one] = pack(self._request(one))
-        for one in sorted(set(self._sets) - needed):
-            self._sets.pop(one).close()
+        needed = {0, *(source for at in range(first, epoch + 1) for source in self._sources(at).tolist())}
+        for source in sorted(needed - set(self._sets)):
+            self._sets[source] = pack(self._request(source))
+        for source in sorted(set(self._sets) - needed):
+            self._sets.pop(source).close()
         self._remove_others(epoch)
         if following and len(self.schedule.fresh(epoch + 1)):
             self._packing = self._in_background(epoch + 1)
@@ -138,8 +138,8 @@ class RollingPool(Closing):
         self._closing = True
         if self._packing is not None:
             self._packing.exception()  # waits; what failed would be tried again
-        for one in self._sets.values():
-            one.close()
+        for packed in self._sets.values():
+            packed.close()
 
     def _request(self, epoch: int) -> PackRequest:
         """What replaces batches for `epoch`; the rows in memory are those of the first set."""
@@ -152,12 +152,12 @@ class RollingPool(Closing):
         """The batches drawn anew for `epoch`, at steps of their own."""
         first, fresh = self.request.draws, self.schedule.fresh(epoch)
         at, seeds = self._seeds if self._seeds[0] <= epoch else (0, list(first.seeds))
-        for one in range(at + 1, epoch + 1):
-            seeds = self.schedule.dealt(seeds, one)
+        for number in range(at + 1, epoch + 1):
+            seeds = self.schedule.dealt(seeds, number)
         self._seeds = epoch, seeds
         period = max(first.steps, default=0) + 1
-        steps = [epoch * period + first.steps[one] for one in fresh]
-        return replace(first, seeds=[seeds[one] for one in fresh], steps=steps)
+        steps = [epoch * period + first.steps[batch] for batch in fresh]
+        return replace(first, seeds=[seeds[batch] for batch in fresh], steps=steps)
 
     def _in_background(self, epoch: int) -> Future[None]:
         ended: Future[None] = Future()
@@ -182,15 +182,15 @@ class RollingPool(Closing):
     def _remove_others(self, epoch: int) -> None:
         """Removes the sets of which no rank reads a batch: others may be as far behind as a reader is ahead."""
         first = max(0, epoch - self._behind * min(2, self._ranks))
-        needed = {one for at in range(first, epoch + 1) for one in self._sources(at).tolist()}
+        needed = {source for at in range(first, epoch + 1) for source in self._sources(at).tolist()}
         for path in self.request.folders[0].glob("epoch-*"):
             number = int(path.name.removeprefix("epoch-"))
             if number < epoch and number not in needed:
                 folders = [_folder(folder, number) for folder in self.request.folders]
                 with suppress(UserError), manifest.locked(folders):
                     (folders[0] / manifest.FILE).unlink(missing_ok=True)  # first: what is left of it is packed anew
-                    for one in folders:
-                        shutil.rmtree(one)
+                    for stale in folders:
+                        shutil.rmtree(stale)
 
 
 class RollingFeatures(TieredFeatures):

@@ -120,7 +120,7 @@ class Splitter:
         """The levels of the rows of `nodes`, the input nodes of that batch."""
         self._fill(batch // self.length)
         place = self._place[nodes]
-        hot, shared, cold = (np.flatnonzero(one).astype(np.int32) for one in (place >= 0, place < -1, place == -1))
+        hot, shared, cold = (np.flatnonzero(level).astype(np.int32) for level in (place >= 0, place < -1, place == -1))
         return AccessSplit(hot, place[hot], shared, -2 - place[shared], cold[self._ascending(nodes[cold])])
 
     def _ascending(self, ids: Array) -> Array:
@@ -128,9 +128,9 @@ class Splitter:
         if len(self._met) > DENSE * len(ids):
             return np.argsort(ids)
         self._met[ids], self._at[ids] = True, np.arange(len(ids), dtype=np.int32)
-        found = np.flatnonzero(self._met)
-        self._met[found] = False
-        return self._at[found]
+        ascending = np.flatnonzero(self._met)
+        self._met[ascending] = False
+        return self._at[ascending]
 
     def _fill(self, segment: int) -> None:
         if segment == self._filled:
@@ -158,7 +158,8 @@ def plan(batches: Batches, nodes: int, limits: Limits) -> AccessPlan:
         stop = min(start + length, len(batches))
         caches.append(_cached([ids[waits[ids]] for ids in (batches[at] for at in range(start, stop))], tables, limits))
     joined = [
-        np.concatenate(one) if caches else np.zeros(0, np.int64) for one in zip(*(c[2:] for c in caches), strict=True)
+        np.concatenate(parts) if caches else np.zeros(0, np.int64)
+        for parts in zip(*(c[2:] for c in caches), strict=True)
     ]
     shared, cold, pages = joined or [np.zeros(0, np.int64)] * 3
     return AccessPlan(
@@ -181,15 +182,15 @@ def _cached(batches: Sequence[Array], tables: tuple[Array, Array], limits: Limit
     """The disk cache for the rows of `batches`. `tables`: uint8 zeros and int32 -1 [nodes], the same afterwards."""
     ids, place = _used_twice(batches, tables), tables[1]
     place[ids] = np.arange(len(ids), dtype=np.int32)
-    inside = [place[one] for one in batches]
+    inside = [place[ids] for ids in batches]
     place[ids] = -1
-    uses = [np.unique(one[one >= 0]).astype(np.int64) for one in inside]
+    uses = [np.unique(places[places >= 0]).astype(np.int64) for places in inside]
     order, name = page_order(uses, ids, limits)
     slots = _inverse(order)
     pages = [page_reads(np.sort(slots[used]), limits.row_bytes) for used in uses]
-    cold = [int((one < 0).sum()) for one in inside]
-    shared = [len(one) - alone for one, alone in zip(inside, cold, strict=True)]
-    return DiskCache(ids[order], name, *(np.array(one, np.int64) for one in (shared, cold, pages)))
+    cold = [int((places < 0).sum()) for places in inside]
+    shared = [len(places) - alone for places, alone in zip(inside, cold, strict=True)]
+    return DiskCache(ids[order], name, *(np.array(counts, np.int64) for counts in (shared, cold, pages)))
 
 
 # --- memory ----------------------------------------------------------------------------------------------------------
@@ -252,11 +253,11 @@ def _used_twice(batches: Sequence[Array], tables: tuple[Array, Array]) -> Array:
         place[ids] = places
         popularity[ids[place[ids] != places]] = 2  # it stands there twice
         place[ids] = -1
-    found = []
+    repeated = []
     for ids in batches:
-        found.append(ids[popularity[ids] == 2])
+        repeated.append(ids[popularity[ids] == 2])
         popularity[ids] = 0
-    return np.unique(np.concatenate(found)) if found else np.zeros(0, np.int64)
+    return np.unique(np.concatenate(repeated)) if repeated else np.zeros(0, np.int64)
 
 
 # --- pages -----------------------------------------------------------------------------------------------------------
