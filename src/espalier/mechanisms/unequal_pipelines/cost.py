@@ -83,7 +83,7 @@ class EngineCosts:
 
     def degrees(self, kind: int) -> Sequence[int]:
         """See `StageCosts.degrees`."""
-        return tuple(one for one in self.tensor if one <= self.classes[kind].devices)
+        return tuple(degree for degree in self.tensor if degree <= self.classes[kind].devices)
 
     def inputs(self, group: Group, pp: int = 2, layers: Number = 1, outside: float = 0.0) -> StageInputs:
         """What is priced of a stage on a group."""
@@ -165,8 +165,8 @@ class EngineCosts:
         """See `StageCosts.most_layers`."""
         key = group, slot.first, slot.last, slot.stages - slot.number
         if key not in self._most:
-            held, limit = self.held(group, slot, np.arange(1, self.layers + 1))
-            self._most[key] = int(np.count_nonzero(np.asarray(sum(held.values())) <= limit))
+            stage_bytes, limit = self.held(group, slot, np.arange(1, self.layers + 1))
+            self._most[key] = int(np.count_nonzero(np.asarray(sum(stage_bytes.values())) <= limit))
         return self._most[key]
 
     def profile(self, seconds: Sequence[float]) -> tuple[float, float]:
@@ -177,23 +177,23 @@ class EngineCosts:
         """See `StageCosts.sync`: of the rank that spends most."""
         gradients = self.gradients(pipelines)
         return max(
-            gradients[at] + self.optimizer(stage.group, Slot(number, len(one.stages)), stage.layers)
-            for at, (one, number, stage) in enumerate(numbered(pipelines))
+            gradients[at] + self.optimizer(stage.group, Slot(number, len(pipeline.stages)), stage.layers)
+            for at, (pipeline, number, stage) in enumerate(numbered(pipelines))
         )
 
     def gradients(self, pipelines: Sequence[SolvedPipeline], seconds: bool = True) -> list[float]:
         """Seconds (or bytes) that each stage, pipeline by pipeline, spends on sums of gradients: over the pipelines,
         for each run of layers that the same stages hold. Of ranks that cut it alike each sums its part, else all sum
         the whole (`mechanisms.sharding.layer_holders.RecutSum`)."""
-        count, first_stage = len(pipelines), [0, *itertools.accumulate(len(one.stages) for one in pipelines)]
-        found = [0.0] * first_stage[-1]
-        cuts = [[0, *itertools.accumulate(stage.layers for stage in one.stages)] for one in pipelines]
-        ends = sorted({end for one in cuts for end in one})
+        count, first_stage = len(pipelines), [0, *itertools.accumulate(len(pipeline.stages) for pipeline in pipelines)]
+        spent = [0.0] * first_stage[-1]
+        cuts = [[0, *itertools.accumulate(stage.layers for stage in pipeline.stages)] for pipeline in pipelines]
+        ends = sorted({end for cut in cuts for end in cut})
         for first, last in itertools.pairwise(ends if count > 1 else ()):
             numbers = [bisect.bisect_left(at, last) - 1 for at in cuts]
-            groups = [one.stages[n].group for one, n in zip(pipelines, numbers, strict=True)]
-            alike = len({one.tensor for one in groups}) == 1
-            parts, ranks = (groups[0].tensor, count) if alike else (1, sum(one.tensor for one in groups))
+            groups = [pipeline.stages[n].group for pipeline, n in zip(pipelines, numbers, strict=True)]
+            alike = len({group.tensor for group in groups}) == 1
+            parts, ranks = (groups[0].tensor, count) if alike else (1, sum(group.tensor for group in groups))
             size = (last - first) * self.request.layer_parameters
             size += (
                 self.request.profile.outside
@@ -202,12 +202,12 @@ class EngineCosts:
             )
             moved = 2 * (ranks - 1) / ranks * size * self._storage / parts
             if seconds:
-                link = self.link([one.kind for one in groups])
+                link = self.link([group.kind for group in groups])
                 rate = link.bandwidth * (link.share or 1.0 if link.measured else 1.0)
                 moved = link.launch + 2 * (ranks - 1) * link.latency + moved / rate
             for start, number in zip(first_stage, numbers, strict=False):
-                found[start + number] += moved
-        return found
+                spent[start + number] += moved
+        return spent
 
     @cached_property
     def _storage(self) -> float:
@@ -234,6 +234,6 @@ def _name(place: Place, machines: int) -> str:
 
 def numbered(pipelines: Sequence[SolvedPipeline]) -> Iterator[tuple[SolvedPipeline, int, SolvedStage]]:
     """(pipeline, number of the stage, stage) of all of them."""
-    for one in pipelines:
-        for number, stage in enumerate(one.stages):
-            yield one, number, stage
+    for pipeline in pipelines:
+        for number, stage in enumerate(pipeline.stages):
+            yield pipeline, number, stage

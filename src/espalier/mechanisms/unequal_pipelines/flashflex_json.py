@@ -53,24 +53,25 @@ class Pipelines(msgspec.Struct, frozen=True):
 
     def check(self, layers: int, samples: int, origin: str) -> None:
         """Raises UserError unless it says where each of so many layers and samples goes."""
-        shape = [len(one) for one in self.hetero_configs]
+        shape = [len(pipeline) for pipeline in self.hetero_configs]
         if not shape or min(shape) < 1 or min(map(min, self.hetero_configs)) < 1:
             raise UserError(f"{origin}: a pipeline has no stage, or a stage no rank.", do="one rank at least in each")
-        if [len(one) for one in self.layer_partitions] != shape:
+        if [len(partition) for partition in self.layer_partitions] != shape:
             raise UserError(
                 f"{origin}: hetero_configs has pipelines of {_told(shape)} stages, layer_partitions of "
-                f"{_told([len(one) for one in self.layer_partitions])}.",
+                f"{_told([len(partition) for partition in self.layer_partitions])}.",
                 do="one number of layers for each stage",
             )
-        for number, one in enumerate(self.layer_partitions):
-            if sum(one) != layers or min(one) < 1:
+        for number, partition in enumerate(self.layer_partitions):
+            if sum(partition) != layers or min(partition) < 1:
                 raise UserError(
-                    f"{origin}: the stages of pipeline {number} hold {_told(one)} layers, and the model has {layers}.",
+                    f"{origin}: the stages of pipeline {number} hold {_told(partition)} layers, and the model "
+                    f"has {layers}.",
                     why="each layer is held once in each pipeline, and each stage holds one at least",
                     do=f"numbers above 0 whose sum is {layers}",
                 )
-        if self.devices_id and [[len(one) for one in stages] for stages in self.devices_id] != [
-            list(one) for one in self.hetero_configs
+        if self.devices_id and [[len(machines) for machines in stages] for stages in self.devices_id] != [
+            list(pipeline) for pipeline in self.hetero_configs
         ]:
             raise UserError(f"{origin}: devices_id does not name one machine for each rank.", do="leave devices_id out")
         if len(self.global_bsz) not in (0, len(shape)) or len(self.chunks) not in (0, len(self.global_bsz)):
@@ -123,7 +124,7 @@ def layout(file: Pipelines, request: Request, cluster: Cluster, origin: str) -> 
     fit there."""
     file.check(request.profile.layers, request.profile.global_batch, origin)
     size = request.pin.micro_batch or file.size(origin) or 1
-    degrees = sorted({tensor for one in file.hetero_configs for tensor in one})
+    degrees = sorted({tensor for pipeline in file.hetero_configs for tensor in pipeline})
     costs = EngineCosts(request, cluster, size, degrees, request.recompute or "none")
     try:
         pipelines = _priced(file, costs, origin)
@@ -133,40 +134,50 @@ def layout(file: Pipelines, request: Request, cluster: Cluster, origin: str) -> 
         costs = EngineCosts(request, cluster, size, degrees, "block")
         pipelines = _priced(file, costs, origin)
     shares = _shares(file, pipelines, costs)
-    shared = tuple(replace(one, micro_batches=share) for one, share in zip(pipelines, shares, strict=True))
+    shared = tuple(replace(pipeline, micro_batches=share) for pipeline, share in zip(pipelines, shares, strict=True))
     sync = costs.sync(shared)
-    used = [sum(one.devices.get(kind, 0) for one in shared) for kind in range(len(costs.classes))]
-    unused = {kind: one.devices - used[kind] for kind, one in enumerate(costs.classes) if one.devices > used[kind]}
-    seconds = costs.step(max(one.seconds for one in shared), sync)
+    used = [sum(pipeline.devices.get(kind, 0) for pipeline in shared) for kind in range(len(costs.classes))]
+    unused = {
+        kind: device_class.devices - used[kind]
+        for kind, device_class in enumerate(costs.classes)
+        if device_class.devices > used[kind]
+    }
+    seconds = costs.step(max(pipeline.seconds for pipeline in shared), sync)
     return costs, UnequalLayout(shared, seconds, sync, unused, len(shared))
 
 
 def _priced(file: Pipelines, costs: EngineCosts, origin: str) -> list[SolvedPipeline]:
     """Raises DoesNotFit where a stage has more layers than its devices hold."""
-    found: list[SolvedPipeline] = []
+    priced: list[SolvedPipeline] = []
     for order, layers in zip(_groups(file, costs, origin), file.layer_partitions, strict=True):
         rates = flashflex.stage_rates(order, costs)
-        for number, (group, held, rate) in enumerate(zip(order, layers, rates, strict=True)):
-            if held > rate.most:
+        for number, (group, count, rate) in enumerate(zip(order, layers, rates, strict=True)):
+            if count > rate.most:
                 raise DoesNotFit(
-                    f"{origin}: stage {number} of pipeline {len(found)} has {held} layers, and "
+                    f"{origin}: stage {number} of pipeline {len(priced)} has {count} layers, and "
                     f"{costs.classes[group.kind].name} holds {rate.most}.",
                     do=f"{rate.most} layers there and more on others" if rate.most else "that stage on another device",
                 )
-        found.append(flashflex.pipeline_of(order, layers, rates, costs))
-    return found
+        priced.append(flashflex.pipeline_of(order, layers, rates, costs))
+    return priced
 
 
 def _groups(file: Pipelines, costs: EngineCosts, origin: str) -> list[list[Group]]:
     """The class of each stage: that of the machine which the file names, else the next one with devices left."""
-    left, found = [one.devices for one in costs.classes], []
+    left, groups = [device_class.devices for device_class in costs.classes], []
     for pipeline, degrees in enumerate(file.hetero_configs):
-        found.append(list[Group]())
+        groups.append(list[Group]())
         for stage, tensor in enumerate(degrees):
             machines = (
-                set(file.devices_id[pipeline][stage]) if file.devices_id else {one.machine for one in costs.classes}
+                set(file.devices_id[pipeline][stage])
+                if file.devices_id
+                else {device_class.machine for device_class in costs.classes}
             )
-            kinds = [kind for kind, one in enumerate(costs.classes) if one.machine in machines and left[kind] >= tensor]
+            kinds = [
+                kind
+                for kind, device_class in enumerate(costs.classes)
+                if device_class.machine in machines and left[kind] >= tensor
+            ]
             if not kinds or (file.devices_id and len(machines) > 1):
                 where = f"machine {_told(sorted(machines))}" if file.devices_id else "any machine"
                 raise UserError(
@@ -176,14 +187,14 @@ def _groups(file: Pipelines, costs: EngineCosts, origin: str) -> list[list[Group
                     do="espalier plan --cluster FILE with these machines, or fewer ranks in hetero_configs",
                 )
             left[kinds[0]] -= tensor
-            found[-1].append(Group(kinds[0], tensor))
-    return found
+            groups[-1].append(Group(kinds[0], tensor))
+    return groups
 
 
 def _shares(file: Pipelines, pipelines: Sequence[SolvedPipeline], costs: EngineCosts) -> Sequence[int]:
     if file.global_bsz:
         return [-(-samples // costs.size) for samples in file.global_bsz]
-    shares = share_micro_batches([(one.fixed, one.each) for one in pipelines], costs.micro_batches)
+    shares = share_micro_batches([(pipeline.fixed, pipeline.each) for pipeline in pipelines], costs.micro_batches)
     if shares is None:
         raise UserError(
             f"{len(pipelines)} pipelines cannot share {costs.micro_batches} micro-batches.",
@@ -193,4 +204,4 @@ def _shares(file: Pipelines, pipelines: Sequence[SolvedPipeline], costs: EngineC
 
 
 def _told(numbers: Sequence[float]) -> str:
-    return ", ".join(f"{one:g}" for one in numbers)
+    return ", ".join(f"{number:g}" for number in numbers)

@@ -67,7 +67,9 @@ class Search:
 
     def __init__(self, classes: Sequence[DeviceClass], costs: StageCosts, whole: bool = False) -> None:
         self.classes, self.costs, self.whole = tuple(classes), costs, whole
-        self.there = tuple(one.devices if costs.degrees(number) else 0 for number, one in enumerate(self.classes))
+        self.there = tuple(
+            device_class.devices if costs.degrees(number) else 0 for number, device_class in enumerate(self.classes)
+        )
         self.priced = 0
         self._pipelines: dict[Counts, SolvedPipeline | None] = {}
         self._orders: dict[frozenset[int], tuple[int, ...]] = {}
@@ -90,24 +92,24 @@ class Search:
     def _weight(self, counts: Counts) -> float:
         """Micro-batches after the first that these devices get, if all devices take part by their speed."""
         whole = sum(speed * count for speed, count in zip(self._speeds, self.there, strict=True))
-        own = sum(speed * count for speed, count in zip(self._speeds, counts, strict=True))
-        return max(1.0, self.costs.micro_batches * own / whole - 1)
+        part = sum(speed * count for speed, count in zip(self._speeds, counts, strict=True))
+        return max(1.0, self.costs.micro_batches * part / whole - 1)
 
     def _solved(self, counts: Counts) -> SolvedPipeline | None:
         used = [(kind, count) for kind, count in enumerate(counts) if count]
         ways = [
-            [[Group(kind, tensor) for tensor in one] for one in tensor_groups(count, self.costs.degrees(kind))]
+            [[Group(kind, tensor) for tensor in degrees] for degrees in tensor_groups(count, self.costs.degrees(kind))]
             for kind, count in used
         ]
         weight = self._weight(counts)
         if math.prod(map(len, ways)) <= COMPOSITIONS:
-            chosen = [[group for groups in one for group in groups] for one in itertools.product(*ways)]
+            chosen = [[group for groups in composition for group in groups] for composition in itertools.product(*ways)]
         else:
             chosen = list(self._one_by_one(ways, weight))
-        begun = [(one, self._begun(one, weight)) for one in chosen if len(one) <= self.costs.layers]
+        begun = [(groups, self._begun(groups, weight)) for groups in chosen if len(groups) <= self.costs.layers]
         ranked = sorted(
             ((made.fixed + (weight + 1) * made.each, groups) for groups, made in begun if made is not None),
-            key=lambda one: one[0],
+            key=lambda candidate: candidate[0],
         )
         best: SolvedPipeline | None = None
         for _, groups in ranked[:REFINED]:
@@ -116,15 +118,15 @@ class Search:
 
     def _one_by_one(self, ways: Sequence[Sequence[list[Group]]], weight: float) -> Iterator[list[Group]]:
         """Compositions of the classes' groups: of each class in turn the best, beside what the others have."""
-        at = [one[0] for one in ways]
+        at = [way[0] for way in ways]
         best: SolvedPipeline | None = None
         for place, groups in enumerate(ways):
-            for one in groups:
-                other = [*at[:place], one, *at[place + 1 :]]
+            for composition in groups:
+                other = [*at[:place], composition, *at[place + 1 :]]
                 together = [group for part in other for group in part]
                 yield together
-                found = _faster(best, self._begun(together, weight), weight)
-                at, best = (other, found) if found is not best else (at, best)
+                faster = _faster(best, self._begun(together, weight), weight)
+                at, best = (other, faster) if faster is not best else (at, best)
 
     def _begun(self, groups: Sequence[Group], weight: float) -> SolvedPipeline | None:
         """Stages in the order of the links, one way or the other."""
@@ -147,8 +149,8 @@ class Search:
         for a, b in itertools.combinations(range(len(groups)), 2):
             if at[a] != at[b] and (b - a == 1 or len(groups) <= EXHAUSTIVE):
                 other = (*at[:a], at[b], *at[a + 1 : b], at[a], *at[b + 1 :])
-                found = _faster(best, self.in_order(other, weight), weight)
-                at, best = (other, found) if found is not best and found is not None else (at, best)
+                faster = _faster(best, self.in_order(other, weight), weight)
+                at, best = (other, faster) if faster is not best and faster is not None else (at, best)
         return best
 
     def in_order(self, order: Sequence[Group], weight: float) -> SolvedPipeline | None:
@@ -160,7 +162,7 @@ class Search:
     def _by_links(self, groups: Sequence[Group]) -> tuple[Group, ...]:
         """Stages machine by machine, the machines along the path whose slowest hand-over is fastest."""
         of_machine: dict[int, list[Group]] = {}
-        for group in sorted(groups, key=lambda one: (self.costs.layer(one), one)):
+        for group in sorted(groups, key=lambda group: (self.costs.layer(group), group)):
             of_machine.setdefault(self.classes[group.kind].machine, []).append(group)
         key = frozenset(of_machine)
         if key not in self._orders:
@@ -176,17 +178,17 @@ class Search:
         used = [sum(part[kind] for part in parts) for kind in range(len(self.classes))]
         if self.whole and used != list(self.counts):
             return None
-        found = [self.pipeline(part) for part in parts]
-        made = [one for one in found if one is not None]
-        if len(made) < len(found) or not made:
+        solved = [self.pipeline(part) for part in parts]
+        made = [pipeline for pipeline in solved if pipeline is not None]
+        if len(made) < len(solved) or not made:
             return None
-        shares = share_micro_batches([(one.fixed, one.each) for one in made], self.costs.micro_batches)
+        shares = share_micro_batches([(pipeline.fixed, pipeline.each) for pipeline in made], self.costs.micro_batches)
         if shares is None:
             return None
-        pipelines = tuple(replace(one, micro_batches=share) for one, share in zip(made, shares, strict=True))
+        pipelines = tuple(replace(pipeline, micro_batches=share) for pipeline, share in zip(made, shares, strict=True))
         sync = self.costs.sync(pipelines)
         unused = {kind: there - count for kind, (there, count) in enumerate(zip(self.counts, used, strict=True))}
-        seconds = self.costs.step(max(one.seconds for one in pipelines), sync)
+        seconds = self.costs.step(max(pipeline.seconds for pipeline in pipelines), sync)
         if math.isinf(seconds):
             return None
         return UnequalLayout(pipelines, seconds, sync, {kind: count for kind, count in unused.items() if count})
@@ -194,21 +196,21 @@ class Search:
     @cached_property
     def counts(self) -> Counts:
         """All devices, also those that cannot be used."""
-        return tuple(one.devices for one in self.classes)
+        return tuple(device_class.devices for device_class in self.classes)
 
     def best(self) -> UnequalLayout:
         """The fastest layout. Raises UserError where none fits."""
         with_all: dict[int, float] = {}
         best: UnequalLayout | None = None
         for parts in self._candidates():
-            found = self.layout(parts)
-            if found is None:
+            layout = self.layout(parts)
+            if layout is None:
                 continue
-            if best is None or found.seconds < best.seconds * (1 - 1e-12):
-                best = found
+            if best is None or layout.seconds < best.seconds * (1 - 1e-12):
+                best = layout
             for kind in range(len(self.classes)):
-                if kind not in found.unused and self.there[kind]:
-                    with_all[kind] = min(with_all.get(kind, math.inf), found.seconds)
+                if kind not in layout.unused and self.there[kind]:
+                    with_all[kind] = min(with_all.get(kind, math.inf), layout.seconds)
         if best is None:
             raise UserError(
                 f"No pipeline of these devices holds the model's {self.costs.layers} layers.",
@@ -216,21 +218,23 @@ class Search:
                 do="a smaller micro-batch, recomputation, or more devices",
             )
         polished = self._polished(best)
-        told = {kind: max(with_all[kind], polished.seconds) for kind in polished.unused if kind in with_all}
-        return replace(polished, priced=self.priced, with_unused=told)
+        with_unused = {kind: max(with_all[kind], polished.seconds) for kind in polished.unused if kind in with_all}
+        return replace(polished, priced=self.priced, with_unused=with_unused)
 
     def _polished(self, layout: UnequalLayout) -> UnequalLayout:
         """The layout with layers and orders for the micro-batches that its pipelines turned out to have."""
         better: list[SolvedPipeline] = []
-        for one in layout.pipelines:
-            groups = [stage.group for stage in one.stages]
-            weight = max(1.0, one.micro_batches - 1)
-            better.append(_faster(one, self._ordered(groups, weight), weight) or one)
-        shares = share_micro_batches([(one.fixed, one.each) for one in better], self.costs.micro_batches)
+        for pipeline in layout.pipelines:
+            groups = [stage.group for stage in pipeline.stages]
+            weight = max(1.0, pipeline.micro_batches - 1)
+            better.append(_faster(pipeline, self._ordered(groups, weight), weight) or pipeline)
+        shares = share_micro_batches([(pipeline.fixed, pipeline.each) for pipeline in better], self.costs.micro_batches)
         assert shares is not None
-        pipelines = tuple(replace(one, micro_batches=share) for one, share in zip(better, shares, strict=True))
+        pipelines = tuple(
+            replace(pipeline, micro_batches=share) for pipeline, share in zip(better, shares, strict=True)
+        )
         sync = self.costs.sync(pipelines)
-        seconds = self.costs.step(max(one.seconds for one in pipelines), sync)
+        seconds = self.costs.step(max(pipeline.seconds for pipeline in pipelines), sync)
         return replace(layout, pipelines=pipelines, seconds=seconds, sync=sync) if seconds < layout.seconds else layout
 
     def _candidates(self) -> Iterator[Sequence[Counts]]:
@@ -244,16 +248,14 @@ class Search:
             if key and key not in tried:
                 tried.add(key)
                 yield key
-        ranked = sorted(
-            ((found.seconds, key) for key in tried if (found := self.layout(key)) is not None), key=lambda one: one
-        )
+        ranked = sorted((layout.seconds, key) for key in tried if (layout := self.layout(key)) is not None)
         for _, start in ranked[:4]:
             yield from self._climb(start, tried)
 
     def _climb(self, start: tuple[Counts, ...], tried: set[tuple[Counts, ...]]) -> Iterator[Sequence[Counts]]:
         """Local moves from a partition, as long as one makes it faster and pipelines may be solved."""
-        at, found = start, self.layout(start)
-        seconds = math.inf if found is None else found.seconds
+        at, layout = start, self.layout(start)
+        seconds = math.inf if layout is None else layout.seconds
         moved = True
         while moved:
             moved = False
@@ -275,7 +277,7 @@ class Search:
         one after the other of the slowest; one class alone, in equal parts; each class in as many pipelines as hold the
         model."""
         there, kinds = self.there, range(len(self.classes))
-        machines = sorted({one.machine for one in self.classes})
+        machines = sorted({device_class.machine for device_class in self.classes})
         yield [_only(there, [k for k in kinds if self.classes[k].machine == machine]) for machine in machines]
         for joined in self._joined(machines):
             yield [_only(there, [k for k in kinds if self.classes[k].machine in some]) for some in joined]
@@ -283,32 +285,36 @@ class Search:
         yield alone
         slowest = sorted((kind for kind in kinds if there[kind]), key=lambda kind: (self._speeds[kind], kind))
         for parts in sorted({n for count in there for n in range(1, count + 1) if count % n == 0}):
-            yield [piece for one in alone for piece in _equal_parts(one, parts)]
-            yield from (_equal_parts(one, parts) for one in alone)
+            yield [piece for counts in alone for piece in _equal_parts(counts, parts)]
+            yield from (_equal_parts(counts, parts) for counts in alone)
             at = there
             yield _equal_parts(at, parts)
             for kind in slowest[:-1]:
                 fewer = _less(at, kind, at[kind])
                 yield _equal_parts(fewer, parts)
-                before, after = (self.layout(_key(_equal_parts(one, parts))) for one in (at, fewer))
+                before, after = (self.layout(_key(_equal_parts(counts, parts))) for counts in (at, fewer))
                 if after is not None and (before is None or after.seconds < before.seconds):
                     at = fewer
-        yield [piece for one in alone for piece in self._narrowest(one)]
+        yield [piece for counts in alone for piece in self._narrowest(counts)]
 
     def _joined(self, machines: Sequence[int]) -> Iterator[list[frozenset[int]]]:
         """Sets of machines, fewer each time: the two that are joined have the fastest of the slowest links between
         their machines (complete linkage)."""
-        heads = {one.machine: Group(kind) for kind, one in reversed(list(enumerate(self.classes))) if self.there[kind]}
+        heads = {
+            device_class.machine: Group(kind)
+            for kind, device_class in reversed(list(enumerate(self.classes)))
+            if self.there[kind]
+        }
         at = [frozenset([machine]) for machine in machines if machine in heads]
 
         def slowest(pair: tuple[frozenset[int], frozenset[int]]) -> tuple[float, list[int], list[int]]:
-            one, other = pair
-            seconds = max(self.costs.send(heads[a], heads[b]) for a in one for b in other)
-            return seconds, sorted(one), sorted(other)
+            first, other = pair
+            seconds = max(self.costs.send(heads[a], heads[b]) for a in first for b in other)
+            return seconds, sorted(first), sorted(other)
 
         while len(at) > 2:
-            one, other = min(itertools.combinations(at, 2), key=slowest)
-            at = [*(some for some in at if some not in (one, other)), one | other]
+            first, other = min(itertools.combinations(at, 2), key=slowest)
+            at = [*(some for some in at if some not in (first, other)), first | other]
             yield at
 
     def _narrowest(self, counts: Counts) -> list[Counts]:
@@ -359,8 +365,8 @@ def pipeline_of(
     order: Sequence[Group], layers: Sequence[int], rates: Sequence[StageRate], costs: StageCosts
 ) -> SolvedPipeline:
     """The pipeline of stages in this order with these layers."""
-    seconds = [one.extra + n * one.layer for one, n in zip(rates, layers, strict=True)]
-    stages = tuple(SolvedStage(*one) for one in zip(order, layers, seconds, strict=True))
+    seconds = [rate.extra + n * rate.layer for rate, n in zip(rates, layers, strict=True)]
+    stages = tuple(SolvedStage(*stage) for stage in zip(order, layers, seconds, strict=True))
     fixed, each = costs.profile(seconds)
     if costs.awaits_sends or len(order) == 1:
         return SolvedPipeline(stages, fixed, each)
@@ -369,12 +375,12 @@ def pipeline_of(
     return SolvedPipeline(stages, fixed + sum(sends) - slower, each + slower)
 
 
-def _faster(one: SolvedPipeline | None, other: SolvedPipeline | None, weight: float) -> SolvedPipeline | None:
+def _faster(first: SolvedPipeline | None, other: SolvedPipeline | None, weight: float) -> SolvedPipeline | None:
     """The first of two pipelines unless the second is faster with `weight + 1` micro-batches."""
-    if one is None or other is None:
-        return one or other
-    before, after = (each.fixed + (weight + 1) * each.each for each in (one, other))
-    return other if after < before * (1 - 1e-12) else one
+    if first is None or other is None:
+        return first or other
+    before, after = (each.fixed + (weight + 1) * each.each for each in (first, other))
+    return other if after < before * (1 - 1e-12) else first
 
 
 # --- sets of devices ----------------------------------------------------------------------------------------------
@@ -385,22 +391,27 @@ def tensor_groups(count: int, degrees: Sequence[int]) -> list[tuple[int, ...]]:
     eight devices, beyond those that begin with as many of one degree as there can be."""
     degrees = sorted(degrees)
     if count <= EXHAUSTIVE:
-        return sorted(_sums(count, degrees, degrees[-1]), key=lambda one: (one[0], -len(one)))
-    found = []
+        return sorted(_sums(count, degrees, degrees[-1]), key=lambda division: (division[0], -len(division)))
+    divisions = []
     for degree in degrees:
         rest, groups = count, []
-        for one in reversed([d for d in degrees if d <= degree]):
-            groups += [one] * (rest // one)
-            rest %= one
+        for width in reversed([d for d in degrees if d <= degree]):
+            groups += [width] * (rest // width)
+            rest %= width
         if not rest:
-            found.append(tuple(groups))
-    return list(dict.fromkeys(found))
+            divisions.append(tuple(groups))
+    return list(dict.fromkeys(divisions))
 
 
 def _sums(count: int, degrees: Sequence[int], most: int) -> list[tuple[int, ...]]:
     if count == 0:
         return [()]
-    return [(one, *rest) for one in degrees if one <= min(most, count) for rest in _sums(count - one, degrees, one)]
+    return [
+        (degree, *rest)
+        for degree in degrees
+        if degree <= min(most, count)
+        for rest in _sums(count - degree, degrees, degree)
+    ]
 
 
 def partitions(there: Counts) -> Iterator[list[Counts]]:
@@ -413,7 +424,7 @@ def partitions(there: Counts) -> Iterator[list[Counts]]:
                 for others in of(tuple(a - b for a, b in zip(rest, part, strict=True)), part):
                     yield [part, *others]
 
-    yield from (one for one in of(there, there) if one)
+    yield from (parts for parts in of(there, there) if parts)
 
 
 def fastest_path(nodes: Sequence[int], seconds: Mapping[tuple[int, int], float]) -> tuple[int, ...]:
@@ -453,7 +464,7 @@ def _greedy_path(start: int, nodes: Sequence[int], seconds: Mapping[tuple[int, i
 
 
 def _path_cost(path: Sequence[int], seconds: Mapping[tuple[int, int], float]) -> tuple[float, float]:
-    steps = [seconds[one] for one in itertools.pairwise(path)]
+    steps = [seconds[hop] for hop in itertools.pairwise(path)]
     return max(steps), sum(steps)
 
 
@@ -474,8 +485,8 @@ def _less(counts: Counts, kind: int, size: int) -> Counts:
     return (*counts[:kind], counts[kind] - size, *counts[kind + 1 :])
 
 
-def _sum(one: Counts, other: Counts) -> Counts:
-    return tuple(a + b for a, b in zip(one, other, strict=True))
+def _sum(first: Counts, other: Counts) -> Counts:
+    return tuple(a + b for a, b in zip(first, other, strict=True))
 
 
 def place(classes: Sequence[DeviceClass], costs: StageCosts, whole: bool = False) -> UnequalLayout:
@@ -494,6 +505,6 @@ def place(classes: Sequence[DeviceClass], costs: StageCosts, whole: bool = False
     Raises:
         UserError: the model does not fit, or there are no devices.
     """
-    if not classes or sum(one.devices for one in classes) < 1:
+    if not classes or sum(device_class.devices for device_class in classes) < 1:
         raise UserError("There are no devices to place a model on.", do="DeviceClass(name, machine, devices)")
     return Search(classes, costs, whole).best()

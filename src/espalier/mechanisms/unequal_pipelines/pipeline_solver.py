@@ -110,10 +110,10 @@ class SolvedPipeline:
     @property
     def devices(self) -> dict[int, int]:
         """How many of each class it has."""
-        found: dict[int, int] = {}
+        counts: dict[int, int] = {}
         for group, _, _ in self.stages:
-            found[group.kind] = found.get(group.kind, 0) + group.tensor
-        return found
+            counts[group.kind] = counts.get(group.kind, 0) + group.tensor
+        return counts
 
 
 @dataclass(frozen=True)
@@ -161,10 +161,10 @@ def solve_layers(layers: int, stages: Sequence[StageRate], weight: float) -> tup
     Returns:
         Layers of each stage; None where they do not fit.
     """
-    if sum(one.most for one in stages) < layers or min(one.most for one in stages) < 1 or len(stages) > layers:
+    if sum(stage.most for stage in stages) < layers or min(stage.most for stage in stages) < 1 or len(stages) > layers:
         return None
     room = layers - len(stages) + 1
-    bounds = sorted({one.extra + n * one.layer for one in stages for n in range(1, min(one.most, room) + 1)})
+    bounds = sorted({stage.extra + n * stage.layer for stage in stages for n in range(1, min(stage.most, room) + 1)})
     first, end = 0, len(bounds) - 1
     while first < end:
         middle = (first + end) // 2
@@ -173,24 +173,24 @@ def solve_layers(layers: int, stages: Sequence[StageRate], weight: float) -> tup
         else:
             first = middle + 1
     order = sorted(range(len(stages)), key=lambda index: (stages[index].layer, index))
-    least = sum(one.extra for one in stages) + _filled_seconds(layers, stages, order, math.inf)[0]
+    least = sum(stage.extra for stage in stages) + _filled_seconds(layers, stages, order, math.inf)[0]
     best, best_seconds = None, math.inf
     for bound in bounds[first:]:
         if weight * bound + least >= best_seconds:
             break
-        seconds, found = _filled_seconds(layers, stages, order, bound)
-        slowest = max(one.extra + n * one.layer for one, n in zip(stages, found, strict=True))
-        whole = seconds + sum(one.extra for one in stages) + weight * slowest
+        seconds, filled = _filled_seconds(layers, stages, order, bound)
+        slowest = max(stage.extra + n * stage.layer for stage, n in zip(stages, filled, strict=True))
+        whole = seconds + sum(stage.extra for stage in stages) + weight * slowest
         if whole < best_seconds - 1e-12 * abs(whole):
-            best, best_seconds = tuple(found), whole
+            best, best_seconds = tuple(filled), whole
     return best
 
 
 def _caps(stages: Sequence[StageRate], bound: float) -> list[int]:
     """The most layers of each stage that keep it within the bound."""
     if math.isinf(bound):
-        return [one.most for one in stages]
-    return [min(one.most, int((bound - one.extra) / one.layer * (1 + 1e-12) + 1e-9)) for one in stages]
+        return [stage.most for stage in stages]
+    return [min(stage.most, int((bound - stage.extra) / stage.layer * (1 + 1e-12) + 1e-9)) for stage in stages]
 
 
 def _fits(layers: int, stages: Sequence[StageRate], bound: float) -> bool:
@@ -202,12 +202,12 @@ def _filled_seconds(
     layers: int, stages: Sequence[StageRate], order: Sequence[int], bound: float
 ) -> tuple[float, list[int]]:
     """(seconds of all layers, layers of each stage): one each, the others to the fastest first."""
-    caps, found, rest = _caps(stages, bound), [1] * len(stages), layers - len(stages)
+    caps, filled, rest = _caps(stages, bound), [1] * len(stages), layers - len(stages)
     for index in order:
         more = min(rest, caps[index] - 1)
-        found[index] += more
+        filled[index] += more
         rest -= more
-    return sum(n * one.layer for one, n in zip(stages, found, strict=True)), found
+    return sum(n * stage.layer for stage, n in zip(stages, filled, strict=True)), filled
 
 
 # --- shares of a step ---------------------------------------------------------------------------------------------
@@ -223,7 +223,7 @@ def share_micro_batches(profiles: Sequence[tuple[float, float]], count: int) -> 
     while sum(shares) > count:
         at = max((n for n, share in enumerate(shares) if share > 1), key=lambda n: _ends(profiles[n], shares[n]))
         shares[at] -= 1
-    queue = [(_ends(one, shares[n] + 1), n) for n, one in enumerate(profiles)]
+    queue = [(_ends(profile, shares[n] + 1), n) for n, profile in enumerate(profiles)]
     heapq.heapify(queue)
     for _ in range(count - sum(shares)):
         _, at = queue[0]

@@ -46,7 +46,7 @@ def asked(request: Request, cluster: Cluster) -> str:
     """Why unequal pipelines are not considered; empty: they are."""
     pin = request.pin
     devices = [place.table.device for place in cluster.devices()]
-    alike = cluster.same_speed and len({one.memory for one in devices}) == 1
+    alike = cluster.same_speed and len({device.memory for device in devices}) == 1
     if pin.pipelines == "equal" or len(devices) < 2:
         return "equal pipelines were asked for"
     if pin.pipelines is None and len(devices) > MOST:
@@ -68,7 +68,7 @@ def asked(request: Request, cluster: Cluster) -> str:
 def best(request: Request, cluster: Cluster) -> tuple[EngineCosts, UnequalLayout] | None:
     """The fastest unequal pipelines over sizes of micro-batches, tensor degrees and recomputation; None: nothing
     fits."""
-    pin, found = request.pin, None
+    pin, fastest = request.pin, None
     for recompute in (request.recompute,) if request.recompute is not None else ("none", "block"):
         for size, tensor in itertools.product(_sizes(request), _degrees(request, cluster)):
             costs = EngineCosts(request, cluster, size, tensor, recompute)
@@ -78,11 +78,11 @@ def best(request: Request, cluster: Cluster) -> tuple[EngineCosts, UnequalLayout
                 made = flashflex.place(costs.classes, costs, whole=pin.ranks is not None)
             except UserError:
                 continue
-            if found is None or made.seconds < found[1].seconds:
-                found = costs, made
-        if found is not None:
-            return found
-    return found
+            if fastest is None or made.seconds < fastest[1].seconds:
+                fastest = costs, made
+        if fastest is not None:
+            return fastest
+    return fastest
 
 
 def _sizes(request: Request) -> list[int]:
@@ -102,7 +102,7 @@ def _degrees(request: Request, cluster: Cluster) -> list[tuple[int, ...]]:
     most = max(table.devices for table in cluster.nodes) if gpus(cluster) else 1
     profile = request.profile
     fitting = [n for n in flashflex.TENSOR if n <= most and profile.heads % n == 0 and profile.kv_heads % n == 0]
-    alike: list[tuple[int, ...]] = [(one,) for one in fitting]
+    alike: list[tuple[int, ...]] = [(degree,) for degree in fitting]
     return [*alike, tuple(fitting)] if len(fitting) > 1 and profile.tables > 1 else alike
 
 
@@ -111,11 +111,11 @@ def plan_of(costs: EngineCosts, layout: UnequalLayout, spread: float = 0.0) -> P
     request = costs.request
     seated: list[tuple[Place, int, int, int]] = []  # device, pipeline, stage, place in the stage
     free = [iter(places) for places in costs.places]
-    for pipeline, one in enumerate(layout.pipelines):
-        for number, stage in enumerate(one.stages):
+    for pipeline, solved in enumerate(layout.pipelines):
+        for number, stage in enumerate(solved.stages):
             seated += [(next(free[stage.group.kind]), pipeline, number, at) for at in range(stage.group.tensor)]
-    seated.sort(key=lambda one: one[0].rank)
-    ends = [0, *itertools.accumulate(costs.size * one.micro_batches for one in layout.pipelines)]
+    seated.sort(key=lambda seat: seat[0].rank)
+    ends = [0, *itertools.accumulate(costs.size * solved.micro_batches for solved in layout.pipelines)]
     kinds = {place.rank: kind for kind, places in enumerate(costs.places) for place in places}
     ranks = tuple(
         Rank(
@@ -127,16 +127,16 @@ def plan_of(costs: EngineCosts, layout: UnequalLayout, spread: float = 0.0) -> P
         for place, pipeline, _, _ in seated
     )
     stages = []
-    for pipeline, one in enumerate(layout.pipelines):
-        cuts = [0, *itertools.accumulate(stage.layers for stage in one.stages)]
-        for number, stage in enumerate(one.stages):
-            held = [rank for rank, seat in enumerate(seated) if seat[1:3] == (pipeline, number)]
+    for pipeline, solved in enumerate(layout.pipelines):
+        cuts = [0, *itertools.accumulate(stage.layers for stage in solved.stages)]
+        for number, stage in enumerate(solved.stages):
+            stage_ranks = [rank for rank, seat in enumerate(seated) if seat[1:3] == (pipeline, number)]
             stages.append(
                 Stage(
                     pipeline=pipeline,
-                    ranks=tuple(held),
+                    ranks=tuple(stage_ranks),
                     layers=(cuts[number], cuts[number + 1]),
-                    micro_batches=one.micro_batches,
+                    micro_batches=solved.micro_batches,
                     tensor=stage.group.tensor,
                 )
             )
@@ -147,7 +147,7 @@ def plan_of(costs: EngineCosts, layout: UnequalLayout, spread: float = 0.0) -> P
         units=(Unit(whole=request.muon),),
         stages=tuple(stages),
         exchanges=exchanges(request.crossings) if several else (),
-        algorithm="megatron" if any(one.tensor > 1 for one in stages) else "data",
+        algorithm="megatron" if any(stage.tensor > 1 for stage in stages) else "data",
         schedule=request.pin.schedule or "1f1b",
         micro_batch=costs.size,
         recompute=costs.recompute,
@@ -160,12 +160,12 @@ def plan_of(costs: EngineCosts, layout: UnequalLayout, spread: float = 0.0) -> P
 
 def predicted(costs: EngineCosts, layout: UnequalLayout, spread: float = 0.0) -> Predicted:
     """What a step should cost: the terms are those of the slowest stage of the slowest pipeline."""
-    request, slowest = costs.request, max(layout.pipelines, key=lambda one: one.seconds)
+    request, slowest = costs.request, max(layout.pipelines, key=lambda pipeline: pipeline.seconds)
     at = max(range(len(slowest.stages)), key=lambda n: slowest.stages[n].seconds)
     stage, count = slowest.stages[at], slowest.micro_batches
-    between = [costs.send(*pair) for pair in itertools.pairwise(one.group for one in slowest.stages)]
-    own = between[at] if costs.awaits_sends and at < len(between) else 0.0
-    computing, sends = stage.seconds - own, count * own if costs.awaits_sends else sum(between)
+    between = [costs.send(*pair) for pair in itertools.pairwise(stage.group for stage in slowest.stages)]
+    sending = between[at] if costs.awaits_sends and at < len(between) else 0.0
+    computing, sends = stage.seconds - sending, count * sending if costs.awaits_sends else sum(between)
     optimizer = min(layout.sync, costs.optimizer(stage.group, Slot(at, len(slowest.stages)), stage.layers))
     terms = {
         "forward": count * computing / 3,
@@ -182,7 +182,7 @@ def predicted(costs: EngineCosts, layout: UnequalLayout, spread: float = 0.0) ->
         step_seconds=layout.seconds,
         tokens_per_second=tokens / layout.seconds,
         tokens_per_second_per_device=tokens / layout.seconds / len(used),
-        mfu=request.model_flops / layout.seconds / sum(device_model.peak(one, request.precision) for one in used),
+        mfu=request.model_flops / layout.seconds / sum(device_model.peak(device, request.precision) for device in used),
         terms=terms,
         memory_bytes={**fullest, "peak": sum(fullest.values())},
         memory_limit=limit,
@@ -193,32 +193,32 @@ def predicted(costs: EngineCosts, layout: UnequalLayout, spread: float = 0.0) ->
 
 
 def _used(layout: UnequalLayout) -> dict[int, int]:
-    found: dict[int, int] = {}
-    for one in layout.pipelines:
-        for kind, count in one.devices.items():
-            found[kind] = found.get(kind, 0) + count
-    return found
+    counts: dict[int, int] = {}
+    for pipeline in layout.pipelines:
+        for kind, count in pipeline.devices.items():
+            counts[kind] = counts.get(kind, 0) + count
+    return counts
 
 
 def _fullest(costs: EngineCosts, layout: UnequalLayout) -> tuple[dict[str, float], float]:
     """Bytes by kind of the stage that is nearest to its limit, and the limit."""
     every = [
-        costs.held(stage.group, Slot(number, len(one.stages)), stage.layers)
-        for one, number, stage in numbered(layout.pipelines)
+        costs.held(stage.group, Slot(number, len(pipeline.stages)), stage.layers)
+        for pipeline, number, stage in numbered(layout.pipelines)
     ]
-    held, limit = max(every, key=lambda one: float(sum(one[0].values())) / one[1])
-    return {name: float(size) for name, size in held.items()}, limit
+    sizes, limit = max(every, key=lambda pair: float(sum(pair[0].values())) / pair[1])
+    return {name: float(size) for name, size in sizes.items()}, limit
 
 
 def _sent(costs: EngineCosts, layout: UnequalLayout) -> dict[str, float]:
     """Payload bytes of the rank that sends most of each class."""
     most = 0.0
-    for one in layout.pipelines:
-        groups = [stage.group for stage in one.stages]
+    for pipeline in layout.pipelines:
+        groups = [stage.group for stage in pipeline.stages]
         between = [costs.message_bytes(*pair) for pair in itertools.pairwise(groups)]
-        most = max(most, *(one.micro_batches * sum(pair) for pair in itertools.pairwise((0.0, *between, 0.0))))
-    found = {"gradients": max(costs.gradients(layout.pipelines, seconds=False))}
-    return found | ({"activations": most} if most else {})
+        most = max(most, *(pipeline.micro_batches * sum(pair) for pair in itertools.pairwise((0.0, *between, 0.0))))
+    sent = {"gradients": max(costs.gradients(layout.pipelines, seconds=False))}
+    return sent | ({"activations": most} if most else {})
 
 
 # --- reasons ------------------------------------------------------------------------------------------------------
@@ -227,27 +227,29 @@ def _sent(costs: EngineCosts, layout: UnequalLayout) -> dict[str, float]:
 def reasons(costs: EngineCosts, layout: UnequalLayout) -> list[str]:
     """Why these pipelines, in sentences."""
     several = units.plural(len(layout.pipelines), "pipeline")
-    said = [f"Devices differ, so layers and samples go by speed: {several}, the best of {layout.priced} priced."]
-    for number, one in enumerate(layout.pipelines):
-        held = ", ".join(
+    sentences = [f"Devices differ, so layers and samples go by speed: {several}, the best of {layout.priced} priced."]
+    for number, pipeline in enumerate(layout.pipelines):
+        layers = ", ".join(
             f"{stage.layers} on {f'{stage.group.tensor} x ' * (stage.group.tensor > 1)}"
             f"{costs.classes[stage.group.kind].name}"
-            for stage in one.stages
+            for stage in pipeline.stages
         )
-        said.append(
-            f"Pipeline {number} has layers {held}, and {one.micro_batches * costs.size} samples of a step: "
-            f"{units.show_seconds(one.seconds)}."
+        sentences.append(
+            f"Pipeline {number} has layers {layers}, and {pipeline.micro_batches * costs.size} samples of a step: "
+            f"{units.show_seconds(pipeline.seconds)}."
         )
     for kind, count in layout.unused.items():
         there, name = costs.classes[kind].devices, costs.classes[kind].name
         what = f"{name} is" if there == 1 else f"{count} of {there} {name} are"
         if kind in layout.with_unused:
-            before, after = (_fine(one) for one in (layout.with_unused[kind], layout.seconds))
+            before, after = (_fine(seconds) for seconds in (layout.with_unused[kind], layout.seconds))
             pronoun = "it" if count == 1 else "them"
-            said.append(f"{what} left out: with {pronoun} a step takes {before}, without {after}.")
+            sentences.append(f"{what} left out: with {pronoun} a step takes {before}, without {after}.")
         else:
-            said.append(f"{what} left out: no pipeline that uses {'it' if count == 1 else 'them'} holds the model.")
-    return said
+            sentences.append(
+                f"{what} left out: no pipeline that uses {'it' if count == 1 else 'them'} holds the model."
+            )
+    return sentences
 
 
 def _fine(seconds: float) -> str:
