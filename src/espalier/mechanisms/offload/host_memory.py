@@ -28,12 +28,12 @@ class HostStates:
 
     def group(self, optimizer: torch.optim.Optimizer, owned: Sequence[Owned], kinds: StateKinds) -> OffloadedGroup:
         """See `optim.base.MakeGroup`."""
-        found = lay_out(owned, len(kinds.shaped), self.chunk if kinds.batches is None else None)
-        return OffloadedGroup(optimizer, owned, kinds, self.file(owned, found))
+        laid_out = lay_out(owned, len(kinds.shaped), self.chunk if kinds.batches is None else None)
+        return OffloadedGroup(optimizer, owned, kinds, self.file(owned, laid_out))
 
-    def file(self, owned: Sequence[Owned], laid_out: Sequence[StateExtent], kept: int = 0) -> HostMemory:
-        """Memory for extents of `owned`; `kept`: rows that steps only read."""
-        return HostMemory(laid_out, self.device, self.meter, self._streams, kept)
+    def file(self, owned: Sequence[Owned], laid_out: Sequence[StateExtent], fixed_rows: int = 0) -> HostMemory:
+        """Memory for extents of `owned`; `fixed_rows`: rows that steps only read."""
+        return HostMemory(laid_out, self.device, self.meter, self._streams, fixed_rows)
 
 
 class Streams:
@@ -88,9 +88,9 @@ class HostMemory:
         device: torch.device,
         meter: TransferMeter,
         streams: Streams | None = None,
-        kept: int = 0,
+        fixed_rows: int = 0,
     ) -> None:
-        self.extents, self._device, self._meter, self._first = list(extents), device, meter, kept
+        self.extents, self._device, self._meter, self._first = list(extents), device, meter, fixed_rows
         size = sum(extent.bytes for extent in extents)
         self._memory = torch.zeros(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
         self._streams = streams or streams_of(device)
@@ -162,13 +162,13 @@ class DeviceFile:
         buffers = device_views(jobs, self._device)
         for views, given in zip(self._file.walk(jobs), buffers, strict=True):
             with self._streams.beside(0):
-                for view, one in zip(views, given, strict=True):
-                    one.copy_(view, non_blocking=True)
+                for view, buffer in zip(views, given, strict=True):
+                    buffer.copy_(view, non_blocking=True)
             self._streams.wait(0)
             yield given
             with self._streams.beside(1):
-                for view, one in zip(views, given, strict=True):
-                    view.copy_(one, non_blocking=True)
+                for view, buffer in zip(views, given, strict=True):
+                    view.copy_(buffer, non_blocking=True)
             self._streams.finish()
 
     def fetch(self, extent: StateExtent, row: int, out: Tensor) -> Callable[[], None]:

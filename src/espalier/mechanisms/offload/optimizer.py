@@ -54,31 +54,36 @@ class StateFolder:
         chunk = self.chunk if kinds.batches is None else None
         return OffloadedGroup(optimizer, owned, kinds, self.file(owned, lay_out(owned, len(kinds.shaped), chunk)))
 
-    def file(self, owned: Sequence[Owned], laid_out: Sequence[StateExtent], kept: int = 0) -> States:
-        """A new file for extents of `owned`; `kept`: rows that steps only read."""
+    def file(self, owned: Sequence[Owned], laid_out: Sequence[StateExtent], fixed_rows: int = 0) -> States:
+        """A new file for extents of `owned`; `fixed_rows`: rows that steps only read."""
         self._count += 1
         path = self._folder / f"{self._name}-{self._count}.states"
         names = [owned[extent.pieces[0].number].name for extent in laid_out]
-        made = StateFile(path, laid_out, names, self.tier._replace(resident=self.resident), kept)
+        made = StateFile(path, laid_out, names, self.tier._replace(resident=self.resident), fixed_rows)
         self.resident -= made.resident_bytes
         return self._through(made)
 
 
 def lay_out(owned: Sequence[Owned], rows: int, chunk: int | None) -> list[StateExtent]:
     """Extents of `owned`; parameters of one dtype follow one another. Raises UserError for one with gaps."""
-    for one in owned:
-        if not one.tensor.is_contiguous():
+    for parameter in owned:
+        if not parameter.tensor.is_contiguous():
             raise UserError(
-                f"The optimizer state of {one.name!r} cannot be offloaded.",
-                why=f"its parameter has strides {one.tensor.stride()} for its shape {tuple(one.tensor.shape)}",
+                f"The optimizer state of {parameter.name!r} cannot be offloaded.",
+                why=f"its parameter has strides {parameter.tensor.stride()} for its shape "
+                f"{tuple(parameter.tensor.shape)}",
                 do="make the parameter contiguous, or plan.pin.offload=none",
             )
-    found: list[StateExtent] = []
-    for dtype in dict.fromkeys(one.tensor.dtype for one in owned):
-        sizes = [(number, one.tensor.numel()) for number, one in enumerate(owned) if one.tensor.dtype == dtype]
-        offset = found[-1].offset + found[-1].bytes if found else 0
-        found += extents(Elements(sizes, dtype.itemsize), rows, chunk, offset)
-    return found
+    laid_out: list[StateExtent] = []
+    for dtype in dict.fromkeys(parameter.tensor.dtype for parameter in owned):
+        sizes = [
+            (number, parameter.tensor.numel())
+            for number, parameter in enumerate(owned)
+            if parameter.tensor.dtype == dtype
+        ]
+        offset = laid_out[-1].offset + laid_out[-1].bytes if laid_out else 0
+        laid_out += extents(Elements(sizes, dtype.itemsize), rows, chunk, offset)
+    return laid_out
 
 
 class OffloadedGroup:
@@ -98,11 +103,13 @@ class OffloadedGroup:
     ) -> None:
         self.optimizer, self.owned, self._kinds, self.file = optimizer, owned, kinds, file
         self.rates = [float(group["lr"]) for group in optimizer.param_groups]
-        places = {id(one): index for index, group in enumerate(optimizer.param_groups) for one in group["params"]}
-        self._group_of = [places[id(one.tensor)] for one in owned]
+        places = {
+            id(parameter): index for index, group in enumerate(optimizer.param_groups) for parameter in group["params"]
+        }
+        self._group_of = [places[id(parameter.tensor)] for parameter in owned]
         self._counts: list[dict[str, Tensor]] = [
-            {kind: torch.zeros((), dtype=torch.float32, device=one.tensor.device) for kind in kinds.counted}
-            for one in owned
+            {kind: torch.zeros((), dtype=torch.float32, device=parameter.tensor.device) for kind in kinds.counted}
+            for parameter in owned
         ]
 
     # --- a step ------------------------------------------------------------------------------------------------------
@@ -120,7 +127,7 @@ class OffloadedGroup:
         for job, rows in zip(jobs, self.file.walk(jobs), strict=True):
             for group in self.optimizer.param_groups:
                 group["params"] = []
-            made = [one for extent, values in zip(job, rows, strict=True) for one in self._given(extent, values)]
+            made = [pair for extent, values in zip(job, rows, strict=True) for pair in self._given(extent, values)]
             self.optimizer.step()
             for piece, state in made:
                 if piece.stop == self.owned[piece.number].tensor.numel():
@@ -131,12 +138,14 @@ class OffloadedGroup:
 
     def jobs(self) -> list[ExtentJob]:
         """What is computed together, of parameters that have a gradient."""
-        moving = [one.tensor.grad is not None for one in self.owned]
-        found = [extent for extent in self.file.extents if any(moving[piece.number] for piece in extent.pieces)]
+        moving = [parameter.tensor.grad is not None for parameter in self.owned]
+        moving_extents = [
+            extent for extent in self.file.extents if any(moving[piece.number] for piece in extent.pieces)
+        ]
         if self._kinds.batches is None:
-            return [(extent,) for extent in found]
-        shapes = [self.owned[extent.pieces[0].number].tensor.shape for extent in found]
-        return [tuple(found[index] for index in batch) for batch in self._kinds.batches(shapes)]
+            return [(extent,) for extent in moving_extents]
+        shapes = [self.owned[extent.pieces[0].number].tensor.shape for extent in moving_extents]
+        return [tuple(moving_extents[index] for index in batch) for batch in self._kinds.batches(shapes)]
 
     def piece(self, piece: StatePiece, rows: Tensor) -> nn.Parameter | None:
         """A piece as the optimizer takes it, with its gradient; None: it has none."""
@@ -155,7 +164,7 @@ class OffloadedGroup:
             part = self.piece(piece, rows)
             if part is None:
                 continue
-            state = {kind: one.clone() for kind, one in self._counts[piece.number].items()}
+            state = {kind: count.clone() for kind, count in self._counts[piece.number].items()}
             shaped = zip(self._kinds.shaped, rows[self.before :], strict=True)
             state |= {kind: row.view(part.shape) for kind, row in shaped}
             self.optimizer.state[part] = state
@@ -166,27 +175,27 @@ class OffloadedGroup:
 
     def state_dict(self) -> dict[str, Any]:
         """`name/kind` -> tensor, or what reads and writes it piece by piece."""
-        found: dict[str, Any] = {}
-        for number, (one, counts) in enumerate(zip(self.owned, self._counts, strict=True)):
-            found |= {f"{one.name}/{kind}": value for kind, value in counts.items()}
+        tensors: dict[str, Any] = {}
+        for number, (parameter, counts) in enumerate(zip(self.owned, self._counts, strict=True)):
+            tensors |= {f"{parameter.name}/{kind}": value for kind, value in counts.items()}
             for row, kind in enumerate(self._kinds.shaped, self.before):
-                found[f"{one.name}/{kind}"] = self.stored(number, row)
-        return found
+                tensors[f"{parameter.name}/{kind}"] = self.stored(number, row)
+        return tensors
 
     def stored(self, number: int, row: int) -> StoredSlice:
         """A row of one parameter."""
-        one, places = self.owned[number].tensor, self._places[number]
-        local = torch.empty(one.numel(), dtype=one.dtype, device="meta")
-        return StoredSlice(local, one.shape, 0, stored=StoredState(self.file, places, row, one.dtype))
+        tensor, places = self.owned[number].tensor, self._places[number]
+        local = torch.empty(tensor.numel(), dtype=tensor.dtype, device="meta")
+        return StoredSlice(local, tensor.shape, 0, stored=StoredState(self.file, places, row, tensor.dtype))
 
     @cached_property
     def _places(self) -> list[list[_Place]]:
         """Where each parameter is."""
-        found: list[list[_Place]] = [[] for _ in self.owned]
+        places: list[list[_Place]] = [[] for _ in self.owned]
         for extent in self.file.extents:
             for piece in extent.pieces:
-                found[piece.number].append(_Place(extent, piece))
-        return found
+                places[piece.number].append(_Place(extent, piece))
+        return places
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Copies `state` into the file; what was read into the file is there."""

@@ -59,12 +59,12 @@ class LayerGroup(OffloadedGroup):
 
     def stored(self, number: int, row: int) -> StoredSlice:
         """See `OffloadedGroup.stored`: this rank's share."""
-        one = self.owned[number]
-        return replace(super().stored(number, row), shape=one.shape, start=one.start)
+        parameter = self.owned[number]
+        return replace(super().stored(number, row), shape=parameter.shape, start=parameter.start)
 
     def state_dict(self) -> dict[str, Any]:
         """See `OffloadedGroup.state_dict`: numbers are written by the rank with the first elements."""
-        starts = {one.name: one.start for one in self.owned}
+        starts = {parameter.name: parameter.start for parameter in self.owned}
         return {
             key: value
             if isinstance(value, StoredSlice)
@@ -87,14 +87,14 @@ class TensorShare(NamedTuple):
 
 def shares(layer: FlatLayer, rank: int, ranks: int) -> list[TensorShare]:
     """Of each tensor, whole cache lines; the last ranks have less."""
-    found, at = [], 0
+    parts, at = [], 0
     for _, shape in layer.tensors:
         size = prod(shape)
         each = size if ranks == 1 else -(-size // (ranks * LINE)) * LINE
         start, stop = min(size, rank * each), min(size, (rank + 1) * each)
-        found.append(TensorShare(start, stop, at))
+        parts.append(TensorShare(start, stop, at))
         at += stop - start
-    return found
+    return parts
 
 
 class OffloadNode:
@@ -121,7 +121,7 @@ class OffloadNode:
         self.step, self._layers, self.channel = 0, layers, channel
         rank, ranks = (0, 1) if channel is None else (channel.rank(), channel.size())
         self._shares = [[shares(layer, number, ranks) for number in range(ranks)] for layer in layers]
-        self._own = [found[rank] for found in self._shares]
+        self._own = [by_rank[rank] for by_rank in self._shares]
         self._extents: list[list[StateExtent]] = []
         self._norms: dict[int, list[Tensor]] = {}
         self._folder = folder
@@ -130,8 +130,8 @@ class OffloadNode:
             Owned(
                 name, nn.Parameter(nothing.expand(shape if ranks == 1 else (stop - start,))), torch.Size(shape), start
             )
-            for layer, own in zip(layers, self._own, strict=True)
-            for (name, shape), (start, stop, _) in zip(layer.tensors, own, strict=True)
+            for layer, local_shares in zip(layers, self._own, strict=True)
+            for (name, shape), (start, stop, _) in zip(layer.tensors, local_shares, strict=True)
         ]
         made = adamw.build(options, owned, self._group)
         assert isinstance(made, LayerGroup), "a model has parameters"
@@ -149,14 +149,14 @@ class OffloadNode:
             sizes = [(number + k, owned[number + k].tensor.numel()) for k in range(len(layer.tensors))]
             rows = LayerGroup.before + len(kinds.shaped)
             self._extents.append(extents(Elements(sizes, 4), rows, self._folder.chunk, offset))
-            number, offset = number + len(sizes), offset + sum(one.bytes for one in self._extents[-1])
-        every = [extent for found in self._extents for extent in found]
-        self.file = self._folder.file(owned, every, kept=VALUE)
+            number, offset = number + len(sizes), offset + sum(extent.bytes for extent in self._extents[-1])
+        every = [extent for layer_extents in self._extents for extent in layer_extents]
+        self.file = self._folder.file(owned, every, fixed_rows=VALUE)
         return LayerGroup(optimizer, owned, kinds, self.file)
 
     def _parts(self, layer: int, flat: Tensor) -> list[tuple[StateExtent, Tensor]]:
-        found = self._extents[layer]
-        return list(zip(found, flat.split([extent.used // 4 for extent in found]), strict=True))
+        layer_extents = self._extents[layer]
+        return list(zip(layer_extents, flat.split([extent.used // 4 for extent in layer_extents]), strict=True))
 
     def _store(self, layer: int, row: int, flat: Tensor) -> list[Callable[[], None]]:
         return [self.file.store(extent, row, part) for extent, part in self._parts(layer, flat)]
@@ -167,30 +167,32 @@ class OffloadNode:
             return flat
         whole = self._layers[layer].views(flat)
         return torch.cat(
-            [one.view(-1)[share.start : share.stop] for one, share in zip(whole, self._own[layer], strict=True)]
+            [tensor.view(-1)[share.start : share.stop] for tensor, share in zip(whole, self._own[layer], strict=True)]
         )
 
     def pull(self, layer: int, step: int, out: Tensor) -> Any:
         """Begins to read a layer."""
         if self.channel is None:
             return [self.file.fetch(extent, VALUE, part) for extent, part in self._parts(layer, out)]
-        room = max(own[-1].at + own[-1].stop - own[-1].start for own in self._shares[layer])
-        own = torch.empty(room, device=out.device)
+        room = max(
+            rank_shares[-1].at + rank_shares[-1].stop - rank_shares[-1].start for rank_shares in self._shares[layer]
+        )
+        local = torch.empty(room, device=out.device)
         last = self._own[layer][-1]
-        parts = self._parts(layer, own[: last.at + last.stop - last.start])
+        parts = self._parts(layer, local[: last.at + last.stop - last.start])
         return [
             *(self.file.fetch(extent, VALUE, part) for extent, part in parts),
-            partial(self._gather, layer, own, out),
+            partial(self._gather, layer, local, out),
         ]
 
-    def _gather(self, layer: int, own: Tensor, out: Tensor) -> None:
+    def _gather(self, layer: int, local: Tensor, out: Tensor) -> None:
         """Fills `out` with what all ranks have read of a layer. They gather layers in the same order."""
         assert self.channel is not None
-        found = [torch.empty_like(own) for _ in self._shares[layer]]
+        gathered = [torch.empty_like(local) for _ in self._shares[layer]]
         with traffic(Traffic.PARAMETERS):
-            dist.all_gather(found, own, group=self.channel)
+            dist.all_gather(gathered, local, group=self.channel)
         views = self._layers[layer].views(out)
-        for values, shared in zip(found, self._shares[layer], strict=True):
+        for values, shared in zip(gathered, self._shares[layer], strict=True):
             for view, (start, stop, at) in zip(views, shared, strict=True):
                 view.view(-1)[start:stop].copy_(values[at : at + stop - start])
 
@@ -212,7 +214,7 @@ class OffloadNode:
         if self.channel is not None and values.numel():
             with traffic(Traffic.CONTROL):
                 dist.all_reduce(values, group=self.channel)
-        norms = [one for layer in range(len(self._layers)) for one in self._norms[layer]]
+        norms = [norm for layer in range(len(self._layers)) for norm in self._norms[layer]]
         self._norms.clear()
         return values, torch.stack(norms)
 
@@ -252,11 +254,11 @@ class OffloadSharding(WindowSharding):
     def idle(self, times: int) -> None:
         """See `Sharding.idle`: layers are gathered in the order of a forward pass."""
         for _ in range(times if self.together else 0):
-            self.window.begin([layer for own in self.window.uses for layer in own])
-            for own in self.window.uses:
-                for layer in own:
+            self.window.begin([layer for layers in self.window.uses for layer in layers])
+            for layers in self.window.uses:
+                for layer in layers:
                     self.window.need(layer)
-                for layer in own:
+                for layer in layers:
                     self.window.release(layer)
 
     def parts(self, optimizer: Optimizer) -> Mapping[str, Stateful]:
@@ -274,10 +276,10 @@ class OffloadedLayers:
 
     def state_dict(self) -> dict[str, Any]:
         """By name; a tied parameter under all its names."""
-        held = [one for layer in self._sharding.window.layers for one in layer.parameters]
-        stored = {id(one): self._node.group.stored(number, VALUE) for number, one in enumerate(held)}
-        kept = self._sharding.model.state_dict(keep_vars=True)
-        return {name: stored.get(id(value), value) for name, value in kept.items()}
+        parameters = [parameter for layer in self._sharding.window.layers for parameter in layer.parameters]
+        stored = {id(parameter): self._node.group.stored(number, VALUE) for number, parameter in enumerate(parameters)}
+        tensors = self._sharding.model.state_dict(keep_vars=True)
+        return {name: stored.get(id(value), value) for name, value in tensors.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes back what `state_dict` gave."""

@@ -36,10 +36,10 @@ class TransferMeter:
 
     def read(self) -> dict[str, dict[str, float]]:
         """What was counted, by tier; counting begins anew."""
-        found = {"read": self.read_bytes, "written": self.written_bytes, "stalled": self.stalled}
+        counts = {"read": self.read_bytes, "written": self.written_bytes, "stalled": self.stalled}
         self.read_bytes = self.written_bytes = 0
         self.stalled = 0.0
-        return {self.tier: found}
+        return {self.tier: counts}
 
 
 def wait_for(done: Callable[[], object], meter: TransferMeter) -> None:
@@ -88,7 +88,7 @@ class StateFile:
         extents: what lies in it.
         names: of each extent's first parameter, for errors.
         tier: what transfers go through, and are counted by.
-        kept: rows at the beginning of each extent that steps only read.
+        fixed_rows: rows at the beginning of each extent that steps only read.
     """
 
     def __init__(
@@ -97,12 +97,13 @@ class StateFile:
         extents: Sequence[StateExtent],
         names: Sequence[str],
         tier: DiskTier,
-        kept: int = 0,
+        fixed_rows: int = 0,
     ) -> None:
         self.extents = list(extents)
-        self.path, self._first = path, kept
+        self.path, self._first = path, fixed_rows
         self._resident = {
-            one.offset: aligned(one.bytes).view(one.rows, one.row_bytes) for one in spread(extents, tier.resident)
+            extent.offset: aligned(extent.bytes).view(extent.rows, extent.row_bytes)
+            for extent in spread(extents, tier.resident)
         }
         self._queue, self._meter, self._hashing = tier[:3]
         self._names = {extent.offset: name for extent, name in zip(extents, names, strict=True)}
@@ -112,7 +113,11 @@ class StateFile:
             raise unwritable(str(path.parent), error) from error
         away = self._away(extents)
         self._begins = dict(
-            zip((one.offset for one in away), accumulate((one.bytes for one in away), initial=0), strict=False)
+            zip(
+                (extent.offset for extent in away),
+                accumulate((extent.bytes for extent in away), initial=0),
+                strict=False,
+            )
         )
         self._file = DirectFile(path, "create", job_bytes(away))
         path.unlink()
@@ -124,11 +129,11 @@ class StateFile:
     @property
     def resident_bytes(self) -> int:
         """Of extents that stay in memory."""
-        return sum(one.nbytes for one in self._resident.values())
+        return sum(values.nbytes for values in self._resident.values())
 
     def _away(self, job: ExtentJob) -> ExtentJob:
         """The extents that are not in memory."""
-        return tuple(one for one in job if one.offset not in self._resident)
+        return tuple(extent for extent in job if extent.offset not in self._resident)
 
     # --- extents, in a ring ------------------------------------------------------------------------------------------
 
@@ -138,23 +143,28 @@ class StateFile:
         away = [self._away(job) for job in jobs]
         moving = [job for job in away if job]
         room = max((job_bytes(job) for job in moving), default=0)
-        ring: list[tuple[Tensor, list[Future[None]]]] = [(one, []) for one in self._buffers if one.nbytes >= room]
+        ring: list[tuple[Tensor, list[Future[None]]]] = [
+            (buffer, []) for buffer in self._buffers if buffer.nbytes >= room
+        ]
         ring += [(aligned(room), []) for _ in range(BUFFERS - len(ring))]
         coming: deque[tuple[list[Tensor], list[Future[None]]]] = deque()
         turn = begun = 0
         for job, moved in zip(jobs, away, strict=True):
             if not moved:
-                yield [self._resident[one.offset] for one in job]
+                yield [self._resident[extent.offset] for extent in job]
                 continue
-            for number, one in enumerate(moving[begun : turn + AHEAD + 1], begun):
+            for number, next_job in enumerate(moving[begun : turn + AHEAD + 1], begun):
                 at, begun = number % BUFFERS, number + 1
                 self._wait(ring[at][1])
-                views = job_views(one, ring[at][0])
-                coming.append((views, self._read(one, views)))
+                views = job_views(next_job, ring[at][0])
+                coming.append((views, self._read(next_job, views)))
             views, reads = coming.popleft()
             self._wait(reads)
-            here = {one.offset: values for one, values in zip(moved, views, strict=True)}
-            yield [here[one.offset] if one.offset in here else self._resident[one.offset] for one in job]
+            by_offset = {extent.offset: values for extent, values in zip(moved, views, strict=True)}
+            yield [
+                by_offset[extent.offset] if extent.offset in by_offset else self._resident[extent.offset]
+                for extent in job
+            ]
             at, turn = turn % BUFFERS, turn + 1
             ring[at] = ring[at][0], self._write(moved, views)
         for _, writes in ring:
@@ -184,8 +194,8 @@ class StateFile:
 
     def _check(self, job: ExtentJob, views: Sequence[Tensor], pending: Sequence[Future[None]]) -> None:
         """Compares what has arrived with its checksums."""
-        for one in pending:
-            one.result()
+        for future in pending:
+            future.result()
         for extent, view in zip(job, views, strict=True):
             for row in range(extent.rows):
                 self._verify(extent, row, view[row, : extent.used], self._sums.get(self._place(extent, row)))
@@ -202,15 +212,15 @@ class StateFile:
             )
 
     def _wait(self, pending: Sequence[Future[None]]) -> None:
-        for one in pending:
-            wait_for(one.result, self._meter)
+        for future in pending:
+            wait_for(future.result, self._meter)
 
     # --- parts of rows, in the background ----------------------------------------------------------------------------
 
     def fetch(self, extent: StateExtent, row: int, out: Tensor) -> Callable[[], None]:
         """See `States.fetch`."""
-        if (here := self._resident.get(extent.offset)) is not None:
-            flat_bytes(out).copy_(here[row, : out.nbytes])
+        if (resident := self._resident.get(extent.offset)) is not None:
+            flat_bytes(out).copy_(resident[row, : out.nbytes])
             return nothing
         self._meter.read_bytes += out.nbytes
         written = self._sums.get(self._place(extent, row))
@@ -224,8 +234,8 @@ class StateFile:
 
     def store(self, extent: StateExtent, row: int, values: Tensor) -> Callable[[], None]:
         """See `States.store`."""
-        if (here := self._resident.get(extent.offset)) is not None:
-            here[row, : values.nbytes].copy_(flat_bytes(values))
+        if (resident := self._resident.get(extent.offset)) is not None:
+            resident[row, : values.nbytes].copy_(flat_bytes(values))
             return nothing
         self._meter.written_bytes += values.nbytes
         self._sums[self._place(extent, row)] = checksum(values)
@@ -236,8 +246,8 @@ class StateFile:
 
     def row(self, extent: StateExtent, row: int, change: bool = False) -> Tensor:
         """See `States.row`."""
-        if (here := self._resident.get(extent.offset)) is not None:
-            return here[row]
+        if (resident := self._resident.get(extent.offset)) is not None:
+            return resident[row]
         if self._row is None or self._row[:2] != (extent, row):
             self.settle()
             values = aligned(extent.row_bytes)
@@ -264,11 +274,11 @@ def nothing() -> None:
     """Of what is done at once."""
 
 
-def spread(found: Sequence[StateExtent], size: int) -> list[StateExtent]:
+def spread(extents: Sequence[StateExtent], size: int) -> list[StateExtent]:
     """Extents of at most `size` bytes together, evenly among all: what moves them is at work while others are read."""
-    total, seen, taken = job_bytes(found), 0, 0
+    total, seen, taken = job_bytes(extents), 0, 0
     chosen = []
-    for extent in found:
+    for extent in extents:
         seen += extent.bytes
         if taken + extent.bytes <= min(size, -(-size * seen // total)):
             chosen.append(extent)
