@@ -50,35 +50,35 @@ def encoded(request: Request, cluster: Cluster) -> tuple[Request, Sequence[str]]
         rate = rates.get(name) or hybrid_compression.CodecRate(ratio, float("inf"), float("inf"))  # coding is free
         lossy = not codec(name).lossless
         crossings[kind.value] = Crossing("between" if several else "all", name, *rate, lossy)
-    said = [chosen.why] if crossings or request.recipe.comm.codec == "auto" else []
-    if said and request.profile.sparse != 1.0:
-        said.append(
+    reasons = [chosen.why] if crossings or request.recipe.comm.codec == "auto" else []
+    if reasons and request.profile.sparse != 1.0:
+        reasons.append(
             f"gradients that are not zero, with their places, are {1 / request.profile.sparse:.0%} of all "
             "(codec sparse)"
         )
-    return replace(request, crossings=crossings), said
+    return replace(request, crossings=crossings), reasons
 
 
 def measured(cluster: Cluster) -> Cluster:
     """A probed machine with the codecs of its processor, measured now."""
-    found = tuple(CodecSpeed(name, *rate) for name, rate in hybrid_compression.measure().items())
+    speeds = tuple(CodecSpeed(name, *rate) for name, rate in hybrid_compression.measure().items())
     tables = [
-        one.changed(device=one.device.changed(codecs=found)) if one.device.kind == "cpu" else one
-        for one in cluster.nodes
+        table.changed(device=table.device.changed(codecs=speeds)) if table.device.kind == "cpu" else table
+        for table in cluster.nodes
     ]
     return cluster.changed(nodes=tuple(tables))
 
 
 def _rates(cluster: Cluster) -> dict[str, hybrid_compression.CodecRate]:
     """Of the slowest device, codec by codec; a codec that some device has not measured is left out."""
-    tables = [one.device.codecs for one in cluster.nodes]
-    names = set.intersection(*({one.codec for one in table} for table in tables))
-    found = {}
+    tables = [node.device.codecs for node in cluster.nodes]
+    names = set.intersection(*({speed.codec for speed in table} for table in tables))
+    rates = {}
     for name in sorted(names):
-        here = [one for table in tables for one in table if one.codec == name]
-        least = (min(getattr(one, what) for one in here) for what in ("ratio", "encode", "decode"))
-        found[name] = hybrid_compression.CodecRate(*least)
-    return found
+        speeds = [speed for table in tables for speed in table if speed.codec == name]
+        least = (min(getattr(speed, what) for speed in speeds) for what in ("ratio", "encode", "decode"))
+        rates[name] = hybrid_compression.CodecRate(*least)
+    return rates
 
 
 CHOICE = CodecChoice()

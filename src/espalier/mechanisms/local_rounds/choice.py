@@ -51,10 +51,10 @@ class LocalRoundsChoice(PlanChoice):
             apart = _apart(made, rounds)
             if not all(replica.fits for replica in apart):
                 raise UserError("no machine can hold a replica by itself.")
-            told = co2.pays(best.plan, [replica.plan for replica in apart], made)
-            if told:
+            reason = co2.pays(best.plan, [replica.plan for replica in apart], made)
+            if reason:
                 decision = _by_rounds(rounds, Eager())
-                yield decision.changed(why=(told, *decision.plan.why))
+                yield decision.changed(why=(reason, *decision.plan.why))
         except UserError as error:
             why = f"Rounds of local steps were left out: {error.what}"
             yield best.changed(why=(*best.plan.why, why))
@@ -129,8 +129,8 @@ def _replica(ask: Ask) -> PlanDecision:
 def _refusal(error: refusals.DoesNotFit, ask: Ask) -> refusals.DoesNotFit:
     """The error when no replica fits beside what rounds keep, with the change that keeps nothing where it helps."""
     cost = refusals.planned(ask.changed(sync=EveryStep()).request, ask.cluster)
-    told = [f'sync.kind="every_step", which keeps no outer states ({cost})'] if cost else []
-    return refusals.DoesNotFit(error.what, why=error.why, do=refusals.SEPARATOR.join([*told, error.do]))
+    advice = [f'sync.kind="every_step", which keeps no outer states ({cost})'] if cost else []
+    return refusals.DoesNotFit(error.what, why=error.why, do=refusals.SEPARATOR.join([*advice, error.do]))
 
 
 CHOICE = LocalRoundsChoice()

@@ -83,10 +83,10 @@ def cut(request: Request, cluster: Cluster, options: ByRounds) -> Replicas:
         raise UserError(
             f"plan.pin.ranks = {pin.ranks} is no multiple of {count} replicas.", do=f"plan.pin.ranks={count}"
         )
-    own = None if pin.ranks is None else pin.ranks // count
+    replica_ranks = None if pin.ranks is None else pin.ranks // count
     inner = request.changed(
         global_batch=request.profile.global_batch // count,
-        pin=pin.changed(ranks=own),
+        pin=pin.changed(ranks=replica_ranks),
         sync=EveryStep(),
         outer=_kept(options, cluster),
         crossings={},
@@ -113,7 +113,7 @@ def _refused(refuses: Callable[[Plan], Refusal | None], method: str, plan: Plan)
 
 def _machines(cluster: Cluster, count: int) -> list[Cluster]:
     if cluster.machines == count:
-        found = []
+        clusters = []
         for machine in range(count):
             places = [place for place in cluster.devices() if place.node == machine]
             tables = {id(place.table): place.table for place in places}
@@ -122,8 +122,8 @@ def _machines(cluster: Cluster, count: int) -> list[Cluster]:
                 for table in tables.values()
             )
             alone = {"between": None, "pairs": (), "optimizers": (), "standbys": ()}
-            found.append(cluster.changed(nodes=nodes, **alone))
-        return found
+            clusters.append(cluster.changed(nodes=nodes, **alone))
+        return clusters
     node = cluster.nodes[0]
     part = node.changed(devices=max(1, node.devices // count), cores=max(1, node.cores // count))
     return [cluster.changed(nodes=(part,), pairs=())] * count
@@ -188,7 +188,7 @@ def round_of(options: ByRounds, made: Replicas, step: float, size: float) -> Rou
     local = "1 local step" if raw_steps == 1 else f"{raw_steps} local steps"
     hide = "hides" if raw_steps == 1 else "hide"
     needs = f"{local} {hide} that in full precision" if hidden else f"{local} between"
-    said = [
+    sentences = [
         f"The exchange of all parameters takes {units.show_seconds(raw)} on this link, a local step "
         f"{units.show_seconds(step)}: {needs}"
         + (f", {steps} with the differences as {name}." if name != "exact" else ".")
@@ -197,10 +197,10 @@ def round_of(options: ByRounds, made: Replicas, step: float, size: float) -> Rou
         raise _never(made, step, size, name, hidden)
     if options.steps is not None and options.steps < steps:
         waits = flight - (options.steps * step if hidden else 0.0)
-        said.append(
+        sentences.append(
             f"sync.steps = {options.steps} leaves {units.show_seconds(max(0.0, waits))} of it in view each round."
         )
-    return RoundChoice(options.steps or steps, name, flight, tuple(said))
+    return RoundChoice(options.steps or steps, name, flight, tuple(sentences))
 
 
 def _never(made: Replicas, step: float, size: float, name: str, hidden: bool) -> UserError:
@@ -229,14 +229,14 @@ def join(parts: Sequence[Plan], made: Replicas, chosen: RoundChoice, options: By
     ranks: list[Rank] = []
     replicas = []
     for index, part in enumerate(parts):
-        several = len({id(one) for one in made.clusters}) > 1
+        several = len({id(cluster) for cluster in made.clusters}) > 1
         replicas.append(tuple(range(len(ranks), len(ranks) + len(part.ranks))))
         for rank in part.ranks:
             start, stop = rank.share
             share = (start + index * size, stop + index * size)
             ranks.append(rank.changed(node=index if several else rank.node, share=share))
     seconds = [part.predicted.step_seconds if part.predicted else 1.0 for part in parts]
-    paces = tuple(min(seconds) / one for one in seconds)
+    paces = tuple(min(seconds) / step_seconds for step_seconds in seconds)
     outer = LocalRoundsState(
         replicas=tuple(replicas),
         method=method_of(options),
@@ -263,10 +263,10 @@ def join(parts: Sequence[Plan], made: Replicas, chosen: RoundChoice, options: By
 
 def settings_of(options: ByRounds, codec_name: str) -> dict[str, float | str | bool]:
     """What differs from the method's own choices."""
-    own = METHODS[method_of(options)]
-    given = {name: value for name in vars(own) if (value := getattr(options, name)) is not None}
+    defaults = METHODS[method_of(options)]
+    given = {name: value for name in vars(defaults) if (value := getattr(options, name)) is not None}
     given["codec"] = codec_name
-    return {key: value for key, value in given.items() if value != getattr(own, key)}
+    return {key: value for key, value in given.items() if value != getattr(defaults, key)}
 
 
 def _fragments(step: CostInputs, nodes: Sequence[int], count: int) -> Sequence[Sequence[float]]:
@@ -290,7 +290,9 @@ def _predicted(part: Plan, made: Replicas, chosen: RoundChoice, outer: LocalRoun
     step = CostInputs(made.request, on, on.kinds[0], of_view(part.layout))
     nodes = [rank.node if rank.device == "cpu" else 0 for rank in part.ranks]
     fragments = _fragments(step, nodes, choices.fragments)
-    given = cost.OuterRound([sum(one) for one in fragments], chosen.steps, chosen.codec, made.request.bytes_each)
+    given = cost.OuterRound(
+        [sum(fragment) for fragment in fragments], chosen.steps, chosen.codec, made.request.bytes_each
+    )
     added = cost.cost(given, made.count, made.link)
     sent = {**inside.sent_bytes, **{key: float(value) for key, value in added.sent.items()}}
     steering = cost.steering_bytes(shards, choices.fragments, choices.penalty, outer.adapt)
@@ -320,12 +322,12 @@ def pays(together: Plan, apart: Sequence[Plan], made: Replicas) -> str:
     times = min(SLOW, ALONE * len(apart))
     if not alone or whole < times * max(alone):
         return ""
-    request, here = made.request, made.link.bandwidth
-    sent = here * cost.flight_seconds(
+    request, bandwidth = made.request, made.link.bandwidth
+    sent = bandwidth * cost.flight_seconds(
         (request.low or request.bytes_each) * request.profile.trainable, made.count, made.link
     )
     return (
-        f"Over the link of {units.show_bits(here)} the best plan that agrees at every step takes "
+        f"Over the link of {units.show_bits(bandwidth)} the best plan that agrees at every step takes "
         f"{units.show_seconds(whole)} a step, a replica by itself {units.show_seconds(max(alone))}: replicas agree by "
         f"rounds, which pay below about {units.show_bits(float(sent) / (times - 1) / max(alone))} here."
     )

@@ -57,7 +57,7 @@ def joined(plan: Plan, request: Request, cluster: Cluster, options: ByRounds) ->
     flight, local, computing = _seconds(plan, request, cluster, sent)
     steps = options.steps or min(co2.MOST, max(1, math.ceil(flight / (co2.WAITING * (local + computing)))))
     outer = LocalRoundsState(replicas=replicas, method=method, settings=settings, steps=steps, adapt=False)
-    told = (
+    sentence = (
         f"In a round workers take {units.plural(steps, 'step')} of their own, on parameters and AdamW's states on "
         f"their disks. At its end they push how far they went to the optimizer nodes, which run {method}, and pull the "
         f"outer parameters: {units.show_seconds(flight)}."
@@ -67,7 +67,7 @@ def joined(plan: Plan, request: Request, cluster: Cluster, options: ByRounds) ->
         stages=tuple(stage.changed(ranks=stage.ranks[:1]) for stage in plan.stages),
         exchanges=(Exchange(traffic="outer_step", codec=codec, agreement=method),),
         predicted=_predicted(plan.predicted, outer.steps, sent, (flight, local)),
-        why=(told, *plan.why),
+        why=(sentence, *plan.why),
         runners_up=(),
     )
 
@@ -78,8 +78,8 @@ def _seconds(plan: Plan, request: Request, cluster: Cluster, sent: float) -> tup
     on = collective_time.fleet(cluster, len(plan.trainers), plan.ranks[0].threads)
     kind, size = on.kinds[0], optimizer_node.pushed(request)
     flight = (size + sent) / optimizer_node.rates(on, kind).link
-    disks, beside = kind.table.disks, kind.setting.processes
-    rate = min(disks[0].read, disks[0].write) / beside if disks else math.inf
+    disks, processes = kind.table.disks, kind.setting.processes
+    rate = min(disks[0].read, disks[0].write) / processes if disks else math.inf
     terms = {} if plan.predicted is None else plan.predicted.terms
     computing = sum(terms.get(name, 0.0) for name in ("forward", "backward", "recompute", "launch")) or 1.0
     return flight, LOCAL_BYTES * size / 4 / rate, computing
