@@ -16,14 +16,14 @@ NOT_FINITE = 255
 
 
 @jit("(float32[::1], uint8[::1])")
-def exponents(values: Any, found: Any) -> None:
-    """Fills `found` with the largest exponent of each block of `values`."""
+def exponents(values: Any, out: Any) -> None:
+    """Fills `out` with the largest exponent of each block of `values`."""
     words = values.view(np.int32)
-    for block in range(found.size):
+    for block in range(out.size):
         largest = np.int32(0)
         for i in range(block * BLOCK, min(values.size, block * BLOCK + BLOCK)):
             largest = max(largest, words[i] & _EXPONENT)
-        found[block] = largest >> np.int32(23)
+        out[block] = largest >> np.int32(23)
 
 
 @jit(

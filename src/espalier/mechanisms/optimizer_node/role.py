@@ -240,8 +240,8 @@ def _aggregate(
         aggregators = []
         nodes = addresses_of(place.plan, posts)
         for job, door, addresses in zip(jobs, doors, nodes, strict=True):
-            own, node = replace(job, workers=workers), (addresses, _token(posts))
-            aggregators.append(Aggregator(own, node, door, place.number, times).start())
+            local_job, node = replace(job, workers=workers), (addresses, _token(posts))
+            aggregators.append(Aggregator(local_job, node, door, place.number, times).start())
             opened.callback(aggregators[-1].close)
         stepped(0)
         came = False
@@ -324,11 +324,11 @@ def _door(place: NodePlace) -> socket.socket:
         return socket.create_server((place.address or probe.getsockname()[0], 0))
 
 
-def _gather(own: NodePost | None, channel: dist.ProcessGroup | None) -> Posts:
+def _gather(local_post: NodePost | None, channel: dist.ProcessGroup | None) -> Posts:
     """What the processes that serve say of themselves; all ranks of the run call it once, as they begin."""
     if channel is None:
-        return _by_rank([] if own is None else [own])
-    every = plain_collectives.all_gather(own and msgspec.json.encode(own), channel)
+        return _by_rank([] if local_post is None else [local_post])
+    every = plain_collectives.all_gather(local_post and msgspec.json.encode(local_post), channel)
     return _by_rank(msgspec.json.decode(post, type=NodePost) for post in every if post)
 
 

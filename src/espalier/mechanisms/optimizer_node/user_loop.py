@@ -224,10 +224,13 @@ def _layers(model: nn.Module) -> list[tuple[FlatLayer, list[nn.Parameter]]]:
             groups.setdefault(-1 if block is None else block, []).append((name, parameter))
     return [
         (
-            FlatLayer(OUTSIDE if block < 0 else f"block {block}", tuple((name, tuple(one.shape)) for name, one in own)),
-            [one for _, one in own],
+            FlatLayer(
+                OUTSIDE if block < 0 else f"block {block}",
+                tuple((name, tuple(parameter.shape)) for name, parameter in named),
+            ),
+            [parameter for _, parameter in named],
         )
-        for block, own in sorted(groups.items())
+        for block, named in sorted(groups.items())
     ]
 
 

@@ -496,13 +496,13 @@ def dial(address: Address, token: str, greeting: Greeting, seconds: float = _OPE
         magic, version, challenge = _CHALLENGE.unpack(_exactly(connection, bytearray(_CHALLENGE.size)))
         if magic != _MAGIC:
             raise UserError(f"What listens at {place} is no optimizer node.", do="another address or port")
-        own = secrets.token_bytes(32)
+        nonce = secrets.token_bytes(32)
         if version != VERSION:
-            connection.sendall(_CHALLENGE.pack(_MAGIC, VERSION, own))
+            connection.sendall(_CHALLENGE.pack(_MAGIC, VERSION, nonce))
             theirs, mine = f"version {version} of the protocol", f"version {VERSION}"
             raise _versions(f"The optimizer node at {place} speaks {theirs}, this process {mine}.")
-        connection.sendall(_CHALLENGE.pack(_MAGIC, VERSION, own))
-        _say(connection, _sealed(token, "visitor", challenge + own, greeting | {"espalier": release()}))
+        connection.sendall(_CHALLENGE.pack(_MAGIC, VERSION, nonce))
+        _say(connection, _sealed(token, "visitor", challenge + nonce, greeting | {"espalier": release()}))
         answer = _hear(connection)
         if not answer:
             raise UserError(
@@ -510,7 +510,7 @@ def dial(address: Address, token: str, greeting: Greeting, seconds: float = _OPE
                 why="it was started with another token",
                 do="give nodes and workers of one run the same token",
             )
-        reply = _opened(token, "node", own + challenge, answer)
+        reply = _opened(token, "node", nonce + challenge, answer)
         if reply is None:
             raise UserError(f"What listens at {place} does not know the token of this run.", do="check the address")
         if "error" in reply:
