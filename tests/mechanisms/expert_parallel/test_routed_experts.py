@@ -64,7 +64,7 @@ def _summed(out, experts):
 def test_numbers_may_be_in_any_order_also_in_one_process():
     experts, x, chosen, weights = made()
     order = [3, 0, 4, 1, 2]
-    mixture = route([experts[number] for number in order], held=[order])
+    mixture = route([experts[number] for number in order], experts_by_rank=[order])
     assert torch.equal(mixture(x, chosen, weights), local(x, chosen, weights, experts))
 
 
@@ -77,7 +77,7 @@ def test_bad_input_is_named():
         mixture(x[:3], chosen, weights)
     for held in ([[0, 1, 2, 3, 3]], [[0, 1]], [[], []]):
         with pytest.raises(UserError, match="each expert is held once"):
-            route(experts, held=held)
+            route(experts, experts_by_rank=held)
     with pytest.raises(UserError, match="each expert is held once"):
         route([])
     with pytest.raises(UserError, match="no codec 'int7'"):

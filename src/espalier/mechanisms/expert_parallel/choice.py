@@ -54,11 +54,11 @@ def _experts(request: Request, option: Option) -> tuple[tuple[int, ...], ...]:
 def _spread(request: Request, state: ExpertParallelState) -> str:
     """Why experts lie where they lie."""
     sizes = [len(experts) for experts in state.experts]
-    told = " and ".join(map(str, dict.fromkeys(sizes)))
+    counts = " and ".join(map(str, dict.fromkeys(sizes)))
     pinned = f", as pinned: plan.pin.ep = {len(sizes)}" if request.pin.ep else ""
     unlike = max(sizes) - min(sizes) > 1
     return (
-        f"Experts are spread over groups of {len(sizes)} ranks ({told} each{pinned}). Messages are priced for even "
+        f"Experts are spread over groups of {len(sizes)} ranks ({counts} each{pinned}). Messages are priced for even "
         f"routing.{' Ranks that compute or send faster hold more.' if unlike else ''}"
     )
 

@@ -72,7 +72,7 @@ class RoutedExperts(nn.Module):
 def route(
     experts: Sequence[nn.Module],
     group: dist.ProcessGroup | None = None,
-    held: Sequence[Sequence[int]] | None = None,
+    experts_by_rank: Sequence[Sequence[int]] | None = None,
     codec: str = "exact",
 ) -> RoutedExperts:
     """Experts over the ranks of `group`: tokens go to the rank that holds their expert, and answers come back
@@ -85,7 +85,7 @@ def route(
     Args:
         experts: those that this rank holds, at least one in the group; each maps rows [rows, width] to rows.
         group: None: all ranks of `torch.distributed`, or where it is not set up this process alone.
-        held: the numbers of each rank's experts, in its own order; None: consecutive, rank after rank.
+        experts_by_rank: the numbers of each rank's experts, in its own order; None: consecutive, rank after rank.
         codec: `exact`, or `int8`: rows on their way to experts (gradients in the backward pass) take eight bits a
             value and one scale for each row.
 
@@ -110,7 +110,9 @@ def route(
         sizes = [int(count) for count in counts]
     ends = list(itertools.accumulate(sizes, initial=0))
     ranks = (
-        tuple(map(tuple, held)) if held is not None else tuple(itertools.starmap(_numbers, itertools.pairwise(ends)))
+        tuple(map(tuple, experts_by_rank))
+        if experts_by_rank is not None
+        else tuple(itertools.starmap(_numbers, itertools.pairwise(ends)))
     )
     if (
         [len(experts_of_rank) for experts_of_rank in ranks] != sizes
@@ -119,9 +121,9 @@ def route(
     ):
         stated = "; ".join(", ".join(map(str, experts_of_rank)) or "none" for experts_of_rank in ranks)
         raise UserError(
-            f"held says {stated}; the ranks hold {', '.join(map(str, sizes))} experts.",
+            f"experts_by_rank says {stated}; the ranks hold {', '.join(map(str, sizes))} experts.",
             why="each expert is held once, and they are numbered from 0",
-            do="held=None, for consecutive numbers",
+            do="experts_by_rank=None, for consecutive numbers",
         )
     whole = ExpertMap(ranks)
     row_codec(codec)

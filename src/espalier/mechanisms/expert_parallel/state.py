@@ -28,8 +28,8 @@ class ExpertParallelState(ChoiceState, frozen=True):
         """See `ChoiceState.cells`: those of the stages. Raises UserError unless each expert is held once."""
         numbers = sorted(expert for experts in self.experts for expert in experts)
         if numbers != list(range(len(numbers))):
-            told = ", ".join(map(str, numbers))
-            raise nonsense(origin, f"its expert ranks hold the experts {told}; each is held once, numbered from 0")
+            listed = ", ".join(map(str, numbers))
+            raise nonsense(origin, f"its expert ranks hold the experts {listed}; each is held once, numbered from 0")
         return []
 
 
