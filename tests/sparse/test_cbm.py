@@ -103,7 +103,7 @@ def test_the_tree_is_the_minimum_arborescence(matrix: Tensor, alpha: int) -> Non
 
 def test_equal_rows_cost_nothing_but_their_edge() -> None:
     stats = CBM.of(binary(torch.ones(9, 7)), 0).stats()
-    assert (stats.differences, stats.tree_edges, stats.branches, stats.kept) == (7, 8, 1, "cbm")
+    assert (stats.differences, stats.tree_edges, stats.branches, stats.form) == (7, 8, 1, "cbm")
 
 
 @settings(max_examples=80)
@@ -186,9 +186,9 @@ def test_heavy_branches_are_cut_for_the_threads(monkeypatch: pytest.MonkeyPatch)
 
 def test_auto_keeps_the_plain_format_where_nothing_is_gained() -> None:
     random = binary((torch.rand(200, 200, generator=torch.Generator().manual_seed(0)) < 0.03).double())
-    assert CBM.from_csr(random.indptr, random.indices, random.shape).stats().kept == "csr"
+    assert CBM.from_csr(random.indptr, random.indices, random.shape).stats().form == "csr"
     stats = CBM.of(cliques()).stats()
-    assert stats.kept == "cbm"
+    assert stats.form == "cbm"
     assert stats.ratio > 2
 
 
@@ -197,7 +197,7 @@ def test_auto_multiplies_few_columns_by_the_entries_where_differences_save_littl
 ) -> None:
     """A clique of 12 saves some 8 additions a row: too few for 16 columns, enough for 512."""
     matrix, whole = CBM.of(cliques(30, 12)), cliques(30, 12)
-    assert matrix.stats().kept == "cbm"
+    assert matrix.stats().form == "cbm"
     used: list[int] = []
 
     def differences(_: CBM, x: Tensor) -> Tensor:
@@ -293,7 +293,7 @@ def test_what_it_cannot_hold_is_refused_by_name(said: str, tmp_path: Path) -> No
 def test_values_of_one_are_binary() -> None:
     whole = cliques(2, 9)
     ones = CSR(whole.indptr, whole.indices, whole.shape, torch.ones(whole.entries))
-    assert CBM.of(ones, 0).stats().kept == "cbm"
+    assert CBM.of(ones, 0).stats().form == "cbm"
 
 
 def test_a_choice_is_the_fastest_of_what_was_measured() -> None:
@@ -349,7 +349,7 @@ SPOILT: dict[str, Callable[[dict[str, Tensor], dict[str, str]], Any]] = {
 @pytest.mark.parametrize("how", SPOILT)
 def test_a_damaged_file_is_refused(tmp_path: Path, how: str) -> None:
     path, tensors, said = _saved(tmp_path)
-    assert CBM.load(path).stats().kept == "cbm"
+    assert CBM.load(path).stats().form == "cbm"
     SPOILT[how](tensors, said)
     save_file(tensors, str(path), metadata=said)
     with pytest.raises(UserError, match="is damaged"):

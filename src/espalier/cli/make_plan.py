@@ -55,11 +55,11 @@ def make_plan(
         folder = Path(model).absolute().parent if isinstance(model, str | Path) else None
         drawn = cast("Any", workload_registry.open_workload(workload_registry.Resolved(recipe, folder=folder))).drawn()
 
-        def planned(one: Any) -> Plan:
-            return make_plan(one, where, batch=batch, calibration=calibration, sync=sync, **pins)
+        def planned(candidate: Any) -> Plan:
+            return make_plan(candidate, where, batch=batch, calibration=calibration, sync=sync, **pins)
 
-        def tried(one: Any, plan: Plan) -> float | None:
-            return Trials(one, where).of([plan]).get(key(plan))
+        def tried(candidate: Any, plan: Plan) -> float | None:
+            return Trials(candidate, where).of([plan]).get(key(plan))
 
         chosen, why = drawn_batches.choose(recipe, drawn, planned, tried)
         return drawn_batches.told(planned(graphs.with_batches(recipe, chosen)), chosen, why)

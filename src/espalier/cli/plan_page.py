@@ -162,7 +162,7 @@ def _spans(plan: Plan, predicted: Predicted) -> list[TimetableBar]:
     """The passes of the first pipeline, on the first rank of each stage, or what a system draws; none of one stage."""
     if spans := [span for state in plan.choices.values() for span in state.spans()]:
         return spans
-    stages = sorted((stage for stage in plan.stages if stage.pipeline == 0), key=lambda one: one.layers)
+    stages = sorted((stage for stage in plan.stages if stage.pipeline == 0), key=lambda stage: stage.layers)
     if len(stages) < 2:
         return []
     count = min(stages[0].micro_batches, max(1, DRAWN // (3 * len(stages))))
@@ -183,7 +183,7 @@ def _spans(plan: Plan, predicted: Predicted) -> list[TimetableBar]:
     actions = timetable(pipeline, action_lists([pipeline], plan.schedule), seconds)
     return [
         TimetableBar(f"rank {action.rank}", action.start, action.end, PASSES[action.action.kind], _told(action))
-        for action in sorted(actions, key=lambda one: (pipeline.ranks.index(one.rank), one.start))
+        for action in sorted(actions, key=lambda action: (pipeline.ranks.index(action.rank), action.start))
         if action.action.computes
     ]
 

@@ -182,16 +182,16 @@ def unpacked(text: str) -> Path | None:
     return run.kept()
 
 
-def shared(store: Any, key: str, own: Path | None, deadline: Deadline) -> Path | None:
+def shared(store: Any, key: str, folder: Path | None, deadline: Deadline) -> Path | None:
     """What the run of the first rank keeps, in a folder of this host. `store`: a torch Store that all ranks reach;
-    `own`: the run's folder, on the first rank alone. Raises PeerLost where the first rank has not said it by then."""
-    if own is not None:
-        text = packed(own)
+    `folder`: the run's folder, on the first rank alone. Raises PeerLost where that rank has not said it by then."""
+    if folder is not None:
+        text = packed(folder)
         pieces = [text[at : at + _PIECE] for at in range(0, len(text), _PIECE)]
         for at, piece in enumerate(pieces):
             store.set(f"{key}/{at}", piece)
         store.set(key, str(len(pieces)))
-        return RunFolder(own).kept() if text else None
+        return RunFolder(folder).kept() if text else None
     count = deadline.poll(
         lambda: int(store.get(key)) if store.check([key]) else None,
         lambda: "what rank 0 keeps of the run",

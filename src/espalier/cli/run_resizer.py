@@ -267,12 +267,12 @@ class HostResizer(RunResizer):
         return {"hosts": hosts, "told": msgspec.json.encode(message).decode()}
 
 
-def heard(job: RunStart, start: Start, told: str) -> RunShape:
+def heard(job: RunStart, start: Start, message: str) -> RunShape:
     """The shape that the first host has told (`RunShape.told`)."""
-    text, hosts, copies = msgspec.json.decode(told, type=tuple[str, tuple[int, ...], bool])
+    text, hosts, copies = msgspec.json.decode(message, type=tuple[str, tuple[int, ...], bool])
     plan = plans.loads(text)
     task, places = start(replace(job, plan=plan)), launch.places(plan)
-    return RunShape(task, places, kept=(), copies=copies, ratio=1.0, plan="", says="", hosts=hosts, told=told)
+    return RunShape(task, places, kept=(), copies=copies, ratio=1.0, plan="", says="", hosts=hosts, told=message)
 
 
 def _key(plan: Plan) -> str:

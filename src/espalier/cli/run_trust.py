@@ -162,18 +162,18 @@ class Use(NamedTuple):
         return self.recipe
 
 
-def usable(folder: RunFolder, recipe: Recipe, trust: bool, own: Collection[str] = (), writes: bool = False) -> Use:
+def usable(folder: RunFolder, recipe: Recipe, trust: bool, own_keys: Collection[str] = (), writes: bool = False) -> Use:
     """`recipe`, of the run in `folder`, with the places that may be used. The one function that decides it.
 
     Args:
         trust: whoever made the run is trusted (`--trust`).
-        own: keys that this user gave on the command line.
+        own_keys: keys that this user gave on the command line.
         writes: the run is to go on; else its model and its data are read.
 
     Raises UserError where the checkpoints are in a place that may not be used, and none are in the folder.
     """
     named = named_places(recipe).items()
-    places = {key: value for key, value in named if key not in own and not value.startswith(_HUB)}
+    places = {key: value for key, value in named if key not in own_keys and not value.startswith(_HUB)}
     if not writes:
         places = {key: value for key, value in places.items() if _is_opened(key, value)}
     if not places or _is_sealed(folder):

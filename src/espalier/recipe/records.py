@@ -114,8 +114,8 @@ def explain(name: str) -> str:
     """The record of `name` as lines of at most 100 columns."""
     record = get(name)
     wrap = partial(textwrap.fill, width=WIDTH, break_long_words=False, break_on_hyphens=False)
-    told = [wrap(text, initial_indent=f"  {key:9} ", subsequent_indent=12 * " ") for key, text in lines(record)]
-    return "\n".join([wrap(record.title), *told])
+    paragraphs = [wrap(text, initial_indent=f"  {key:9} ", subsequent_indent=12 * " ") for key, text in lines(record)]
+    return "\n".join([wrap(record.title), *paragraphs])
 
 
 def as_dict(record: Record | Word) -> dict[str, Any]:

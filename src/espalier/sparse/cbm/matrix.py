@@ -43,7 +43,7 @@ def pays(entries: int, additions: int, rows: int, width: int) -> bool:
 class Stats(NamedTuple):
     """What compression did. Sizes in bytes of the arrays that say what is added, weights and scales left out."""
 
-    kept: Literal["cbm", "csr"]
+    form: Literal["cbm", "csr"]
     entries: int
     differences: int
     tree_edges: int
@@ -194,7 +194,7 @@ class CBM:
         entries = self.pattern().entries
         branches = deltas.branches()
         return Stats(
-            kept="cbm",
+            form="cbm",
             entries=entries,
             differences=deltas.differences,
             tree_edges=deltas.edges,
