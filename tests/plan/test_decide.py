@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from espalier.machine import cluster as clusters
@@ -24,10 +22,8 @@ def request(width: int = 256, samples: int = 64, **more: object) -> Request:
         "model": {"depth": 4, "width": width, "heads": 4, "vocabulary": 512},
         "train": {"steps": 10, "sequence": 128, "batch_tokens": 128 * samples},
     }
-    return replace(
-        request_from_recipe.of_recipe(defaults.resolve(recipe_file.from_table(table))[0]),
-        **{"precision": "fp32", **more},
-    )  # type: ignore[arg-type]
+    made = request_from_recipe.of_recipe(defaults.resolve(recipe_file.from_table(table))[0])
+    return made.changed(**{"precision": "fp32", **more})
 
 
 def processors(count: int, between: str = "1Gbit/s", cores: int = 2) -> clusters.Cluster:

@@ -14,7 +14,7 @@ from espalier.comm.base import Traffic
 from espalier.machine import cluster as clusters
 from espalier.plan.base import Plan
 from espalier.plan.decide import decide
-from espalier.recipe import defaults, recipe_file, records, sections
+from espalier.recipe import defaults, mechanism_options, recipe_file, records, sections
 from espalier.train.request_from_recipe import of_recipe
 
 ROOT = Path(__file__).parents[2]
@@ -76,9 +76,10 @@ def test_its_option_and_its_page_are_there(word: records.Word) -> None:
     assert (ROOT / word.page).is_file()
     if not word.option:
         return
-    types = [config.base.RecipeBase]
+    types, place = [config.base.RecipeBase], []
     for part in word.option.split("."):
-        fields = {field.name: field.type for one in types for field in msgspec.structs.fields(one)}
+        fields = {name: kind for one in types for name, kind in mechanism_options.fields(one, place).items()}
+        place.append(part)
         assert part in fields or part == "kind", word.option
         found = fields.get(part)
         types = [one for one in getattr(found, "__args__", (found,)) if hasattr(one, "__struct_fields__")]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -22,10 +20,8 @@ def request(samples: int = 32, **more: object) -> Request:
         "model": {"depth": 2, "width": 128, "heads": 4, "vocabulary": 512},
         "train": {"steps": 10, "sequence": 64, "batch_tokens": 64 * samples},
     }
-    return replace(
-        request_from_recipe.of_recipe(defaults.resolve(recipe_file.from_table(table))[0]),
-        **{"precision": "fp32", **more},
-    )  # type: ignore[arg-type]
+    made = request_from_recipe.of_recipe(defaults.resolve(recipe_file.from_table(table))[0])
+    return made.changed(**{"precision": "fp32", **more})
 
 
 def machine(cores: int = 4, gpus: int = 0) -> clusters.Cluster:

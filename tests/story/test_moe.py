@@ -23,11 +23,11 @@ def test_the_example_of_experts_runs_and_is_exported_whole(tmp_path: Path, token
     small = ["plan.cluster=machine.toml", "plan.trial=false", "train.steps=2", "train.batch_tokens=512"]
     small += ["model.depth=2", "model.width=32"]
     plan = json.loads(done(tmp_path, "plan", EXAMPLE, *small, "--json"))
-    assert not plan.get("experts")  # two ranks of one processor gain nothing
+    assert "expert_parallel" not in plan.get("choices", {})  # two ranks of one processor gain nothing
     spread = ["plan.pin.ranks=2", "plan.pin.ep=2", "comm.experts=int8"]
     done(tmp_path, "train", EXAMPLE, *small, *spread, "--run", "run")
     run = json.loads((tmp_path / "run" / "plan.json").read_text())
-    assert sorted(one for held in run["experts"] for one in held) == list(range(8))
+    assert sorted(one for held in run["choices"]["expert_parallel"]["experts"] for one in held) == list(range(8))
     assert [one["codec"] for one in run["exchanges"] if one["traffic"] == "experts"] == ["int8"]
     done(tmp_path, "export", "run", "--to", "hf")
     weights = load_file(tmp_path / "run" / "export-hf" / "model.safetensors")

@@ -31,6 +31,7 @@ from espalier.cli import run_plan  # noqa: E402
 from espalier.kernels import accelerator  # noqa: E402
 from espalier.launch.ranks import agent  # noqa: E402
 from espalier.machine import cluster as clusters  # noqa: E402
+from espalier.mechanisms.expert_parallel.state import ExpertParallelState  # noqa: E402
 from espalier.mechanisms.local_rounds.state import LocalRoundsState  # noqa: E402
 from espalier.plan import base as plans  # noqa: E402
 from espalier.recipe import recipe_file  # noqa: E402
@@ -187,7 +188,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "codec topk": (TEXT, coded("topk")),
     "codec mpc": (TEXT, coded("mpc")),
     "rounds of co2": (TEXT, {"choices": {"local_rounds": ROUNDS}}),
-    "experts over ranks": (EXPERTS, {"experts": HELD}),
+    "experts over ranks": (EXPERTS, {"choices": {"expert_parallel": ExpertParallelState(experts=HELD)}}),
     "graph over parts": (GRAPH, {}),
     "regression over parts": ({**GRAPH, "graph": {"target": "values", "halo": {"bits": 32}}}, {}),
     "sylvie": ({**GRAPH, "graph": {"halo": {"bits": 1}}}, {}),
