@@ -157,7 +157,7 @@ def opened(case: Case, kind: str, seed: int) -> GraphWorkload:
 
 def accuracy(workload: GraphWorkload, model: torch.nn.Module) -> tuple[float, float]:
     """Validation and test, per cent."""
-    logits, parts, labels = infer(model.eval(), workload.task.held), workload.task.parts, workload.task.labels
+    logits, parts, labels = infer(model.eval(), workload.task.view), workload.task.parts, workload.task.labels
     found = ((logits[ids].argmax(1) == labels[ids]).float().mean() for ids in (parts.validation, parts.test))
     return tuple(100 * float(one) for one in found)  # type: ignore[return-value]
 
@@ -208,7 +208,7 @@ def trained(case: Case, kind: str, seed: int) -> tuple[float, int, float]:
         nodes, inputs = size_of(case.path)
         return best[1], 4 * nodes * (inputs + case.width), silent
     found.packed = True
-    infer(model.eval(), workload.task.held)
+    infer(model.eval(), workload.task.view)
     return best[1], sum(one.nbytes for one in found.stored.values()), silent
 
 

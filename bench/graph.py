@@ -192,7 +192,7 @@ def trained(workload: GraphWorkload) -> float:
     for step in range(workload.recipe.train.steps or 0):
         one.train_step(workload.batches(step, Shard(0, count, count)))
     model = one.built.model.eval()
-    logits = infer(model, workload.task.held)
+    logits = infer(model, workload.task.view)
     return right(logits, workload.task.graph)
 
 
@@ -253,7 +253,7 @@ def inference(kind: str, graph: Graph, name: str, pairs: int) -> Row:
     for form, edges in forms_of(graph).items():
         other = Theirs(kind, graph.features.shape[1], WIDTH, graph.outputs, 0.0).eval()
         peers[form] = torch.no_grad()(lambda other=other, edges=edges: other(features, edges))
-    return beside(f"{kind} inference, {name}", lambda: infer(model, workload.task.held), peers, pairs)
+    return beside(f"{kind} inference, {name}", lambda: infer(model, workload.task.view), peers, pairs)
 
 
 def cliquish(nodes: int) -> Graph:
@@ -280,8 +280,8 @@ def measure_memory(kind: str, text: str, folder: str, form: str) -> None:
         workload = opened(graph, kind)
         model = workload.build(torch.device("cpu"), torch.float32).eval()
         small = opened(synthetic.load("planted:nodes=100", Path(folder)), kind)
-        infer(small.build(torch.device("cpu"), torch.float32).eval(), small.task.held)  # compiles
-        run: Callable[[], object] = lambda: infer(model, workload.task.held)  # noqa: E731
+        infer(small.build(torch.device("cpu"), torch.float32).eval(), small.task.view)  # compiles
+        run: Callable[[], object] = lambda: infer(model, workload.task.view)  # noqa: E731
     else:
         features, edges = torch.from_numpy(np.array(graph.features)), forms_of(graph)[form]
         other = Theirs(kind, graph.features.shape[1], WIDTH, graph.outputs, 0.0).eval()

@@ -106,7 +106,7 @@ def sizes_and_decoding(name: str, workload: GraphWorkload, model: torch.nn.Modul
     hook = model.layers[1].register_forward_pre_hook(  # type: ignore[union-attr, operator, index]
         lambda module, inputs: read.append(quantization.dense_rows(inputs[1])), prepend=True
     )
-    infer(model, workload.task.held)
+    infer(model, workload.task.view)
     hook.remove()
     packed, dense = found.stored["layers.1.rows"], torch.cat(read).numpy()
     level = np.abs(dense).max(1, keepdims=True) / 127
@@ -165,7 +165,7 @@ def ablation(name: str, workload: GraphWorkload, model: torch.nn.Module) -> list
     found = quantization.quantization_of(model)
     assert found is not None
     with quantization.packing(found) as stored_rows:
-        infer(model, workload.task.held)
+        infer(model, workload.task.view)
     packed = [stored_rows.get(f"layers.{at}.rows") for at in range(len(full.layers))]
     values = [0 if one is not None else 4 * workload.graph.nodes for one in packed]  # of bags of words, one a row
     every = [packed_run.packed_input(np.asarray(workload.graph.features))[0] if one is None else one for one in packed]
@@ -200,7 +200,7 @@ def condensed(name: str, workload: GraphWorkload, model: torch.nn.Module) -> lis
     """Results of inner layers read from disk where all nodes are inferred in as little memory as the node of the most
     neighbours allows: by ranges with the rows of their outside sources, beside rows by node."""
     assert isinstance(model, Gnn)
-    held, counted, real = workload.task.held, [0, 0], IoQueue.read_runs
+    held, counted, real = workload.task.view, [0, 0], IoQueue.read_runs
     memory = inference.least_memory(model, int(held.graph.degrees().max()))
     starts = inference._starts(model, 1, held.sampler, memory)
     ranges = zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True)

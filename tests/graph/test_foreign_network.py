@@ -238,12 +238,12 @@ def test_what_a_network_needs_depends_on_neither_features_nor_first_parameters(s
 def test_a_network_is_itself_where_the_graph_is_whole():
     workload = GraphWorkload(recipe_of(norm=True), made())
     model = workload.build(torch.device("cpu"), torch.float64)
-    expected = infer(model, workload.task.held)
-    torch.testing.assert_close(infer(foreign_network.equip(model), workload.task.held), expected)
+    expected = infer(model, workload.task.view)
+    torch.testing.assert_close(infer(foreign_network.equip(model), workload.task.view), expected)
     copied = copy.deepcopy(model)
     with torch.no_grad():
         next(model.parameters()).zero_()
-    torch.testing.assert_close(infer(copied, workload.task.held), expected)
+    torch.testing.assert_close(infer(copied, workload.task.view), expected)
 
 
 def of_parts(folder, **how):
@@ -285,8 +285,8 @@ def test_answers_of_own_networks_from_parts_are_those_of_the_whole_graph(tmp_pat
     graph, recipe = of_parts(tmp_path / "parts")
     workload = open_graph(recipe)
     network = workload.build(torch.device("cpu"), torch.float64).eval()
-    expected = infer(network, GraphWorkload(recipe_of(), graph).whole_task.held)
-    torch.testing.assert_close(infer(network, workload.whole_task.held), expected)
+    expected = infer(network, GraphWorkload(recipe_of(), graph).whole_task.view)
+    torch.testing.assert_close(infer(network, workload.whole_task.view), expected)
     assert workload.reach()[0].edges == graph.edges
 
 

@@ -106,10 +106,10 @@ def test_answers_from_parts_are_those_of_the_whole_graph(tmp_path, monkeypatch, 
     workload = open_graph(of_parts(tmp_path / "parts", model, 3))
     network = workload.build(torch.device("cpu"), torch.float64).eval()
     whole = GraphWorkload(recipe_of(model), graph)
-    expected = infer(network, whole.whole_task.held)
-    torch.testing.assert_close(infer(network, workload.whole_task.held), expected, rtol=1e-6, atol=1e-6)
+    expected = infer(network, whole.whole_task.view)
+    torch.testing.assert_close(infer(network, workload.whole_task.view), expected, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(
-        infer(network, workload.whole_task.held, 1), infer(network, whole.whole_task.held, 1), rtol=1e-6, atol=1e-6
+        infer(network, workload.whole_task.view, 1), infer(network, whole.whole_task.view, 1), rtol=1e-6, atol=1e-6
     )
     assert [one["label"] for one in workload.task.answers(network, [0, 7])] == [
         one["label"] for one in whole.task.answers(network, [0, 7])
@@ -156,7 +156,7 @@ def test_quantized_layers_on_parts_that_were_cut_before_train_as_on_the_graph(tm
     whole = GraphWorkload(recipe_of(model, quant=quant), graph)
     network, expected = (one.build(torch.device("cpu"), torch.float32) for one in (workload, whole))
     network.load_state_dict(expected.state_dict())
-    assert torch.equal(infer(network, workload.whole_task.held), infer(expected.eval(), whole.whole_task.held))
+    assert torch.equal(infer(network, workload.whole_task.view), infer(expected.eval(), whole.whole_task.view))
     first = train(recipe, workload.graph, (50,), tmp_path / "kept", stop=2)
     then = train(recipe, workload.graph, (50,), tmp_path / "kept")
     assert first["losses"] + then["losses"] == found["losses"]

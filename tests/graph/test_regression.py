@@ -309,14 +309,14 @@ def test_few_bits_train_and_are_packed_and_judged_by_r2(tmp_path):
     model = workload.build(torch.device("cpu"), torch.float32).eval()
     shown = [str(one) for one in workload.sample(model)]
     assert any("R²" in text for text in shown)
-    expected = infer(model, workload.task.held)
+    expected = infer(model, workload.task.view)
     packed_run.write(workload, model, tmp_path / "export")
     kept = packed_run.with_features(kept_graph.read(tmp_path / "export" / "preprocessing"), tmp_path / "export")
     again = GraphWorkload(recipe, kept.graph)
     again.signs = kept.signs
     twin = again.build(torch.device("cpu"), torch.float32)
     assert packed_run.load(twin, tmp_path / "export")
-    torch.testing.assert_close(infer(twin.eval(), again.task.held), expected)
+    torch.testing.assert_close(infer(twin.eval(), again.task.view), expected)
     assert again.graph.scale.table() == workload.graph.scale.table()
     quantization.equipped(twin).packed = False
 

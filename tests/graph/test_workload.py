@@ -335,8 +335,8 @@ def test_embeddings_of_links_score_them_and_of_nodes_are_what_the_last_layer_rea
     workload_row.ROW.exports["embeddings"](workload, model, tmp_path / "nodes")
     rows = torch.from_numpy(np.load(tmp_path / "nodes" / "embeddings.npy"))
     with torch.no_grad():
-        logits = model.step(1, workload.task.held.block, rows)
-    assert torch.equal(logits, infer(model, workload.task.held))
+        logits = model.step(1, workload.task.view.block, rows)
+    assert torch.equal(logits, infer(model, workload.task.view))
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes").touch()
     with pytest.raises(UserError, match="not an export"):

@@ -60,11 +60,11 @@ def way_of_batching(recipe: Recipe) -> str:
 
 def batching(recipe: Recipe) -> type[Drawn]:
     """The recipe's way of batching."""
-    found: type[Drawn] = named(BATCHINGS[way_of_batching(recipe)])
-    return found
+    batching_class: type[Drawn] = named(BATCHINGS[way_of_batching(recipe)])
+    return batching_class
 
 
 def rounding(recipe: Recipe) -> type[Rounding]:
     """What rounds values of the recipe's networks."""
-    found: type[Rounding] = named(FEW_BITS if "quant" in recipe.mechanisms else "graph.run:Rounding")
-    return found
+    rounding_class: type[Rounding] = named(FEW_BITS if "quant" in recipe.mechanisms else "graph.run:Rounding")
+    return rounding_class

@@ -162,8 +162,8 @@ class NetworkAdapter(Protocol):
         """What the user should know of it."""
         return []
 
-    def decisions(self, run: GraphRun, said: tuple[str, ...], bits: tuple[str, ...]) -> tuple[str, ...]:
-        """What was decided of the network, behind what is `said` of the graph and of its `bits`."""
+    def decisions(self, run: GraphRun, sentences: tuple[str, ...], bits: tuple[str, ...]) -> tuple[str, ...]:
+        """What was decided of the network, behind the `sentences` on the graph and on its `bits`."""
 
     def work(self, run: GraphRun, micro_batch: Any, precision: str) -> Work:
         """See `Workload.work`."""

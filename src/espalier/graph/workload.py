@@ -52,11 +52,11 @@ class GraphWorkload(Plain):
         recipe: Recipe,
         graph: Graph,
         folder: str | Path | None = None,
-        said: Sequence[str] = (),
+        sentences: Sequence[str] = (),
         links: Links | None = None,
     ) -> None:
         assert recipe.graph is not None
-        self.recipe, self.folder, self.said = recipe, folder, tuple(said)
+        self.recipe, self.folder, self.sentences = recipe, folder, tuple(sentences)
         self.trained: tuple[int, Array | None] | None = None
         """Of the graph that the run was begun on, where it is another: see `kept_graph.other_nodes`."""
         self.signs: tuple[bool | None, ...] = ()
@@ -194,7 +194,7 @@ class GraphWorkload(Plain):
 
     def decisions(self) -> tuple[str, ...]:
         """What was decided of the graph, in sentences; makes the format on first use."""
-        return self.network.decisions(self, self.said, self.rounding.sentences)
+        return self.network.decisions(self, self.sentences, self.rounding.sentences)
 
     def freeze(self, folder: Path, graph: Graph) -> None:
         """Keeps in `folder` what a run on `graph` is opened with."""
@@ -238,9 +238,9 @@ def _task(recipe: Recipe, network: NetworkAdapter, graph: Graph, links: Links | 
             View(placed(links.rest), style, depth), links, options.fanouts, recipe.train.seed, options.negatives
         )
     seen = seen_in_training(graph) if options.inductive else graph
-    held = View(placed(graph), style, depth)
+    view = View(placed(graph), style, depth)
     return NodeTask(
-        View(placed(seen), style, depth) if options.inductive else held, held, options.fanouts, recipe.train.seed
+        View(placed(seen), style, depth) if options.inductive else view, view, options.fanouts, recipe.train.seed
     )
 
 
@@ -248,30 +248,32 @@ def open_graph(
     recipe: Recipe,
     folder: str | Path | None = None,
     progress: Progress | None = None,
-    kept: kept_graph.KeptGraph | None = None,
+    run_graph: kept_graph.KeptGraph | None = None,
 ) -> GraphWorkload:
-    """Reads the graph that `[data]` names and divides it, as `kept` says where the run has begun. `recipe` must be
+    """Reads the graph that `[data]` names and divides it, as in `run_graph` where the run has begun. `recipe` must be
     resolved. Raises UserError."""
     assert recipe.graph is not None
     if not recipe.data:
         raise UserError("The recipe has no [data].", do='[data] path = "python:imports"')
     asked, seed, links = recipe.graph, recipe.train.seed, None
-    before = None if kept is None or asked.task == "link" else kept.graph.kind
+    before = None if run_graph is None or asked.task == "link" else run_graph.graph.kind
     graph = sources.load(recipe.data[0], asked.changed(target=asked.target or before), progress)
     graph = partition_folder.checked_for(recipe, graph, lookup.network(recipe).style)
-    if kept is not None:
-        graph = kept_graph.mapped(graph, kept)
+    if run_graph is not None:
+        graph = kept_graph.mapped(graph, run_graph)
     if asked.task != "link":
-        graph = kept_graph.divided(graph, kept, asked.split, seed) if kept else divided(graph, asked.split, seed)
-    said: list[str] = []
+        graph = (
+            kept_graph.divided(graph, run_graph, asked.split, seed) if run_graph else divided(graph, asked.split, seed)
+        )
+    sentences: list[str] = []
     if graph.partition is not None:
-        said.append(f"Order: that in which {graph.origin} was cut.")
+        sentences.append(f"Order: that in which {graph.origin} was cut.")
     elif recipe.graph.task != "graph" and not recipe.graph.fanouts and graph.starts is None:
         graph, sentence = graph_plan.ordered(graph, recipe.graph.order)
-        said.append(sentence)
-    if asked.task == "link" and kept is not None:
-        links = kept_graph.split(graph, kept, asked.split, seed)
-    found = GraphWorkload(recipe, graph, folder, said, links)
-    if kept is not None and "quant" in recipe.mechanisms:
-        found.trained = kept_graph.other_nodes(graph, kept.graph, recipe)
-    return found
+        sentences.append(sentence)
+    if asked.task == "link" and run_graph is not None:
+        links = kept_graph.split(graph, run_graph, asked.split, seed)
+    workload = GraphWorkload(recipe, graph, folder, sentences, links)
+    if run_graph is not None and "quant" in recipe.mechanisms:
+        workload.trained = kept_graph.other_nodes(graph, run_graph.graph, recipe)
+    return workload

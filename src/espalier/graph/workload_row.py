@@ -108,7 +108,7 @@ def _embeddings(workload: GraphWorkload, model: nn.Module, folder: Path) -> str:
             do="--to safetensors, and the model of espalier.open(RUN).model()",
         )
     linked = isinstance(workload.task, LinkTask)
-    view = workload.task.view if isinstance(workload.task, LinkTask) else workload.task.held
+    view = workload.task.view
     names = [workload.graph.called(node) for node in range(workload.graph.nodes)]
 
     def fill(place: Path) -> None:

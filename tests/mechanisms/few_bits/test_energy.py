@@ -36,7 +36,7 @@ def test_products_of_fp32_are_those_that_pytorch_makes(make_graph):
     """Of values that are not 0: PyTorch multiplies by the others too."""
     workload, model = model_of(make_graph(), recipe())
     with Counter(model) as counter:
-        infer(model, workload.task.held)
+        infer(model, workload.task.view)
     made, stats = energy.parts(workload, model), energy.row_stats(workload, model)
     assert len(stats) == len(model.layers) == 2
     for at, (rows, layer) in enumerate(zip(stats, model.layers, strict=True)):
@@ -74,7 +74,7 @@ def test_products_and_sums_of_each_kind_are_those_of_its_matrices_in_the_simulat
     workload, model = model_of(make_graph(), recipe(kind=kind, depth=2))
     nodes, edges = workload.graph.nodes, workload.graph.edges
     with Counter(model) as counter:
-        infer(model, workload.task.held)
+        infer(model, workload.task.view)
     stats = energy.row_stats(workload, model)
     full = [one._replace(nonzeros=np.full(nodes, layer.inputs)) for one, layer in zip(stats, model.layers, strict=True)]
     full = [one._replace(hidden=one.hidden if one.hidden is None else np.full(nodes, 4)) for one in full]

@@ -30,12 +30,12 @@ def test_a_package_made_in_pieces_is_the_one_made_in_one_piece(tmp_path, monkeyp
     packed_run.write(workload, model, tmp_path / "whole")
     expected = energy.row_stats(workload, model)
     monkeypatch.setattr(subgraphs, "MOST", FEW)
-    plain = infer(model, workload.task.held)
+    plain = infer(model, workload.task.view)
     packed_run.write(workload, model, tmp_path / "pieces")
     for name in (packed_run.PACKED, packed_run.REST):
         assert (tmp_path / "pieces" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
     with quantization.packing(quantization.equipped(model)):
-        assert torch.allclose(infer(model, workload.task.held), plain, atol=1e-6)
+        assert torch.allclose(infer(model, workload.task.view), plain, atol=1e-6)
     for one, other in zip(energy.row_stats(workload, model), expected, strict=True):
         for found, wanted in zip(one, other, strict=True):
             assert np.array_equal(found, wanted)
@@ -67,7 +67,7 @@ def test_the_export_has_no_pairs_of_nodes_and_predicts_what_the_run_predicts(tmp
     assert rest
     assert not [name for name, one in rest.items() if "allocator" in name or (len(one.shape) and len(one) == 60)]
     again, found = opened(tmp_path / "export", options)
-    assert torch.equal(infer(found, again.task.held), infer(model, workload.task.held))
+    assert torch.equal(infer(found, again.task.view), infer(model, workload.task.view))
     packed_run.write(again, found, tmp_path / "twice")
     assert (tmp_path / "twice" / packed_run.PACKED).read_bytes() == (
         tmp_path / "export" / packed_run.PACKED
@@ -77,7 +77,7 @@ def test_the_export_has_no_pairs_of_nodes_and_predicts_what_the_run_predicts(tmp
         pairs = {name: one for name, one in model.state_dict().items() if "allocator" in name}
         save_file({**rest, **pairs}, tmp_path / "before" / packed_run.REST)
         again, found = opened(tmp_path / "before", options)
-        assert torch.equal(infer(found, again.task.held), infer(model, workload.task.held))
+        assert torch.equal(infer(found, again.task.view), infer(model, workload.task.view))
         assert quantization.equipped(found).target is not None
 
 

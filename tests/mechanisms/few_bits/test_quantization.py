@@ -60,7 +60,7 @@ def trained(graph: Graph, options: config.Recipe, steps: int = 60):
 def test_every_network_learns_with_every_policy(tmp_path, kind, quant):
     graph = synthetic.load("planted:nodes=150,degree=5,features=12,classes=3,train=0.5", tmp_path)
     workload, model = trained(graph, recipe({"kind": quant, "aggregates": 8}, kind))
-    logits, parts = infer(model, workload.task.held), workload.task.parts
+    logits, parts = infer(model, workload.task.view), workload.task.parts
     assert (logits[parts.train].argmax(1) == workload.task.labels[parts.train]).float().mean() > 0.6
     found = quantization.quantization_of(model)
     if quant != "uniform":
@@ -132,7 +132,7 @@ def test_hiding_half_of_the_nodes_costs_learned_widths_no_more_than_fp32(tmp_pat
                 {"kind": kind} if kind else None, graph={"inductive": inductive}, train={"steps": 80, "seed": seed}
             )
             workload, model = trained(graph, options, steps=80)
-            right = infer(model, workload.task.held).argmax(1) == workload.task.labels
+            right = infer(model, workload.task.view).argmax(1) == workload.task.labels
             found[inductive] += 100 / 3 * float(right[workload.task.parts.test].float().mean())
         assert found[False] > 70
         lost[kind] = found[False] - found[True]
@@ -142,8 +142,8 @@ def test_hiding_half_of_the_nodes_costs_learned_widths_no_more_than_fp32(tmp_pat
 def test_sampled_neighbourhoods_have_the_pairs_of_their_nodes(make_graph):
     graph = make_graph()
     workload, model = trained(graph, recipe({"kind": "a2q"}, graph={"fanout": [-1, -1]}, train={"steps": 5}), steps=5)
-    whole = infer(model, workload.task.held)
-    features, drawn = workload.task.held.around(workload.task.parts.validation, (-1, -1))
+    whole = infer(model, workload.task.view)
+    features, drawn = workload.task.view.around(workload.task.parts.validation, (-1, -1))
     found = model(features, drawn.blocks)
     assert torch.allclose(found, whole[workload.task.parts.validation], atol=1e-5)
 
@@ -152,10 +152,10 @@ def test_nodes_that_no_step_saw_take_the_nearest_pair(make_graph):
     workload, model = trained(make_graph(), recipe({"kind": "a2q"}), steps=20)
     quantizer = quantization.quantization_of(model).features[0]
     quantizer.allocator.raw_bits.data[:30] = 3.0 / BIT_RATE
-    before = infer(model, workload.task.held)
-    assert torch.equal(infer(model, workload.task.held), before)
+    before = infer(model, workload.task.view)
+    assert torch.equal(infer(model, workload.task.view), before)
     quantizer.allocator.seen[:30] = 0
-    after = infer(model, workload.task.held)
+    after = infer(model, workload.task.view)
     assert not torch.equal(after, before)
     assert torch.isfinite(after).all()
 
@@ -165,7 +165,7 @@ def test_packed_sums_of_messages_are_the_fake_quantized_sums_and_those_of_intege
     """MixQ's theorem (arXiv 2505.09361) of what predictions and training compute: edges without weights."""
     workload, model = trained(make_graph(), recipe({"kind": "a2q"}, kind), steps=20)
     quantized = next(one.quantized for one in model.layers if one.quantized.messages is not None)
-    held, seen = workload.task.held, {}
+    held, seen = workload.task.view, {}
     messages = quantized.messages
     messages.register_forward_hook(lambda module, inputs, out: seen.update(x=inputs[0], out=out))
     infer(model, held)
@@ -190,7 +190,7 @@ def test_the_quantized_rows_are_codes_of_the_stored_steps(make_graph):
     layer, quantizer = model.layers[1], found.features[1]
     seen = {}
     quantizer.register_forward_hook(lambda module, inputs, out: seen.update(inputs=inputs, out=out))
-    infer(model, workload.task.held)
+    infer(model, workload.task.view)
     coded = quantizer.codes(*seen["inputs"])
     assert torch.equal(coded.codes * STEPS[coded.steps.long()][:, None], seen["out"])
     assert layer.quantizer is quantizer
@@ -207,7 +207,7 @@ def test_the_report_shows_bits_against_degree_and_bytes(make_graph):
     found = quantization.quantization_of(model)
     assert (found.packed, found.stored) == (False, {})
     found.packed = True
-    infer(model, workload.task.held)
+    infer(model, workload.task.view)
     stored = sum(one.nbytes for one in found.stored.values())
     values = quantization.stored_bytes(found).values
     assert bits[names[2]] == 8 * stored / values
@@ -219,7 +219,7 @@ def test_curves_show_bits_against_degree_and_accuracy_against_bytes(make_graph):
     workload, model = trained(make_graph(), recipe({"kind": "mega"}), steps=20)
     found = quantization.quantization_of(model)
     target, before = found.target.target, quantization.stored_bytes(found)
-    whole = quantization.packed(found, lambda: float(infer(model, workload.task.held).mean())).bytes
+    whole = quantization.packed(found, lambda: float(infer(model, workload.task.view).mean())).bytes
     degrees, bytes_ = (one for one in workload.sample(model) if isinstance(one, Curve))
     assert [row[0] for row in degrees.rows] == found.degrees.unique().tolist()
     sizes = [row[0] for row in bytes_.rows]
@@ -247,10 +247,10 @@ def test_small_graphs_share_a_bank():
 @pytest.mark.parametrize("kind", ["gcn", "sage", "gin", "gat"])
 def test_the_packed_network_says_what_the_quantized_one_says_bit_for_bit(make_graph, kind):
     workload, model = trained(make_graph(), recipe({"kind": "a2q"}, kind), steps=10)
-    plain = infer(model, workload.task.held)
+    plain = infer(model, workload.task.view)
     found = quantization.quantization_of(model)
     found.packed = True
-    assert torch.equal(infer(model, workload.task.held), plain)
+    assert torch.equal(infer(model, workload.task.view), plain)
     for name, packed in found.stored.items():
         coded = packed.decoded()
         assert coded.codes.shape[0] == workload.graph.nodes, name

@@ -44,7 +44,7 @@ def test_each_degree_keeps_its_width_on_another_graph(nodes, target):
     _, model = trained(made(200, 800), options, steps=20)
     workload, found = applied(model, options, made(nodes, 4 * nodes, seed=1), 200)
     assert all(map(torch.equal, widths(found), widths(model)))
-    assert torch.isfinite(infer(found, workload.task.held)).all()
+    assert torch.isfinite(infer(found, workload.task.view)).all()
     assert quantization.equipped(found).target.target == quantization.equipped(model).target.target
 
 
@@ -75,7 +75,7 @@ def test_each_node_keeps_its_width_on_another_graph_and_new_ones_have_one_of_the
     workload, found = applied(model, options, made(nodes, 4 * nodes, seed=1), 60, places)
     assert all(map(torch.equal, widths(found), widths(model)))
     with quantization.packing(quantization.equipped(found)) as stored:
-        assert torch.isfinite(infer(found, workload.task.held)).all()
+        assert torch.isfinite(infer(found, workload.task.view)).all()
         for rows, known in zip(stored.values(), widths(model), strict=True):
             own = rows.decoded().widths
             assert torch.equal(own[:60], known[: len(own[:60])])
@@ -130,7 +130,7 @@ def test_degrees_are_those_of_the_graph_that_training_sees():
     seen = torch.from_numpy(workload.task.train.graph.degrees()[graph.parts.train])
     assert counts.sum() == pytest.approx(200)
     assert torch.equal(counts[:40] * (len(seen) / 200), torch.bincount(seen, minlength=40)[:40].float())
-    block = workload.task.held.block
+    block = workload.task.view.block
     assert torch.equal(found.index(block).degrees, torch.from_numpy(graph.degrees()))
     model.train()
     index = found.index(workload.task.train.block)

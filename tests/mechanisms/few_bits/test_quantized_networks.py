@@ -62,7 +62,7 @@ def test_networks_learn_with_every_policy_within_the_target(tmp_path, name, quan
     graph = synthetic.load("planted:nodes=150,degree=5,features=12,classes=3,train=0.5", tmp_path)
     aggregates = {"aggregates": 8} if name == "transformer" else {}
     workload, model = trained(graph, recipe_of(MODELS[name], {"kind": quant, **aggregates}, steps=60))
-    logits, parts = infer(model, workload.task.held), workload.task.parts
+    logits, parts = infer(model, workload.task.view), workload.task.parts
     assert (logits[parts.train].argmax(1) == workload.task.labels[parts.train]).float().mean() > 0.6
     found = quantization.equipped(model)
     if quant != "uniform":
@@ -78,14 +78,14 @@ def test_codes_times_steps_are_what_is_computed_with_and_packed_answers_are_the_
     found, seen = quantization.equipped(model), {}
     for one in found.features:
         one.register_forward_hook(lambda module, inputs, out: seen.update({module: (inputs, out)}))
-    plain = infer(model, workload.task.held)
+    plain = infer(model, workload.task.view)
     assert len(seen) == len(found.features) >= 3
     for quantizer, (inputs, out) in seen.items():
         coded = quantizer.codes(*inputs)
         assert len(out) == workload.graph.nodes
         assert torch.equal(coded.codes * STEPS[coded.steps.long()][:, None], out)
     found.packed = True
-    assert torch.equal(infer(model, workload.task.held), plain)
+    assert torch.equal(infer(model, workload.task.view), plain)
     assert len(found.stored) == len(found.features)
     codes = sum(8 * -(-int(packed.decoded().widths[row]) * packed.columns // 8)
                 for packed in found.stored.values() for row in range(packed.rows))  # fmt: skip

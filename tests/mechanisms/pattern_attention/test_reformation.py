@@ -58,7 +58,7 @@ def test_what_goes_is_read_by_no_more_rows_of_a_window_than_what_stays():
     keys = rows // ROWS * known.tokens + columns
     _, column, sizes = np.unique(keys, return_inverse=True, return_counts=True)
     gone = np.ones(len(rows), bool)
-    gone[reformed(known, 0.6).kept.numpy()] = False
+    gone[reformed(known, 0.6).entries.numpy()] = False
     real = known.kinds.numpy() == 1
     assert sizes[column[gone]].max() <= sizes[column[real & ~gone]].min()
 
@@ -68,10 +68,10 @@ def test_attention_over_a_reformed_pattern_is_masked_attention_with_the_bias_of_
     found = reformed(known, 0.7)
     q, k, v = torch.randn(3, known.tokens, 2, 8, dtype=torch.float64)
     bias = torch.randn(known.entries, 2, dtype=torch.float64)
-    out = attention(q, k, v, found.pattern, bias=bias[found.kept])
+    out = attention(q, k, v, found.pattern, bias=bias[found.entries])
     dense = torch.full((2, known.tokens, known.tokens), -torch.inf, dtype=torch.float64)
-    rows, columns = known.matrix.rows[found.kept], known.matrix.indices[found.kept].long()
-    dense[:, rows, columns] = bias[found.kept].T
+    rows, columns = known.matrix.rows[found.entries], known.matrix.indices[found.entries].long()
+    dense[:, rows, columns] = bias[found.entries].T
     expected = torch.nn.functional.scaled_dot_product_attention(*(one.transpose(0, 1) for one in (q, k, v)), dense)
     assert torch.allclose(out, expected.transpose(0, 1), rtol=1e-10, atol=1e-10)
 

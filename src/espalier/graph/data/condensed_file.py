@@ -94,9 +94,9 @@ class CondensedLayout:
         fresh, bounds = path.with_name(f"{path.name}.part"), [0]
         with fresh.open("wb") as file:
             file.seek(8 * (2 * len(starts) + 1))
-            for one in outside:
-                file.write(one.astype(np.int64).data)
-                bounds.append(bounds[-1] + len(one))
+            for sources in outside:
+                file.write(sources.astype(np.int64).data)
+                bounds.append(bounds[-1] + len(sources))
             file.seek(0)
             file.write(np.array([len(starts), *starts, *bounds], np.int64).data)
             file.flush()
@@ -129,10 +129,10 @@ class CondensedLayout:
         """Which rows of a range's extent those of its own nodes and outside sources are."""
         start, stop = self.starts[at], self.starts[at + 1]
         outside = self.outside(at)
-        found = np.minimum(np.searchsorted(outside, ids), max(0, len(outside) - 1))
-        own = (ids >= start) & (ids < stop)
-        assert own.all() or (outside[found] == ids)[~own].all(), "the range has no edge from there"
-        return np.where(own, ids - start, stop - start + found)
+        positions = np.minimum(np.searchsorted(outside, ids), max(0, len(outside) - 1))
+        inside = (ids >= start) & (ids < stop)
+        assert inside.all() or (outside[positions] == ids)[~inside].all(), "the range has no edge from there"
+        return np.where(inside, ids - start, stop - start + positions)
 
     def pieces(self, first: int, count: int) -> Iterator[tuple[int, Array]]:
         """Where rows of the nodes `[first, first + count)` go: an offset, and which of them (int64), for each piece."""
@@ -143,12 +143,12 @@ class CondensedLayout:
                 break
             place = int(self.offsets[at]) + (start - int(self.starts[at])) * self.row_bytes
             yield place, np.arange(start, stop) - first
-        own = np.diff(self.starts)
-        for at in range(len(own)):
+        sizes = np.diff(self.starts)
+        for at in range(len(sizes)):
             outside = self.outside(at)
             begin, end = np.searchsorted(outside, [first, last])
             if begin < end:
-                yield int(self.offsets[at] + (own[at] + begin) * self.row_bytes), outside[begin:end] - first
+                yield int(self.offsets[at] + (sizes[at] + begin) * self.row_bytes), outside[begin:end] - first
 
 
 class CondensedRows(base.Closing):
@@ -180,8 +180,8 @@ class CondensedRows(base.Closing):
         runs = np.stack([starts, np.minimum(LONGEST * PAGE, end - starts), starts - begin], 1)
         self.queue.read_runs(self._file, runs, self._buffer, int(self.layout.offsets[-1])).result()
         rows = (end - begin) // self.row_bytes
-        held = self._buffer[: rows * self.row_bytes].view(self.dtype).view(rows, *self.shape)
-        torch.index_select(held, 0, torch.from_numpy(self.layout.places(at, ids.numpy())), out=out)
+        extent = self._buffer[: rows * self.row_bytes].view(self.dtype).view(rows, *self.shape)
+        torch.index_select(extent, 0, torch.from_numpy(self.layout.places(at, ids.numpy())), out=out)
 
     def close(self) -> None:
         """Closes the file."""

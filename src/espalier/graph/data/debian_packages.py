@@ -38,15 +38,15 @@ def load(progress: Progress | None = None) -> Graph:
     """
     text = available()
     name = f"debian-{xxhash.xxh3_128_hexdigest(text)[:16]}"
-    found = kept_arrays(name, lambda: read(text.decode(errors="replace"), progress))
+    arrays = kept_arrays(name, lambda: read(text.decode(errors="replace"), progress))
     return Graph.from_edges(
-        found["sources"],
-        found["targets"],
-        features=found["features"],
+        arrays["sources"],
+        arrays["targets"],
+        features=arrays["features"],
         undirected=True,
-        labels=found["labels"],
-        classes=tuple(found["classes"].tolist()),
-        names=found["names"].tolist(),
+        labels=arrays["labels"],
+        classes=tuple(arrays["classes"].tolist()),
+        names=arrays["names"].tolist(),
         origin="debian:packages",
     )
 
@@ -59,50 +59,54 @@ def available() -> bytes:
             why="the graph is that of the packages of a Debian or Ubuntu machine",
             do="'python:imports', the graph of installed Python modules",
         )
-    found = subprocess.run(["apt-cache", "dumpavail"], capture_output=True, check=False)
-    if found.returncode or not found.stdout.strip():
+    process = subprocess.run(["apt-cache", "dumpavail"], capture_output=True, check=False)
+    if process.returncode or not process.stdout.strip():
         raise UserError(
             "data.path = 'debian:packages': apt knows no packages.",
-            why=found.stderr.decode(errors="replace").strip() or "its lists are empty",
+            why=process.stderr.decode(errors="replace").strip() or "its lists are empty",
             do="apt-get update",
         )
-    return found.stdout
+    return process.stdout
 
 
 def paragraphs(text: str) -> Iterator[dict[str, str]]:
     """Fields of each package; lines that continue a field are left out, none of those read here has any."""
     for part in text.split("\n\n"):
         matches = (_FIELD.match(line) for line in part.splitlines())
-        found = {match.group(1): match.group(2) for match in matches if match}
-        if "Package" in found:
-            yield found
+        fields = {match.group(1): match.group(2) for match in matches if match}
+        if "Package" in fields:
+            yield fields
 
 
 def read(text: str, progress: Progress | None = None) -> dict[str, Array]:
     """Arrays `sources`, `targets`, `features`, `labels`, `classes` and `names` of the packages of `text`, each once, by
     name. A dependency on one of several packages is an edge to each; on a package that is not there, none."""
     packages: dict[str, dict[str, str]] = {}
-    for one in paragraphs(text):
-        packages.setdefault(one["Package"], one)
+    for package in paragraphs(text):
+        packages.setdefault(package["Package"], package)
     names = sorted(packages)
     known = {name: at for at, name in enumerate(names)}
     counted, column = np.zeros((len(names), COLUMNS), np.float32), dict[bytes, int]()
     ends: list[tuple[int, int]] = []
     for at, name in enumerate(names):
-        one = packages[name]
-        for other in {known.get(found) for field in RELATIONS for found in _named(one.get(field, ""))} - {None, at}:
+        package = packages[name]
+        for other in {known.get(need) for field in RELATIONS for need in _named(package.get(field, ""))} - {None, at}:
             assert other is not None
             ends.append((other, at))
-        words = f"{name.replace('-', ' ')} {one.get('Description', '')}".lower()
+        words = f"{name.replace('-', ' ')} {package.get('Description', '')}".lower()
         count_words(words.encode(), counted[at], column)
         if progress is not None and at % 1024 == 0:
             progress(at, len(names))
     sections = np.array([packages[name].get("Section", "").rpartition("/")[2] for name in names])
     classes = np.array(
-        [one for one, count in zip(*np.unique(sections, return_counts=True), strict=True) if count >= FEWEST and one]
+        [
+            section
+            for section, count in zip(*np.unique(sections, return_counts=True), strict=True)
+            if count >= FEWEST and section
+        ]
     )
     place = {str(name): at for at, name in enumerate(classes)}
-    labels = np.array([place.get(str(one), IGNORED) for one in sections], np.int64)
+    labels = np.array([place.get(str(section), IGNORED) for section in sections], np.int64)
     sources, targets = np.array(sorted(ends), np.int64).reshape(-1, 2).T
     return {
         **{"sources": sources, "targets": targets, "features": weighted(counted), "labels": labels},

@@ -39,7 +39,7 @@ class DataSplit:
         as large as `shard` is of what validates."""
         total = max(1, len(self.validation))
         for prefix, ids in (("", self.validation), ("test_", self.test)):
-            first, last = (len(ids) * one // total for one in (shard.start, shard.stop))
+            first, last = (len(ids) * bound // total for bound in (shard.start, shard.stop))
             yield prefix, ids, ids[first:last]
 
     def named(self) -> tuple[tuple[str, Array], ...]:
@@ -227,22 +227,22 @@ class Graph:
             raise UserError(
                 f"The graph has {len(ends[0])} sources for {len(ends[1])} targets of edges.", do="give each edge both"
             )
-        for name, one in zip(("sources", "targets"), ends, strict=True):
-            _refuse_strangers(one, count, name)
+        for name, ids in zip(("sources", "targets"), ends, strict=True):
+            _refuse_strangers(ids, count, name)
         values = {name: known.pop(name, None) for name in ("weights", "edge_features")}
-        values = {name: None if one is None else _floats(one, name) for name, one in values.items()}
-        for name, one in values.items():
-            if one is not None and len(one) != len(ends[0]):
+        values = {name: None if rows is None else _floats(rows, name) for name, rows in values.items()}
+        for name, rows in values.items():
+            if rows is not None and len(rows) != len(ends[0]):
                 raise UserError(
-                    f"The graph has {len(one)} rows of {name} for {len(ends[0])} edges.", do="give each edge a row"
+                    f"The graph has {len(rows)} rows of {name} for {len(ends[0])} edges.", do="give each edge a row"
                 )
-        indptr, indices, kept = _compressed(*ends, count, undirected, notes)
+        indptr, indices, edges = _compressed(*ends, count, undirected, notes)
         made = Graph(
             indptr,
             indices,
             features,
-            weights=None if values["weights"] is None else kept.added(values["weights"]),
-            edge_features=None if values["edge_features"] is None else values["edge_features"][kept.first],
+            weights=None if values["weights"] is None else edges.added(values["weights"]),
+            edge_features=None if values["edge_features"] is None else values["edge_features"][edges.first],
             notes=tuple(notes),
             **known,
         )
@@ -532,7 +532,7 @@ def relabelled(graph: Graph, permutation: Array) -> Graph:
     inverse[permutation] = np.arange(nodes)
     targets, sources = inverse[graph.targets()], inverse[graph.indices]
     order = np.argsort(targets * np.int64(nodes) + sources)
-    labels, parts, own = graph.labels, graph.parts, graph.numbers
+    labels, parts, numbers = graph.labels, graph.parts, graph.numbers
     return replace(
         graph,
         indptr=np.concatenate([[0], np.cumsum(np.bincount(targets, minlength=nodes))]).astype(np.int64),
@@ -543,7 +543,7 @@ def relabelled(graph: Graph, permutation: Array) -> Graph:
         weights=None if graph.weights is None else graph.weights[order],
         edge_features=None if graph.edge_features is None else graph.edge_features[order],
         names=[graph.names[at] for at in permutation] if len(graph.names) else (),
-        numbers=np.asarray(permutation, np.int64) if own is None else own[permutation],
+        numbers=np.asarray(permutation, np.int64) if numbers is None else numbers[permutation],
         cut=None if graph.cut is None else graph.cut[permutation],
         link_parts=None if graph.link_parts is None else _moved_links(graph.link_parts, inverse),
     )

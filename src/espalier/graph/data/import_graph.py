@@ -54,23 +54,23 @@ def load(progress: Progress | None = None) -> Graph:
     modules = installed()
     if not modules:
         raise UserError("data.path = 'python:imports': no Python sources are installed here.", do="give another path")
-    found = kept_arrays(f"imports-{_state(modules)}", lambda: _read(modules, progress))
+    arrays = kept_arrays(f"imports-{_state(modules)}", lambda: _read(modules, progress))
     labels, classes = _labels(modules)
     return Graph.from_edges(
-        found["sources"],
-        found["targets"],
-        features=found["features"],
+        arrays["sources"],
+        arrays["targets"],
+        features=arrays["features"],
         undirected=True,
         labels=labels,
         classes=classes,
-        names=[one.name for one in modules],
+        names=[module.name for module in modules],
         origin="python:imports",
     )
 
 
 def installed() -> list[SourceModule]:
     """The modules of the standard library and of every distribution on the path, by name, each once."""
-    found: dict[str, SourceModule] = {}
+    modules: dict[str, SourceModule] = {}
     for root, owners in _roots():
         for path in _sources(root, set() if owners else _ELSEWHERE):
             parts = path[len(root) + 1 : -3].split(os.sep)
@@ -78,9 +78,9 @@ def installed() -> list[SourceModule]:
                 continue
             package = parts[-1] == "__init__"
             name = ".".join(parts[:-1] if package else parts)
-            if name and name not in found:
-                found[name] = SourceModule(name, path, owners.get(parts[0], "") if owners else "python", package)
-    return [found[name] for name in sorted(found)]
+            if name and name not in modules:
+                modules[name] = SourceModule(name, path, owners.get(parts[0], "") if owners else "python", package)
+    return [modules[name] for name in sorted(modules)]
 
 
 def _sources(root: str, outside: set[str]) -> Iterator[str]:
@@ -97,9 +97,9 @@ def _roots() -> Iterator[tuple[str, dict[str, str]]]:
     yield sysconfig.get_paths()["stdlib"], {}
     for place in dict.fromkeys(sysconfig.get_paths()[name] for name in ("purelib", "platlib")):
         owners: dict[str, str] = {}
-        for one in metadata.distributions(path=[place]):
-            name = one.metadata["Name"]
-            lines = (one.read_text("RECORD") or "").splitlines()
+        for distribution in metadata.distributions(path=[place]):
+            name = distribution.metadata["Name"]
+            lines = (distribution.read_text("RECORD") or "").splitlines()
             for top in {line.partition(",")[0].partition("/")[0].removesuffix(".py") for line in lines}:
                 owners.setdefault(top, name)
         if owners:
@@ -108,18 +108,18 @@ def _roots() -> Iterator[tuple[str, dict[str, str]]]:
 
 def _state(modules: list[SourceModule]) -> str:
     digest = xxhash.xxh3_128(f"{sys.version} {COLUMNS} {READ}".encode())
-    for one in modules:
-        status = os.stat(one.path)
-        digest.update(f"{one.name}\0{status.st_size}\0{status.st_mtime_ns}\n".encode())
+    for module in modules:
+        status = os.stat(module.path)
+        digest.update(f"{module.name}\0{status.st_size}\0{status.st_mtime_ns}\n".encode())
     return digest.hexdigest()[:16]
 
 
 def _labels(modules: list[SourceModule]) -> tuple[Array, tuple[str, ...]]:
-    owners = np.array([one.owner for one in modules])
+    owners = np.array([module.owner for module in modules])
     names, counts = np.unique(owners, return_counts=True)
     classes = [str(name) for name, count in zip(names, counts, strict=True) if count >= FEWEST and name]
     if len(classes) < 2:  # hardly anything is installed: parts of the standard library instead
-        owners = np.array([one.name.partition(".")[0] for one in modules])
+        owners = np.array([module.name.partition(".")[0] for module in modules])
         names, counts = np.unique(owners, return_counts=True)
         classes = [str(names[at]) for at in np.argsort(-counts, kind="stable")[:8]]
     known = {name: at for at, name in enumerate(classes)}
@@ -127,18 +127,18 @@ def _labels(modules: list[SourceModule]) -> tuple[Array, tuple[str, ...]]:
 
 
 def _read(modules: list[SourceModule], progress: Progress | None) -> dict[str, Array]:
-    known = {one.name: at for at, one in enumerate(modules)}
+    known = {module.name: at for at, module in enumerate(modules)}
     counted = np.zeros((len(modules), COLUMNS), np.float32)
     sources: list[int] = []
     targets: list[int] = []
     column: dict[bytes, int] = {}
-    for at, one in enumerate(modules):
+    for at, module in enumerate(modules):
         try:
-            with open(one.path, "rb") as file:
+            with open(module.path, "rb") as file:
                 text = file.read()
         except OSError:
             continue  # not readable: a module without words and imports
-        for imported in _imported(one, text):
+        for imported in _imported(module, text):
             if (other := _nearest(imported, known)) is not None and other != at:
                 sources.append(other)
                 targets.append(at)
@@ -169,8 +169,8 @@ def _absolute(module: SourceModule, base: str) -> str | None:
     if not level:
         return rest
     parts = module.name.split(".")
-    kept = len(parts) - level + (1 if module.package else 0)
-    return ".".join([*parts[:kept], *([rest] if rest else [])]) if kept > 0 else None
+    depth = len(parts) - level + (1 if module.package else 0)
+    return ".".join([*parts[:depth], *([rest] if rest else [])]) if depth > 0 else None
 
 
 def _nearest(name: str, known: dict[str, int]) -> int | None:
@@ -182,14 +182,14 @@ def kept_arrays(name: str, make: Callable[[], dict[str, Array]]) -> dict[str, Ar
     """What `make` returns, kept in the cache folder under `name`."""
     file = cache_folder() / "graphs" / f"{name}.npz"
     if file.exists():
-        with np.load(file) as kept:
-            return dict(kept)
-    found = make()
+        with np.load(file) as archive:
+            return dict(archive)
+    arrays = make()
     file.parent.mkdir(parents=True, exist_ok=True)
     fresh = file.with_suffix(f".{os.getpid()}.tmp.npz")
-    np.savez(fresh, **found)  # type: ignore[arg-type]  # its stubs take the names for options
+    np.savez(fresh, **arrays)  # type: ignore[arg-type]  # its stubs take the names for options
     fresh.replace(file)
-    return found
+    return arrays
 
 
 def count_words(text: bytes, row: Array, column: dict[bytes, int]) -> None:

@@ -61,7 +61,7 @@ class KeptGraph:
 def write(folder: Path, graph: Graph, links: Links | None, signs: tuple[bool | None, ...] = ()) -> None:
     """Keeps `graph` and its split in `folder`."""
     arrays = {name: getattr(graph, name) for name in _LARGE}
-    whole = sum(0 if one is None else one.nbytes for one in arrays.values()) <= LIMIT and graph.partition is None
+    whole = sum(0 if array is None else array.nbytes for array in arrays.values()) <= LIMIT and graph.partition is None
     arrays = arrays if whole else {}
     arrays |= {"labels": graph.labels, "numbers": graph.numbers, "starts": graph.starts}
     arrays["names"] = np.asarray(graph.names, str) if len(graph.names) else None
@@ -69,8 +69,8 @@ def write(folder: Path, graph: Graph, links: Links | None, signs: tuple[bool | N
         arrays |= {f"{prefix}_{name}": ids for name, ids in (parts.named() if parts is not None else ())}
     arrays["link_pairs"] = None if links is None else links.pairs
     with (folder / _ARRAYS).open("wb") as file:
-        kept: Any = {name: np.asarray(one) for name, one in arrays.items() if one is not None}
-        np.savez(file, **kept)
+        entries: Any = {name: np.asarray(array) for name, array in arrays.items() if array is not None}
+        np.savez(file, **entries)
     table = {name: getattr(graph, name) for name in _TABLE}
     table |= {"whole": whole, "nodes": graph.nodes, "outputs": graph.outputs, "widths": _widths(graph)}
     table |= {"weighted": graph.weights is not None, "signs": signs}
@@ -88,24 +88,24 @@ def read(folder: Path) -> KeptGraph:
     """What `write` kept in `folder`."""
     table = json.loads((folder / _NAMES).read_text(encoding="utf-8"))
     with np.load(folder / _ARRAYS, allow_pickle=False) as opened:
-        found = dict(opened)
-    nodes, names = table["nodes"], found.get("names")
+        arrays = dict(opened)
+    nodes, names = table["nodes"], arrays.get("names")
     known: dict[str, Any] = {"indptr": np.zeros(nodes + 1, np.int64), "indices": np.zeros(0, np.int32)}
     known["features"] = np.zeros((nodes, 0), np.float32)
-    known |= {name: found[name] for name in (*_LARGE, "labels", "numbers") if name in found}
+    known |= {name: arrays[name] for name in (*_LARGE, "labels", "numbers") if name in arrays}
     table.setdefault("values", False)  # earlier versions trained on classes and tasks alone
-    known |= {name: tuple(one) if isinstance(one := table[name], list) else one for name in _TABLE}
+    known |= {name: tuple(value) if isinstance(value := table[name], list) else value for name in _TABLE}
     known["scale"] = Scale.from_table(table.get("scale"))
-    graph = Graph(**known, names=() if names is None else names.tolist(), parts=_parts(found, "part"))
-    pairs, parts = found.get("link_pairs"), _parts(found, "link")
+    graph = Graph(**known, names=() if names is None else names.tolist(), parts=_parts(arrays, "part"))
+    pairs, parts = arrays.get("link_pairs"), _parts(arrays, "link")
     links = None if pairs is None or parts is None else link_prediction.cut(graph, pairs, parts)
     widths, signs = tuple(table["widths"]), tuple(table.get("signs", ()))
     return KeptGraph(graph, links, table["whole"], table["outputs"], widths, table["weighted"], signs)
 
 
-def _parts(found: dict[str, Array], prefix: str) -> DataSplit | None:
-    each = [found.get(f"{prefix}_{name}") for name in ("train", "validation", "test")]
-    return None if each[0] is None else DataSplit(*(np.asarray(one) for one in each))
+def _parts(arrays: dict[str, Array], prefix: str) -> DataSplit | None:
+    each = [arrays.get(f"{prefix}_{name}") for name in ("train", "validation", "test")]
+    return None if each[0] is None else DataSplit(*(np.asarray(ids) for ids in each))
 
 
 def _widths(graph: Graph) -> tuple[int, int]:
@@ -115,23 +115,25 @@ def _widths(graph: Graph) -> tuple[int, int]:
 # --- other data ------------------------------------------------------------------------------------------------------
 
 
-def mapped(graph: Graph, kept: KeptGraph) -> Graph:
+def mapped(graph: Graph, run_graph: KeptGraph) -> Graph:
     """`graph` with the columns and classes of the run, by name. Raises UserError naming what the run does not know."""
-    before = kept.graph
-    if (graph.weights is not None) != kept.weighted:
+    before = run_graph.graph
+    if (graph.weights is not None) != run_graph.weighted:
         has, had = ("has", "had none") if graph.weights is not None else ("lacks", "had one")
         raise UserError(
             f"{graph.origin} {has} a column of edge weights, and the run {had} ({before.origin}).",
             why="the network would aggregate other sums",
             do=f"data as {before.origin} was, or a new run",
         )
-    features = _columns((graph, kept), (graph.columns, before.columns), (graph.features, kept.widths[0]), "feature")
+    features = _columns(
+        (graph, run_graph), (graph.columns, before.columns), (graph.features, run_graph.widths[0]), "feature"
+    )
     named = (graph.edge_columns, before.edge_columns)
-    edges = _columns((graph, kept), named, (graph.edge_features, kept.widths[1]), "edge feature")
+    edges = _columns((graph, run_graph), named, (graph.edge_features, run_graph.widths[1]), "edge feature")
     assert features is not None
     ours: dict[str, Any] = {"columns": before.columns, "edge_columns": before.edge_columns, "scale": before.scale}
     known = replace(graph, features=features, edge_features=edges, **ours)
-    return known if graph.labels is None or not kept.outputs else _classed(known, graph.labels, kept)
+    return known if graph.labels is None or not run_graph.outputs else _classed(known, graph.labels, run_graph)
 
 
 def _columns(
@@ -141,45 +143,48 @@ def _columns(
     what: str,
 ) -> Array | None:
     """The columns of `values` in the order that the run has them in."""
-    (now, before), (found, width) = names, values
-    has = 0 if found is None else found.shape[1]
+    (now, before), (features, width) = names, values
+    has = 0 if features is None else features.shape[1]
     if now and before and set(now) == set(before):
-        assert found is not None
+        assert features is not None
         return (
-            found
+            features
             if tuple(now) == tuple(before)
-            else np.ascontiguousarray(found[:, [list(now).index(one) for one in before]])
+            else np.ascontiguousarray(features[:, [list(now).index(column) for column in before]])
         )
     if has == width and not (now and before):
-        return found
-    strange, absent = [one for one in now if one not in before], [one for one in before if one not in now]
-    said = f"the {what} {strange[0]!r}" if strange else f"no {what} {absent[0]!r}" if absent else f"{has} {what}s"
+        return features
+    strange, absent = (
+        [column for column in now if column not in before],
+        [column for column in before if column not in now],
+    )
+    difference = f"the {what} {strange[0]!r}" if strange else f"no {what} {absent[0]!r}" if absent else f"{has} {what}s"
     raise UserError(
-        f"{graphs[0].origin} has {said}, and the run was trained on {graphs[1].graph.origin}.",
+        f"{graphs[0].origin} has {difference}, and the run was trained on {graphs[1].graph.origin}.",
         why=f"there: {_listed(now, has)}; in the run: {_listed(before, width)}",
         do="give the columns that the run has, under their names, or begin a new run",
     )
 
 
-def _classed(graph: Graph, labels: Array, kept: KeptGraph) -> Graph:
+def _classed(graph: Graph, labels: Array, run_graph: KeptGraph) -> Graph:
     """With the classes of the run, by name; classes without names are numbers."""
     if graph.kind != "classes":
-        if labels.shape[1] != kept.outputs:
+        if labels.shape[1] != run_graph.outputs:
             raise UserError(
-                f"{graph.origin} has {labels.shape[1]} columns of answers, and the run {kept.outputs}.",
+                f"{graph.origin} has {labels.shape[1]} columns of answers, and the run {run_graph.outputs}.",
                 do="give the columns that the run has, or begin a new run",
             )
         return graph
-    run = kept.graph.classes or tuple(map(str, range(kept.outputs)))
-    own = graph.classes or tuple(map(str, range(int(labels.max(initial=-1)) + 1)))
-    strange = [own[at] for at in np.unique(labels[labels >= 0]).tolist() if own[at] not in run]
+    run = run_graph.graph.classes or tuple(map(str, range(run_graph.outputs)))
+    classes = graph.classes or tuple(map(str, range(int(labels.max(initial=-1)) + 1)))
+    strange = [classes[at] for at in np.unique(labels[labels >= 0]).tolist() if classes[at] not in run]
     if strange:
         raise UserError(
             f"{graph.origin} has the class {strange[0]!r}, which the run does not know.",
-            why=f"classes there: {_listed(own, len(own))}; in the run: {_listed(run, len(run))}",
+            why=f"classes there: {_listed(classes, len(classes))}; in the run: {_listed(run, len(run))}",
             do="name it as the run does, or begin a new run",
         )
-    table = np.array([*(run.index(name) if name in run else IGNORED for name in own), IGNORED], np.int64)
+    table = np.array([*(run.index(name) if name in run else IGNORED for name in classes), IGNORED], np.int64)
     return replace(graph, labels=table[labels], classes=run)
 
 
@@ -188,37 +193,37 @@ def _listed(names: Sequence[str], count: int) -> str:
     return f"{shown}, … ({len(names)})" if len(names) > 12 else shown
 
 
-def divided(graph: Graph, kept: KeptGraph, shares: tuple[float, float, float], seed: int) -> Graph:
+def divided(graph: Graph, run_graph: KeptGraph, shares: tuple[float, float, float], seed: int) -> Graph:
     """`graph` with the split of the run for what it knows, by name or number; the rest is dealt out by `shares`."""
     fresh = graphs.divided(graph, shares, seed)
-    before = kept.graph.parts
+    before = run_graph.graph.parts
     if graph.parts is not None or before is None or fresh.parts is None:
         return fresh
     labelled = np.sort(np.concatenate([ids for _, ids in fresh.parts.named()]))
-    place = places(graph, kept.graph, items=True)[labelled]
+    place = places(graph, run_graph.graph, items=True)[labelled]
     return replace(graph, parts=_dealt(labelled, place, before, shares, seed))
 
 
-def split(graph: Graph, kept: KeptGraph, shares: tuple[float, float, float], seed: int) -> Links:
+def split(graph: Graph, run_graph: KeptGraph, shares: tuple[float, float, float], seed: int) -> Links:
     """The links of `graph`: those that the run knows are in the part where they were, the rest is dealt out."""
-    found = link_prediction.split(graph, shares, seed)
-    if kept.links is None:
-        return found
-    count = kept.graph.nodes
-    ends = places(graph, kept.graph)[found.pairs]
+    links = link_prediction.split(graph, shares, seed)
+    if run_graph.links is None:
+        return links
+    count = run_graph.graph.nodes
+    ends = places(graph, run_graph.graph)[links.pairs]
     keys = np.where((ends >= 0).all(0), ends.min(0) * np.int64(count) + ends.max(0), -1)
-    known = kept.links.pairs.min(0) * np.int64(count) + kept.links.pairs.max(0)
-    parts = _dealt(np.arange(len(keys)), _positions(keys, known), kept.links.parts, shares, seed)
-    return link_prediction.cut(graph, found.pairs, parts)
+    known = run_graph.links.pairs.min(0) * np.int64(count) + run_graph.links.pairs.max(0)
+    parts = _dealt(np.arange(len(keys)), _positions(keys, known), run_graph.links.parts, shares, seed)
+    return link_prediction.cut(graph, links.pairs, parts)
 
 
 def _dealt(ids: Array, place: Array, before: DataSplit, shares: tuple[float, float, float], seed: int) -> DataSplit:
     """`ids` in the part where `before` has their `place` (-1: it has none), the rest by `shares`."""
     part = np.full(
-        1 + max(int(place.max(initial=-1)), *(int(one.max(initial=-1)) for _, one in before.named())) + 1, -1
+        1 + max(int(place.max(initial=-1)), *(int(members.max(initial=-1)) for _, members in before.named())) + 1, -1
     )
-    for number, (_, own) in enumerate(before.named()):
-        part[own] = number
+    for number, (_, members) in enumerate(before.named()):
+        part[members] = number
     of = part[place]  # the last entry stands for -1
     fresh = parted(ids[of < 0], shares, seed)
     return DataSplit(*(np.sort(np.concatenate([ids[of == at], new])) for at, (_, new) in enumerate(fresh.named())))

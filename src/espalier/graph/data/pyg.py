@@ -55,14 +55,14 @@ def from_many(items: Any, *, undirected: bool = False, origin: str, target: str 
     if not items:
         raise UserError(f"{origin} holds no graphs.", do="give one Data object, or a list of them")
     widths = [_features(item, origin) for item in items]
-    starts = np.concatenate([[0], np.cumsum([len(one) for one in widths])]).astype(np.int64)
+    starts = np.concatenate([[0], np.cumsum([len(features) for features in widths])]).astype(np.int64)
     edges = [_shifted(item, starts[at : at + 2], f"{origin}, item {at}") for at, item in enumerate(items)]
     labels = [getattr(item, "y", None) for item in items]
-    known = [one for one in labels if one is not None]
+    known = [label for label in labels if label is not None]
     if len(known) < len(labels):
         raise UserError(f"{origin}: a graph has no label y.", do="give each of them one")
     joined = torch.cat(edges, 1)
-    weights, edge_features = (_joined(list(one), origin) for one in zip(*map(_of_edges, items), strict=True))
+    weights, edge_features = (_joined(list(values), origin) for values in zip(*map(_of_edges, items), strict=True))
     return Graph.from_edges(
         joined[0],
         joined[1],
@@ -123,7 +123,7 @@ def _shifted(item: Any, nodes: Array, origin: str) -> torch.Tensor:
 
 def _joined(values: list[Any], origin: str) -> torch.Tensor | None:
     """What graphs know of their edges, end to end."""
-    without = [at for at, one in enumerate(values) if one is None]
+    without = [at for at, tensor in enumerate(values) if tensor is None]
     if len(without) == len(values):
         return None
     if without:
@@ -218,23 +218,23 @@ def dataset(name: str, root: Path, *, undirected: bool, target: str | None = Non
     if not hasattr(datasets, kind):
         from espalier.recipe.errors import nearest
 
-        near = nearest(kind, [one for one in dir(datasets) if one[0].isupper()])
+        near = nearest(kind, [class_name for class_name in dir(datasets) if class_name[0].isupper()])
         raise UserError(
             f"data.path = 'pyg:{name}': PyG has no dataset class {kind!r}.",
             do=f"did you mean pyg:{near}?" if near else "pyg:Planetoid/Cora",
         )
     made = getattr(datasets, kind)
     try:
-        found = made(str(root / kind), which) if which else made(str(root / kind))
+        graphs = made(str(root / kind), which) if which else made(str(root / kind))
     except Exception as error:  # downloads fail in many ways
         raise UserError(
             f"data.path = 'pyg:{name}' cannot be loaded.",
             why=f"{type(error).__name__}: {error}",
             do=f"put its raw files below {root / kind}, or check the name",
         ) from None
-    if len(found) > 1:
-        return from_many(found, undirected=undirected, origin=f"pyg:{name}", target=target)
-    return from_pyg(found[0], undirected=undirected, origin=f"pyg:{name}", target=target)
+    if len(graphs) > 1:
+        return from_many(graphs, undirected=undirected, origin=f"pyg:{name}", target=target)
+    return from_pyg(graphs[0], undirected=undirected, origin=f"pyg:{name}", target=target)
 
 
 class _Named:
@@ -255,7 +255,7 @@ def _library(purpose: str) -> Any:
 
 def _refuse_heterogeneous(data: Any) -> None:
     if hasattr(data, "edge_types") or type(data).__name__ == "HeteroData":
-        kinds = [str(one) for one in getattr(data, "node_types", [])]
+        kinds = [str(node_type) for node_type in getattr(data, "node_types", [])]
         raise UserError(
             f"A heterogeneous graph cannot be trained{': it has node types ' + ', '.join(kinds) if kinds else ''}.",
             why="networks here have one kind of node and one kind of edge",
@@ -265,10 +265,10 @@ def _refuse_heterogeneous(data: Any) -> None:
 
 def _refuse_kinds(table: dict[Any, Any]) -> None:
     """Refuses what `HeteroData.to_dict()` gives: a dict for each kind of node and, by (from, how, to), of edge."""
-    if "edge_index" not in table and any(isinstance(one, dict) for one in table.values()):
-        kinds = [one for one in table if isinstance(one, str) and one != "_global_store"]
+    if "edge_index" not in table and any(isinstance(storage, dict) for storage in table.values()):
+        kinds = [key for key in table if isinstance(key, str) and key != "_global_store"]
         _refuse_heterogeneous(
-            _Named({"edge_types": [one for one in table if isinstance(one, tuple)], "node_types": kinds})
+            _Named({"edge_types": [key for key in table if isinstance(key, tuple)], "node_types": kinds})
         )
 
 
@@ -298,7 +298,7 @@ def built(options: config.MessagesModel, features: int, classes: int, folder: st
     made, author = function(options.build, folder)
     with author.answers("when it was called"):
         model = made(features, classes, **options.arguments)
-    if not isinstance(model, nn.Module) or not any(one.requires_grad for one in model.parameters()):
+    if not isinstance(model, nn.Module) or not any(parameter.requires_grad for parameter in model.parameters()):
         raise UserError(
             f"model.build = {options.build!r} returned {type(model).__name__}.",
             why="it must return a network with parameters to train",

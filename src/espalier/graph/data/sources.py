@@ -86,13 +86,13 @@ def _folder(place: Path, options: config.GraphOptions) -> Graph:
     if ogb.is_ogb(place):
         return ogb.load(place, undirected=undirected, task=options.task, target=options.target)
     for folder in (place, place / "raw"):
-        found = planetoid.names(folder)
-        if len(found) == 1:
-            return planetoid.load(folder, found[0], undirected=undirected)
-        if found:
+        names = planetoid.names(folder)
+        if len(names) == 1:
+            return planetoid.load(folder, names[0], undirected=undirected)
+        if names:
             raise UserError(
-                f"data.path = {str(place)!r} holds several data sets: {', '.join(found)}.",
-                do=f"data.path = {str(place / found[0])!r}",
+                f"data.path = {str(place)!r} holds several data sets: {', '.join(names)}.",
+                do=f"data.path = {str(place / names[0])!r}",
             )
     tables = edge_lists.beside(place, "edges", edge_lists.SUFFIXES)
     if len(tables) > 1:

@@ -39,8 +39,8 @@ _VERBS = (
 )
 CLASSES = (
     *("adj.all", "adj.pert", "adv.all"),
-    *(f"noun.{one}" for one in _NOUNS.split()),
-    *(f"verb.{one}" for one in _VERBS.split()),
+    *(f"noun.{topic}" for topic in _NOUNS.split()),
+    *(f"verb.{topic}" for topic in _VERBS.split()),
     "adj.ppl",
 )
 """Lexicographers' files by number (lexnames, section 5 of WordNet's manual)."""
@@ -61,15 +61,15 @@ def load(progress: Progress | None = None) -> Graph:
 
     Raises UserError where the package is neither installed nor to be had.
     """
-    found = kept_arrays(f"wordnet-{FORMAT}", lambda: _read(progress))
+    arrays = kept_arrays(f"wordnet-{FORMAT}", lambda: _read(progress))
     return Graph.from_edges(
-        found["sources"],
-        found["targets"],
-        features=found["features"],
+        arrays["sources"],
+        arrays["targets"],
+        features=arrays["features"],
         undirected=True,
-        labels=found["labels"],
+        labels=arrays["labels"],
         classes=CLASSES,
-        names=found["names"].tolist(),
+        names=arrays["names"].tolist(),
         origin="debian:wordnet",
     )
 
@@ -129,24 +129,28 @@ def read(folder: Path, progress: Progress | None = None) -> dict[str, Array]:
     Names are `word.part of speech.offset`. Raises UserError for files that are no database.
     """
     try:
-        every = [one for name, letter in PARTS.items() for one in synsets(_lines(folder / f"data.{name}"), letter)]
-        place = {one.key: at for at, one in enumerate(every)}
-        ends = {(at, place[other]) for at, one in enumerate(every) for other in one.relations if place[other] != at}
+        every = [
+            synset for name, letter in PARTS.items() for synset in synsets(_lines(folder / f"data.{name}"), letter)
+        ]
+        place = {synset.key: at for at, synset in enumerate(every)}
+        ends = {
+            (at, place[other]) for at, synset in enumerate(every) for other in synset.relations if place[other] != at
+        }
     except (OSError, ValueError, IndexError, KeyError) as error:
         raise UserError(
             f"{folder} holds no WordNet database: {error}.", do="apt-get install --reinstall wordnet-base"
         ) from None
     counted, column = np.zeros((len(every), COLUMNS), np.float32), dict[bytes, int]()
-    for at, one in enumerate(every):
-        words = " ".join(one.words).replace("_", " ").replace("-", " ")
-        count_words(f"{words} {one.definition}".lower().encode(), counted[at], column)
+    for at, synset in enumerate(every):
+        words = " ".join(synset.words).replace("_", " ").replace("-", " ")
+        count_words(f"{words} {synset.definition}".lower().encode(), counted[at], column)
         if progress is not None and at % 4096 == 0:
             progress(at, len(every))
     sources, targets = np.array(sorted(ends), np.int64).reshape(-1, 2).T
     return {
         **{"sources": sources, "targets": targets, "features": weighted(counted)},
-        "labels": np.array([one.label for one in every], np.int64),
-        "names": np.array([f"{one.words[0]}.{one.key[0]}.{one.key[1:]}" for one in every]),
+        "labels": np.array([synset.label for synset in every], np.int64),
+        "names": np.array([f"{synset.words[0]}.{synset.key[0]}.{synset.key[1:]}" for synset in every]),
     }
 
 

@@ -122,8 +122,12 @@ def joined(pieces: Sequence[Rows]) -> Rows:
     """One behind the other."""
     first = pieces[0]
     if isinstance(first, Kept):
-        kept = [piece for piece in pieces if isinstance(piece, Kept)]
-        return Kept(torch.cat([one.values for one in kept]), torch.cat([one.columns for one in kept]), first.width)
+        sparse_rows = [piece for piece in pieces if isinstance(piece, Kept)]
+        return Kept(
+            torch.cat([piece.values for piece in sparse_rows]),
+            torch.cat([piece.columns for piece in sparse_rows]),
+            first.width,
+        )
     return torch.cat([dense(piece) for piece in pieces])
 
 

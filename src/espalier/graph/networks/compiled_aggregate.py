@@ -45,7 +45,7 @@ def matrix(block: MessageBlock) -> CSR:
         values = values if block.left is None else values * block.left[block.rows()]
         return CSR(pattern.indptr, pattern.indices, pattern.shape, values)
 
-    scale = next((one for one in (block.weights, block.left, block.right) if one is not None), None)
+    scale = next((factors for factors in (block.weights, block.left, block.right) if factors is not None), None)
     made: CSR = block.forms.get(f"matrix {None if scale is None else scale.dtype}", make)
     return made
 
@@ -61,8 +61,8 @@ def aggregate(block: MessageBlock, rows: Rows, start: Tensor | None = None) -> T
     if block.indptr.device.type != "cpu":
         return base.aggregate(block, rows, start)
     if isinstance(rows, Kept):
-        found = cbsr_aggregate(matrix(block), rows.values, rows.columns, rows.width)
-        return found if start is None else found + start
+        sums = cbsr_aggregate(matrix(block), rows.values, rows.columns, rows.width)
+        return sums if start is None else sums + start
     compressed = block.forms.known.get("compressed")
     chosen = matrix(block) if compressed is None else compressed
     if start is not None or rows.requires_grad or rows.is_inference():
@@ -77,17 +77,17 @@ def _once(block: MessageBlock, rows: Tensor, make: Callable[[], Tensor]) -> Tens
     if seen is None or seen.rows() is not rows or seen.version != rows._version:
         block.forms.known["aggregated"] = _Seen(weakref.ref(rows), rows._version, None)
         return make()
-    if seen.found is None or seen.found._version:
-        seen = block.forms.known["aggregated"] = seen._replace(found=make())
-    return seen.found
+    if seen.sums is None or seen.sums._version:
+        seen = block.forms.known["aggregated"] = seen._replace(sums=make())
+    return seen.sums
 
 
 class _Seen(NamedTuple):
-    """Rows that were aggregated, and the result once they came again."""
+    """Rows that were aggregated, and their sums once they came again."""
 
     rows: weakref.ref[Tensor]
     version: int
-    found: Tensor | None
+    sums: Tensor | None
 
 
 def project(rows: Rows, weight: Tensor, start: Tensor | None = None) -> Tensor:
@@ -99,8 +99,8 @@ def project(rows: Rows, weight: Tensor, start: Tensor | None = None) -> Tensor:
     from espalier.graph.networks.maxk_linear import Mapped
 
     shared = start if start is not None and start.dim() == 1 else weight.new_zeros(len(weight))
-    found: Tensor = Mapped.apply(rows.values, rows.columns, weight, shared)
-    return found if start is None or start.dim() == 1 else found + start
+    product: Tensor = Mapped.apply(rows.values, rows.columns, weight, shared)
+    return product if start is None or start.dim() == 1 else product + start
 
 
 def attend(block: MessageBlock, rows: Tensor, scores: tuple[Tensor, Tensor], dropout: float) -> Tensor:

@@ -70,9 +70,9 @@ class ForeignMessages:
         self.inside = False
 
     @contextmanager
-    def over(self, own: Halo | None) -> Iterator[None]:
+    def over(self, halo: Halo | None) -> Iterator[None]:
         """One forward pass."""
-        self.halo, self.calls = own, 0
+        self.halo, self.calls = halo, 0
         try:
             yield
         finally:
@@ -81,19 +81,19 @@ class ForeignMessages:
     def fresh(self, rows: Any) -> Any:
         """Rows of own nodes, then of halo nodes, as their owners have them; also of a tuple of such."""
         if isinstance(rows, tuple | list):
-            return type(rows)(self.fresh(one) if isinstance(one, Tensor) else one for one in rows)
+            return type(rows)(self.fresh(element) if isinstance(element, Tensor) else element for element in rows)
         if self.seen is not None:
             self.seen.append(rows)
-        at, own = self.calls, self.halo
+        at, halo = self.calls, self.halo
         self.calls += 1
         if self.rounded is not None:
             rows = self.rounded(at, rows)
-        if own is None or at == 0:
+        if halo is None or at == 0:
             return rows
-        kept, known = rows[: len(own.owned)], own.sources
-        exchange = replace(own, layer=at).exchange if self.fetch is None else self.fetch
-        found = exchange(kept)
-        return found if len(rows) == known else torch.cat([found, rows[known:].detach()])
+        owned_rows, known = rows[: len(halo.owned)], halo.sources
+        exchange = replace(halo, layer=at).exchange if self.fetch is None else self.fetch
+        fresh_rows = exchange(owned_rows)
+        return fresh_rows if len(rows) == known else torch.cat([fresh_rows, rows[known:].detach()])
 
 
 def equip(model: nn.Module) -> nn.Module:
@@ -154,20 +154,20 @@ class _Summed(torch.autograd.Function):
 
 
 def _summed(value: Tensor, group: Any) -> Tensor:
-    found = value.detach().clone().contiguous()
+    total = value.detach().clone().contiguous()
     if group is not None:
         with traffic(Traffic.ACTIVATIONS):
-            dist.all_reduce(found, group=group)
-    return found
+            dist.all_reduce(total, group=group)
+    return total
 
 
 def _normalized(messages: ForeignMessages, norm: Any, inner: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """Batch normalization by mean and variance of own rows of all ranks, which are at least in float32."""
-    own = messages.halo
-    if own is None or messages.fetch is not None or not (norm.training or norm.running_mean is None):
+    halo = messages.halo
+    if halo is None or messages.fetch is not None or not (norm.training or norm.running_mean is None):
         return inner(x)
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    rows, group = wide[: len(own.owned)], own.group
+    rows, group = wide[: len(halo.owned)], halo.group
     count = _summed(rows.new_tensor(float(len(rows))), group)
     mean: Tensor = _Summed.apply(rows.sum(0), group) / count
     variance: Tensor = _Summed.apply((rows - mean).square().sum(0), group) / count
@@ -177,8 +177,8 @@ def _normalized(messages: ForeignMessages, norm: Any, inner: Callable[[Tensor], 
         with torch.no_grad():
             norm.running_mean.lerp_(mean.to(norm.running_mean.dtype), share)
             norm.running_var.lerp_((variance * count / (count - 1).clamp(min=1)).to(norm.running_var.dtype), share)
-    found = (wide - mean) * (variance + norm.eps).rsqrt()
-    return (found if norm.weight is None else found * norm.weight + norm.bias).to(x.dtype)
+    normalized = (wide - mean) * (variance + norm.eps).rsqrt()
+    return (normalized if norm.weight is None else normalized * norm.weight + norm.bias).to(x.dtype)
 
 
 # --- edges into halo nodes -------------------------------------------------------------------------------------------
@@ -193,19 +193,19 @@ class Deep:
     block: MessageBlock
 
 
-def deepened(own: Halo, whole: MessageBlock) -> Deep:
-    """The part of `own` in the graph `whole`, with the edges into its halo nodes."""
+def deepened(halo: Halo, whole: MessageBlock) -> Deep:
+    """The part of `halo` in the graph `whole`, with the edges into its halo nodes."""
     indptr, indices = whole.indptr.cpu().numpy(), whole.indices.cpu().numpy()
-    near, outer = own.nodes.cpu().numpy(), own.outer.cpu().numpy()
+    near, outer = halo.nodes.cpu().numpy(), halo.outer.cpu().numpy()
     counts = np.diff(indptr)[outer]
     ends = np.concatenate([[0], np.cumsum(counts)])
     more = np.repeat(indptr[outer] - ends[:-1], counts) + np.arange(ends[-1])
-    edges = np.concatenate([own.edges.cpu().numpy(), more])
+    edges = np.concatenate([halo.edges.cpu().numpy(), more])
     beyond = np.setdiff1d(indices[more], near)
     nodes = np.concatenate([near, beyond])
     place = np.empty(whole.sources, np.int64)
     place[nodes] = np.arange(len(nodes))
-    starts = own.indptr.cpu().numpy()
+    starts = halo.indptr.cpu().numpy()
     made = MessageBlock(
         torch.from_numpy(np.concatenate([starts, starts[-1] + ends[1:]])),
         torch.from_numpy(place[indices[edges]].astype(np.int32)),
@@ -230,20 +230,24 @@ def study(model: nn.Module, columns: int, whole: MessageBlock) -> ForeignRows:
     graph of our own, which is the same on all ranks. Raises UserError where its answers over parts are others."""
     rows, block = _sample(columns, whole)
     cut = halo.boundary(block.indptr, block.indices, 2 * np.arange(len(rows)) // len(rows), 2)
-    own = halo.Halo.of(block.indptr, block.indices, cut, 0)
+    part_halo = halo.Halo.of(block.indptr, block.indices, cut, 0)
     tried = _moved(copy.deepcopy(model).cpu().double().eval())
-    held = _Trial(tried, rows, block)
-    if not held.seen:
+    evaluation = _Trial(tried, rows, block)
+    if not evaluation.seen:
         raise UserError(
             "[graph.halo] is not possible with this network.",
             why="none of its layers has a method propagate, by which they would say where they read rows of neighbours",
             do="layers of torch_geometric.nn, or leave [graph.halo] out",
         )
-    widths, deep, evaluates = tuple(one.shape[1:].numel() for one in held.seen), deepened(own, block), False
+    widths, deep, evaluates = (
+        tuple(layer_rows.shape[1:].numel() for layer_rows in evaluation.seen),
+        deepened(part_halo, block),
+        False,
+    )
     trained = _Trial(tried, rows, block, training=True)
-    trials = [held] if trained.drawn else [held, trained]
-    for nodes, local, is_deep in ((own.nodes, own.block(block), False), (deep.nodes, deep.block, True)):
-        same = [one.same(nodes, local._replace(halo=own)) for one in trials]
+    trials = [evaluation] if trained.drawn else [evaluation, trained]
+    for nodes, local, is_deep in ((part_halo.nodes, part_halo.block(block), False), (deep.nodes, deep.block, True)):
+        same = [trial.same(nodes, local._replace(halo=part_halo)) for trial in trials]
         if all(same):
             return ForeignRows(widths, is_deep)
         evaluates = evaluates or same[0]
@@ -288,11 +292,11 @@ class _Trial:
 
     def same(self, nodes: Tensor, part: MessageBlock) -> bool:
         """Whether its answers for own nodes of a part with the rows of `nodes` are those on the whole."""
-        own = cast("Halo", part.halo).owned
-        return self._close(*self._run(self.rows[nodes], part, self.seen), self.answers[own])
+        owned = cast("Halo", part.halo).owned
+        return self._close(*self._run(self.rows[nodes], part, self.seen), self.answers[owned])
 
-    def _close(self, found: Tensor, asked: list[Tensor], wanted: Tensor) -> bool:
-        return len(asked) == len(self.seen) and bool((found - wanted).abs().max() <= CLOSE * wanted.abs().max())
+    def _close(self, answers: Tensor, asked: list[Tensor], wanted: Tensor) -> bool:
+        return len(asked) == len(self.seen) and bool((answers - wanted).abs().max() <= CLOSE * wanted.abs().max())
 
     def _run(self, rows: Tensor, block: MessageBlock, seen: list[Tensor] | None) -> tuple[Tensor, list[Tensor]]:
         model, self.runs = copy.deepcopy(self.model), self.runs + 1
@@ -308,20 +312,20 @@ def row_widths(model: nn.Module, columns: int, whole: MessageBlock) -> list[int 
     are the features themselves. Raises UserError as `study`."""
     rows, block = _sample(columns, whole)
     _, seen = _run(copy.deepcopy(model).cpu().double().eval(), rows, block, None, "[quant]")
-    return [None if one is rows else one.shape[1:].numel() for one in seen]
+    return [None if layer_rows is rows else layer_rows.shape[1:].numel() for layer_rows in seen]
 
 
 def study_part(model: nn.Module, part: Part) -> ForeignRows:
     """As `study`, of a graph of which a part is here, with edges into its own nodes alone. Raises UserError for a
     network that needs more."""
-    found = study(model, part.features.shape[1], part.block)
-    if found.deep:
+    needs = study(model, part.features.shape[1], part.block)
+    if needs.deep:
         raise UserError(
             "This network cannot train on a graph that was cut beforehand.",
             why="it scales edges by the degrees of their sources, and a part has no edges into nodes of others",
             do="the graph itself as data.path, or a network such as PyG's SAGEConv, GATConv or GINConv",
         )
-    return found
+    return needs
 
 
 @torch.no_grad()
@@ -332,10 +336,10 @@ def _run(
     vars(model).pop(QUANTIZED, None)
     messages: ForeignMessages = getattr(equip(model), MESSAGES)
     messages.rounded = None
-    messages.seen, own = [], cast("Halo | None", block.halo)
-    if own is not None and whole is not None:
-        known, outer = whole, own.outer
-        messages.fetch = lambda kept: torch.cat([kept, known[messages.calls - 1][outer]])
+    messages.seen, halo = [], cast("Halo | None", block.halo)
+    if halo is not None and whole is not None:
+        known, outer = whole, halo.outer
+        messages.fetch = lambda owned_rows: torch.cat([owned_rows, known[messages.calls - 1][outer]])
     try:
         return forward(model, rows, (block,)), messages.seen
     except UserError:
@@ -352,9 +356,9 @@ def _run(
 def _moved(model: nn.Module) -> nn.Module:
     """With parameters none of which is zero."""
     draw = torch.Generator().manual_seed(0)
-    for one in model.parameters():
-        if not is_lazy(one):
-            one.add_(MOVED * torch.rand(one.shape, generator=draw, dtype=one.dtype))
+    for parameter in model.parameters():
+        if not is_lazy(parameter):
+            parameter.add_(MOVED * torch.rand(parameter.shape, generator=draw, dtype=parameter.dtype))
     return model
 
 
@@ -396,7 +400,7 @@ class ForeignAdapter(NetworkAdapter):
         matrices = [parameter for parameter in model.parameters() if parameter.ndim == 2]
         return [*matrices[:1], *matrices[-1:]]
 
-    def decisions(self, run: GraphRun, said: tuple[str, ...], bits: tuple[str, ...]) -> tuple[str, ...]:
+    def decisions(self, run: GraphRun, sentences: tuple[str, ...], bits: tuple[str, ...]) -> tuple[str, ...]:
         """Its bits: what it computes is not known."""
         return bits
 

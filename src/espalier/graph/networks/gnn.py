@@ -102,8 +102,8 @@ class Mean(Layer):
     def forward(self, block: MessageBlock, rows: Rows) -> Tensor:
         """The node itself and the mean of its neighbours (zero where it has none)."""
         block = self.begun(block, rows)
-        own = self.project(_first(rows, block.targets), self.own.weight, self.own.bias)
-        return self.mapped(block, rows, self.weight.weight, own)
+        target_rows = self.project(_first(rows, block.targets), self.own.weight, self.own.bias)
+        return self.mapped(block, rows, self.weight.weight, target_rows)
 
 
 class Isomorphism(Layer):
@@ -123,9 +123,9 @@ class Isomorphism(Layer):
     def forward(self, block: MessageBlock, rows: Rows) -> Tensor:
         """The perceptron of the sum; its first matrix before the sum where that is narrower."""
         block = self.begun(block, rows)
-        own = self.project(_first(rows, block.targets), self.first.weight)
+        target_rows = self.project(_first(rows, block.targets), self.first.weight)
         sums = self.mapped(block, rows, self.first.weight)
-        hidden = self.norm(sums + (1 + self.epsilon) * own + self.first.bias)
+        hidden = self.norm(sums + (1 + self.epsilon) * target_rows + self.first.bias)
         return self.second(hidden if self.linear else F.relu(hidden))
 
 
@@ -153,8 +153,8 @@ class GraphAttention(Layer):
         x = self.project(rows, self.weight.weight).view(-1, self.heads, self.columns)
         scores = self.project(x.flatten(1), torch.cat([_by_head(self.target), _by_head(self.source)]))
         both = scores[: block.targets, : self.heads], scores[:, self.heads :]
-        found = self.attend(block, x, both, self.dropout if self.training else 0.0)
-        return (found.flatten(1) if self.joined or self.heads == 1 else found.mean(1)) + self.bias
+        attended = self.attend(block, x, both, self.dropout if self.training else 0.0)
+        return (attended.flatten(1) if self.joined or self.heads == 1 else attended.mean(1)) + self.bias
 
 
 def _matrix(inputs: int, outputs: int) -> nn.Linear:
@@ -180,8 +180,8 @@ def _first(rows: Rows, count: int) -> Rows:
 
 def largest(rows: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """The plain form of row-wise top-k: values [rows, k], differentiable, and their columns int64 [rows, k]."""
-    found = torch.topk(rows, k, sorted=False)
-    return found.values, found.indices
+    top = torch.topk(rows, k, sorted=False)
+    return top.values, top.indices
 
 
 class Gnn(GraphNetwork):

@@ -42,17 +42,17 @@ class GnnAdapter(NetworkAdapter):
         """Of both layers."""
         return [parameter for at in (0, -1) for parameter in model.layers[at].parameters() if parameter.ndim == 2]
 
-    def decisions(self, run: GraphRun, said: tuple[str, ...], bits: tuple[str, ...]) -> tuple[str, ...]:
+    def decisions(self, run: GraphRun, sentences: tuple[str, ...], bits: tuple[str, ...]) -> tuple[str, ...]:
         """The format of the edges, which is chosen now, and what each layer aggregates."""
         model = run.bare()
         assert isinstance(model, Gnn)
         layers = _layers(model)
         k = model.options.k if model.options.activation == "maxk" else None
         if not run.batching.stands:
-            return (*said, *bits, *graph_plan.passes(layers, k, once=False))
+            return (*sentences, *bits, *graph_plan.passes(layers, k, once=False))
         if self._format is None:
             self._format = self._formatted(run, layers)
-        return (*said, *bits, self._format, *graph_plan.passes(layers, k, once=model.aggregates_once))
+        return (*sentences, *bits, self._format, *graph_plan.passes(layers, k, once=model.aggregates_once))
 
     def _formatted(self, run: GraphRun, layers: Sequence[Layer]) -> str:
         if run.graph.partition is not None:

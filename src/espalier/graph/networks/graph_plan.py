@@ -49,12 +49,12 @@ def ordered(graph: Graph, wanted: str) -> tuple[Graph, str]:
     if wanted == "rcmpp":
         return relabelled(graph, rcmpp(graph.indptr, graph.indices)), "Order: RCM++ (graph.order = rcmpp)."
     if wanted == "clusters":
-        permutation, said = _kept(graph, wanted, lambda: _clusters(graph))
-        return relabelled(graph, permutation), said
+        permutation, sentence = _kept(graph, wanted, lambda: _clusters(graph))
+        return relabelled(graph, permutation), sentence
     if graph.edges * graph.features.shape[1] < SMALL:
         return graph, "Order: as given; the graph is small."
-    permutation, said = _kept(graph, f"{wanted} {graph.features.shape[1]}", lambda: _advised(graph))
-    return (relabelled(graph, permutation) if len(permutation) else graph), said
+    permutation, sentence = _kept(graph, f"{wanted} {graph.features.shape[1]}", lambda: _advised(graph))
+    return (relabelled(graph, permutation) if len(permutation) else graph), sentence
 
 
 def _advised(graph: Graph) -> tuple[Array, str]:
@@ -70,8 +70,8 @@ def _clusters(graph: Graph) -> tuple[Array, str]:
     """Clusters in the order in which RCM++ passes them, their nodes too, and a sentence."""
     pattern = SparsityPattern.of(graph.indptr, graph.indices)
     parts = max(1, min(MOST_PARTS, graph.nodes // CLUSTER))
-    said = f"Order: {parts:,} clusters by {library()}, RCM++ inside (graph.order = clusters)."
-    return grouped(pattern, trace(pattern).permutation, parts).astype(np.int64), said
+    sentence = f"Order: {parts:,} clusters by {library()}, RCM++ inside (graph.order = clusters)."
+    return grouped(pattern, trace(pattern).permutation, parts).astype(np.int64), sentence
 
 
 def _kept(graph: Graph, wanted: str, make: Callable[[], tuple[Array, str]]) -> tuple[Array, str]:
@@ -81,16 +81,16 @@ def _kept(graph: Graph, wanted: str, make: Callable[[], tuple[Array, str]]) -> t
         digest.update(np.ascontiguousarray(array).tobytes())
     place = cache_folder() / "orders" / f"{hashed([digest.hexdigest(), wanted, library(), ORDERS])}.npz"
     with suppress(OSError, ValueError, KeyError, BadZipFile), place.open("rb") as file:
-        found = np.load(file, allow_pickle=False)
-        return found["permutation"], str(found["said"])
+        archive = np.load(file, allow_pickle=False)
+        return archive["permutation"], str(archive["said"])
     with Stages("Ordering the graph"):
-        permutation, said = make()
+        permutation, sentence = make()
     with suppress(OSError):  # a cache that cannot be written is none
         place.parent.mkdir(parents=True, exist_ok=True)
         partial = place.with_suffix(f".{os.getpid()}.partial.npz")
-        np.savez(partial, permutation=permutation, said=said)
+        np.savez(partial, permutation=permutation, said=sentence)
         partial.replace(place)
-    return permutation, said
+    return permutation, sentence
 
 
 def formatted(block: MessageBlock, layers: Sequence[Layer], wanted: str, steps: int) -> str:
@@ -115,23 +115,23 @@ def formatted(block: MessageBlock, layers: Sequence[Layer], wanted: str, steps: 
     if wanted != "cbm" and not pays(block.edges, additions, block.targets, width):
         return f"Format: CSR; {additions:,} additions of {width} columns save no time, for rows are short."
     saved = 2 * len(layers) * steps * (csr - cbm)
-    beside = f"CBM {show_seconds(cbm)} per product of {width} columns by estimate, CSR {show_seconds(csr)}"
+    estimates = f"CBM {show_seconds(cbm)} per product of {width} columns by estimate, CSR {show_seconds(csr)}"
     if wanted != "cbm" and saved < PRODUCTS_TO_BUILD * csr:
-        return f"Format: CSR; {beside}; making it takes longer than {steps:,} steps would save."
+        return f"Format: CSR; {estimates}; making it takes longer than {steps:,} steps would save."
     block.forms.known["compressed"] = compressed
-    return f"Format: CBM, {additions:,} additions per column instead of {block.edges:,}; {beside}."
+    return f"Format: CBM, {additions:,} additions per column instead of {block.edges:,}; {estimates}."
 
 
 def passes(layers: Sequence[Layer], k: int | None, once: bool) -> list[str]:
     """A sentence for each layer: what it aggregates. `once`: the first one's rows are the same at every step."""
-    said = []
+    sentences = []
     for at, layer in enumerate(layers):
         if k is not None and at > 0:
             what = f"aggregates the {k} kept of {layer.inputs} columns (CBSR), then maps them to {layer.outputs}"
         elif not isinstance(layer, GraphAttention) and layer.inputs <= layer.outputs:
-            kept = " once and keeps the sums, for its rows are the same at every step" if once and at == 0 else ""
-            what = f"aggregates {layer.inputs} columns{kept}, then maps them to {layer.outputs}"
+            reuse = " once and keeps the sums, for its rows are the same at every step" if once and at == 0 else ""
+            what = f"aggregates {layer.inputs} columns{reuse}, then maps them to {layer.outputs}"
         else:
             what = f"maps {layer.inputs} columns to {layer.outputs}, then aggregates those"
-        said.append(f"Layer {at + 1} {what}.")
-    return said
+        sentences.append(f"Layer {at + 1} {what}.")
+    return sentences

@@ -39,11 +39,11 @@ def layer_work(network: Gnn, reach: Sequence[Reach], micro_batch: Any, precision
     products: list[Product] = []
     moved: Number = 0.0
     back: Number = 0.0
-    kept: Number = 0.0
+    saved: Number = 0.0
     drawn: Number = 0.0
     layers = [layer for layer in network.layers if isinstance(layer, Layer)]
-    for at, (layer, one) in enumerate(zip(layers, reach, strict=True)):
-        sources, targets, edges = one.sources * times, one.targets * times, one.edges * times
+    for at, (layer, layer_reach) in enumerate(zip(layers, reach, strict=True)):
+        sources, targets, edges = layer_reach.sources * times, layer_reach.targets * times, layer_reach.edges * times
         drawn = drawn + edges * each
         if at == 0 and not each and network.aggregates_once and not hasattr(layer, "quantizer"):
             edges = edges * 0
@@ -62,13 +62,13 @@ def layer_work(network: Gnn, reach: Sequence[Reach], micro_batch: Any, precision
         back = (
             back + (2 if attends else 1) * forward
         )  # a sum's gradient is a sum; of attention scores and rows have one
-        kept = kept + size * (sources * layer.inputs + targets * (narrow + 3 * layer.outputs))
-        kept = kept + (2 * size * layer.heads * edges if isinstance(layer, GraphAttention) else 0)  # scores, shares
+        saved = saved + size * (sources * layer.inputs + targets * (narrow + 3 * layer.outputs))
+        saved = saved + (2 * size * layer.heads * edges if isinstance(layer, GraphAttention) else 0)  # scores, shares
     return Work(
         products=tuple(products),
         attention=0.0,
         moved=moved,
-        kept=kept,
+        kept=saved,
         transient=0.0,
         again=0.0,
         samples=micro_batch,

@@ -33,8 +33,8 @@ class Quantizers(Protocol):
 
 def quantizers_of(model: object) -> Quantizers | None:
     """Of a network that rounds its values."""
-    found: Quantizers | None = getattr(model, QUANTIZED, None)
-    return found
+    quantizers: Quantizers | None = getattr(model, QUANTIZED, None)
+    return quantizers
 
 
 class GraphNetwork(nn.Module):

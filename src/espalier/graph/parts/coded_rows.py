@@ -25,12 +25,12 @@ class RowSize(NamedTuple):
     steps: int = 0
 
 
-def row_size(columns: int, bits: int, beside: int = 0, *, by_row: bool = False) -> RowSize:
-    """Of rows of `columns` codes of `bits` bits and `beside` bytes of values without codes; `by_row`: see `Coding`."""
+def row_size(columns: int, bits: int, plain_bytes: int = 0, *, by_row: bool = False) -> RowSize:
+    """Of rows of `columns` codes of `bits` bits and `plain_bytes` of values without codes; `by_row`: see `Coding`."""
     packed = int(row_bytes(columns, bits))
     if by_row:
-        return RowSize(packed + 1 + beside)
-    return RowSize(packed + beside, -(-columns // (packed + beside)))
+        return RowSize(packed + 1 + plain_bytes)
+    return RowSize(packed + plain_bytes, -(-columns // (packed + plain_bytes)))
 
 
 class Coding(NamedTuple):
@@ -54,8 +54,8 @@ class Coding(NamedTuple):
 
     def unit(self, steps: Tensor) -> Tensor:
         """Steps as numbers."""
-        found = STEPS.to(steps.device, self.kind)[steps.long()]
-        return found if self.gain == 1 else found * self.gain
+        step_sizes = STEPS.to(steps.device, self.kind)[steps.long()]
+        return step_sizes if self.gain == 1 else step_sizes * self.gain
 
     def columns(self, width: int) -> int:
         """How many columns of rows of `width` have codes."""

@@ -75,8 +75,8 @@ def checked(parts: Any, nodes: int, ranks: int) -> Array:
             why=f"{len(outside):,} nodes are in no part",
             do=f"parts from 0 to {ranks - 1}",
         )
-    found: Array = parts.astype(np.int32)
-    return found
+    rank_of_node: Array = parts.astype(np.int32)
+    return rank_of_node
 
 
 def boundary(indptr: Any, indices: Any, parts: Any, ranks: int) -> Boundary:
@@ -128,8 +128,8 @@ def synchronous(halo: Halo, sent: Tensor, received: Tensor, crossing: Crossing) 
         counts = halo.arriving(crossing), halo.leaving(crossing)
         work = dist.all_to_all_single(received, sent, *counts, group=halo.group, async_op=True)
 
-    def arrive(kept: Tensor = sent) -> None:
-        """`kept` until it has left."""
+    def arrive(message: Tensor = sent) -> None:
+        """`message` is referenced until it has left."""
         work.wait()
 
     return arrive
@@ -219,18 +219,18 @@ class Halo:
     def matrix(self, dtype: Any, transposed: bool = False) -> Any:
         """`sums` by rows in a NumPy dtype, made once."""
         if (dtype, transposed) not in self._products:
-            found = self.sums.T.tocsr() if transposed else self.sums
-            self._products[dtype, transposed] = found.astype(dtype, copy=False)
+            matrix = self.sums.T.tocsr() if transposed else self.sums
+            self._products[dtype, transposed] = matrix.astype(dtype, copy=False)
         return self._products[dtype, transposed]
 
     def to(self, device: torch.device | str) -> Halo:
         """The same with its tensors on `device`, where the rows are that it exchanges."""
         named = {name: getattr(self, name).to(device) for name in ("owned", "outer", "edges", "indptr", "indices")}
-        return replace(self, sends=tuple(one.to(device) for one in self.sends), **named)
+        return replace(self, sends=tuple(rows.to(device) for rows in self.sends), **named)
 
     def leaving(self, crossing: Crossing) -> list[int]:
         """Rows for each peer."""
-        return list(self.receives) if crossing.backward else [len(one) for one in self.sends]
+        return list(self.receives) if crossing.backward else [len(rows) for rows in self.sends]
 
     def arriving(self, crossing: Crossing) -> list[int]:
         """Rows from each peer."""
@@ -276,8 +276,8 @@ class Halo:
             )
         if self.group is None:
             return Begun(rows, ())
-        kept = [rows.values, rows.columns.int()] if isinstance(rows, Kept) else [rows]
-        return Begun(rows, tuple((_Leave.apply(one, trip), trip) for one in kept if (trip := _Trip(self))))
+        tensors = [rows.values, rows.columns.int()] if isinstance(rows, Kept) else [rows]
+        return Begun(rows, tuple((_Leave.apply(tensor, trip), trip) for tensor in tensors if (trip := _Trip(self))))
 
     def block(self, whole: MessageBlock) -> MessageBlock:
         """The edges into own nodes, with the scales they have in the `whole` graph. A layer is given the rows of own
@@ -311,19 +311,19 @@ class _Trip:
     def taken(self) -> tuple[Tensor, Tensor]:
         """Rows and gradients, which have arrived and are let go: who keeps rows of its own graph is never freed."""
         self.arrive()
-        found, self.arrive = (self.rows, self.gradients), _nothing
+        rows_and_gradients, self.arrive = (self.rows, self.gradients), _nothing
         self.rows = self.gradients = torch.zeros(0)
-        return found
+        return rows_and_gradients
 
-    def home(self, own: Tensor) -> Tensor:
+    def home(self, gradients: Tensor) -> Tensor:
         """Gradients of own rows with those that others have of them."""
-        halo, found, (_, received) = self.halo, own.clone(), self.taken()
+        halo, total, (_, received) = self.halo, gradients.clone(), self.taken()
         if halo.sums is not None:
-            return found + _product(halo, received, transposed=True)
+            return total + _product(halo, received, transposed=True)
         counts = halo.arriving(Crossing(halo.layer, backward=True))
         for rows, part in zip(halo.sends, received.split(counts), strict=True):
-            found.index_add_(0, rows, part)  # a node is there once: the same bits on any device
-        return found
+            total.index_add_(0, rows, part)  # a node is there once: the same bits on any device
+        return total
 
 
 def _nothing() -> None:
@@ -341,8 +341,8 @@ class Begun(NamedTuple):
         assert rows is self.given, "other rows were sent"
         if not self.sent:
             return rows
-        found: list[Tensor] = [_Arrive.apply(one, trip) for one, trip in self.sent]
-        return Kept(found[0], found[1], rows.width) if isinstance(rows, Kept) else found[0]
+        tensors: list[Tensor] = [_Arrive.apply(tensor, trip) for tensor, trip in self.sent]
+        return Kept(tensors[0], tensors[1], rows.width) if isinstance(rows, Kept) else tensors[0]
 
     def exchange(self, rows: Tensor) -> Tensor:
         """As `both`."""
@@ -358,14 +358,14 @@ class _Leave(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, trip: _Trip) -> Tensor:
-        ctx.trip, halo, own = trip, trip.halo, len(rows)
+        ctx.trip, halo, owned = trip, trip.halo, len(rows)
         trip.rows = rows.new_empty(halo.sources, *rows.shape[1:])
-        trip.rows[:own] = rows
+        trip.rows[:owned] = rows
         crossing, leaving = Crossing(halo.layer, False), leaving_rows(halo, rows)
         if halo.coding is not None and rows.is_floating_point():
-            trip.arrive = send_codes(halo, halo.coding, leaving, trip.rows[own:], crossing)
+            trip.arrive = send_codes(halo, halo.coding, leaving, trip.rows[owned:], crossing)
         else:
-            trip.arrive = halo.transport(halo, leaving, trip.rows[own:], crossing)
+            trip.arrive = halo.transport(halo, leaving, trip.rows[owned:], crossing)
         return rows.view_as(rows)
 
     @staticmethod
@@ -385,10 +385,10 @@ class _Arrive(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         trip, gradient, halo = ctx.trip, gradients[0].contiguous(), ctx.trip.halo
-        own, crossing = len(halo.owned), Crossing(halo.layer, backward=True)
+        owned, crossing = len(halo.owned), Crossing(halo.layer, backward=True)
         trip.gradients = gradient.new_empty(sum(halo.arriving(crossing)), *gradient.shape[1:])
-        trip.arrive = halo.transport(halo, gradient[own:], trip.gradients, crossing)
-        return gradient[:own], None
+        trip.arrive = halo.transport(halo, gradient[owned:], trip.gradients, crossing)
+        return gradient[:owned], None
 
 
 def send_codes(halo: Halo, coding: Coding, leaving: Tensor, received: Tensor, crossing: Crossing) -> Arrival:
@@ -426,8 +426,8 @@ def _longer(halo: Halo, rows: int) -> Halo:
         return torch.cat([ids, ids[-1:].repeat(rows)])
 
     receives = tuple(count + rows if count else 0 for count in halo.receives)
-    outer = torch.cat([longer(one) for one in halo.outer.split(list(halo.receives))])
-    return replace(halo, sends=tuple(longer(one) for one in halo.sends), receives=receives, outer=outer)
+    outer = torch.cat([longer(ids) for ids in halo.outer.split(list(halo.receives))])
+    return replace(halo, sends=tuple(longer(ids) for ids in halo.sends), receives=receives, outer=outer)
 
 
 def not_finite(halo: Halo, crossing: Crossing, at: int, why: str) -> UserError:
@@ -473,13 +473,13 @@ def degree_shares(halo: Halo) -> tuple[Tensor, Tensor]:
     """uint8 by row that leaves forward, and backward: 256 times the share of the rows for the same peer whose nodes
     have a lower in-degree in the whole graph (ties in order). A sum counts as the node of the highest degree that it
     has a row of. All ranks call it alike; owners tell the others once."""
-    degrees = leaving_degrees(halo).split([len(one) for one in halo.sends])
-    own = torch.cat([torch.from_numpy(row_widths.shares(one.numpy())) for one in degrees])
+    degrees = leaving_degrees(halo).split([len(rows) for rows in halo.sends])
+    leaving = torch.cat([torch.from_numpy(row_widths.shares(peer_degrees.numpy())) for peer_degrees in degrees])
     forward = Crossing(0, backward=False)
     others = torch.empty(sum(halo.receives), dtype=torch.uint8)
     with traffic(Traffic.HALO):
-        dist.all_to_all_single(others, own, halo.arriving(forward), halo.leaving(forward), group=halo.group)
-    return own, others
+        dist.all_to_all_single(others, leaving, halo.arriving(forward), halo.leaving(forward), group=halo.group)
+    return leaving, others
 
 
 def leaving_degrees(halo: Halo) -> Tensor:
@@ -547,14 +547,16 @@ def row_bytes(network: Gnn | ForeignRows, at: int, size: int) -> tuple[int, int]
     if network.options.activation == "maxk":
         assert network.options.k is not None
         return network.options.k * (size + COLUMN), network.options.k * size
-    return (one := size * min(layer.inputs, layer.outputs)), one
+    return (bytes_of_row := size * min(layer.inputs, layer.outputs)), bytes_of_row
 
 
 def step_bytes(network: Gnn | ForeignRows, rows: Array, size: int) -> Array:
     """int64 [ranks]: payload bytes that leave each rank in a step, given `Boundary.rows`: the ledger's row `halo`."""
     each = [row_bytes(network, at, size) for at in range(depth(network))]
-    found: Array = rows.sum(1) * sum(one for one, _ in each) + rows.sum(0) * sum(one for _, one in each)
-    return found
+    sent: Array = rows.sum(1) * sum(forward for forward, _ in each) + rows.sum(0) * sum(
+        backward for _, backward in each
+    )
+    return sent
 
 
 def crossing_codes(network: Gnn | ForeignRows, at: int, size: int) -> RowSize | None:

@@ -40,12 +40,12 @@ def infer_parts(model: Gnn, folder: Path, ranks: int, layers: int | None = None)
         before, leaving = leaving, []
         for rank in range(ranks):
             part = partition_folder.read_alone(folder, rank, known=True)
-            own = joined([rows[rank], *(one[rank] for one in before)])
-            rows[rank] = model.step(at, to_device(part.block, placed["device"], placed["dtype"]), own)
+            inputs = joined([rows[rank], *(peer_rows[rank] for peer_rows in before)])
+            rows[rank] = model.step(at, to_device(part.block, placed["device"], placed["dtype"]), inputs)
             leaving.append(_leaving(part, rows[rank]))
-    found = [dense(one) for one in rows]
-    made = found[0].new_empty(sum(map(len, owned)), found[0].shape[1])
-    made[torch.cat(owned)] = torch.cat(found)
+    outputs = [dense(rank_rows) for rank_rows in rows]
+    made = outputs[0].new_empty(sum(map(len, owned)), outputs[0].shape[1])
+    made[torch.cat(owned)] = torch.cat(outputs)
     return made
 
 
@@ -53,25 +53,25 @@ def gathered(folder: Path, ranks: int) -> tuple[Tensor, MessageBlock]:
     """Features of all nodes, and all edges: what a network whose layers are not ours is called with. Raises UserError
     as `partition_folder.read`."""
     parts = [partition_folder.read_alone(folder, rank) for rank in range(ranks)]
-    owned = torch.cat([one.halo.owned for one in parts])
-    counts = torch.cat([one.block.indptr.diff() for one in parts])
-    starts = torch.cat([one.block.indptr[:-1] for one in parts])
-    edges = [one.block.edges for one in parts]
+    owned = torch.cat([part.halo.owned for part in parts])
+    counts = torch.cat([part.block.indptr.diff() for part in parts])
+    starts = torch.cat([part.block.indptr[:-1] for part in parts])
+    edges = [part.block.edges for part in parts]
     begins = torch.tensor([0, *edges[:-1]]).cumsum(0)
-    before = begins.repeat_interleave(torch.tensor([len(one.halo.owned) for one in parts]))
+    before = begins.repeat_interleave(torch.tensor([len(part.halo.owned) for part in parts]))
     order = torch.argsort(owned)
     lengths = counts[order]
     indptr = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
     place = torch.repeat_interleave((starts + before)[order] - indptr[:-1], lengths) + torch.arange(sum(edges))
-    sources = torch.cat([one.halo.nodes[one.block.indices.long()] for one in parts])
+    sources = torch.cat([part.halo.nodes[part.block.indices.long()] for part in parts])
 
     def together(name: str) -> Tensor | None:
-        found = [getattr(one.block, name) for one in parts]
-        return None if found[0] is None else torch.cat(found)[place]
+        tensors = [getattr(part.block, name) for part in parts]
+        return None if tensors[0] is None else torch.cat(tensors)[place]
 
     made = MessageBlock(indptr, sources[place].int(), len(owned), Forms())
     made = made._replace(weights=together("weights"), features=together("features"))
-    return torch.cat([one.features for one in parts])[order], made
+    return torch.cat([part.features for part in parts])[order], made
 
 
 def whole_graph(outlined: Graph) -> Graph:
@@ -99,4 +99,4 @@ def _leaving(part: Part, rows: Rows) -> list[Rows]:
     if isinstance(rows, Kept):
         pairs = zip(_leaving(part, rows.values), _leaving(part, rows.columns), strict=True)
         return [Kept(dense(values), dense(columns), rows.width) for values, columns in pairs]
-    return list(halo.leaving_rows(part.halo, rows).split([len(one) for one in part.halo.sends]))
+    return list(halo.leaving_rows(part.halo, rows).split([len(ids) for ids in part.halo.sends]))

@@ -76,21 +76,21 @@ def covers(block: MessageBlock, cut: Boundary) -> Covers:
     crossing = np.flatnonzero(owner != receiver)
     pair = owner[crossing] * cut.ranks + receiver[crossing]
     order = np.argsort(pair, kind="stable")
-    crossing, found = crossing[order], {}
+    crossing, by_pair = crossing[order], {}
     if not len(crossing):
         return {}
     names, firsts = np.unique(pair[order], return_index=True)
     for name, places in zip(names.tolist(), np.split(crossing, firsts[1:]), strict=True):
-        found[divmod(name, cut.ranks)] = cover(indices[places], target[places], places)
-    return found
+        by_pair[divmod(name, cut.ranks)] = cover(indices[places], target[places], places)
+    return by_pair
 
 
 def crossing_rows(every: Covers, ranks: int) -> Array:
     """int64 [ranks, ranks]: rows and sums that rank i sends rank j."""
-    found = np.zeros((ranks, ranks), np.int64)
-    for pair, one in every.items():
-        found[pair] = len(one.sources) + len(one.targets)
-    return found
+    counts = np.zeros((ranks, ranks), np.int64)
+    for pair, pair_cover in every.items():
+        counts[pair] = len(pair_cover.sources) + len(pair_cover.targets)
+    return counts
 
 
 def summing(
@@ -108,11 +108,14 @@ def summing(
     sends, matrix = _sent(block, cut, (rank, place), every)
     nothing = Cover(*(np.zeros(0, np.int64),) * 3)
     theirs = [every.get((peer, rank), nothing) for peer in range(cut.ranks)]
-    outer = np.concatenate([part for one in theirs for part in (one.sources, one.targets)])
+    outer = np.concatenate([part for pair_cover in theirs for part in (pair_cover.sources, pair_cover.targets)])
     summed = np.concatenate([np.arange(len(a) + len(b)) >= len(a) for a, b, _ in theirs])
     halo, weights = _edges(plain, block, (outer, summed), theirs)
     halo = replace(
-        halo, sends=sends, receives=tuple(len(one.sources) + len(one.targets) for one in theirs), sums=matrix
+        halo,
+        sends=sends,
+        receives=tuple(len(pair_cover.sources) + len(pair_cover.targets) for pair_cover in theirs),
+        sums=matrix,
     )
     right = block.right
     if right is not None:
@@ -123,28 +126,28 @@ def summing(
 
 
 def _sent(
-    block: MessageBlock, cut: Boundary, here: tuple[int, Array], every: Covers
+    block: MessageBlock, cut: Boundary, rank_places: tuple[int, Array], every: Covers
 ) -> tuple[tuple[Tensor, ...], sparse.csr_array]:
     """For each peer the own node of every row (of a sum: its first), and the matrix that makes all rows of own ones."""
-    rank, place = here
+    rank, place = rank_places
     sends, rows, columns, values, count = [], [], [], [], 0
     for peer in range(cut.ranks):
-        one = every.get((rank, peer))
-        if one is None:
+        pair_cover = every.get((rank, peer))
+        if pair_cover is None:
             sends.append(torch.zeros(0, dtype=torch.int64))
             continue
-        sources = block.indices.numpy()[one.edges].astype(np.int64)
-        target = np.searchsorted(block.indptr.numpy(), one.edges, side="right") - 1
-        at = np.searchsorted(one.targets, target)
-        first = place[sources[np.searchsorted(at, np.arange(len(one.targets)))]]
-        sends.append(torch.from_numpy(np.concatenate([place[one.sources], first])))
-        weight = np.ones(len(one.edges))
-        for scale, which in ((block.weights, one.edges), (block.right, sources)):
+        sources = block.indices.numpy()[pair_cover.edges].astype(np.int64)
+        target = np.searchsorted(block.indptr.numpy(), pair_cover.edges, side="right") - 1
+        at = np.searchsorted(pair_cover.targets, target)
+        first = place[sources[np.searchsorted(at, np.arange(len(pair_cover.targets)))]]
+        sends.append(torch.from_numpy(np.concatenate([place[pair_cover.sources], first])))
+        weight = np.ones(len(pair_cover.edges))
+        for scale, which in ((block.weights, pair_cover.edges), (block.right, sources)):
             weight = weight if scale is None else weight * scale.numpy()[which]
-        rows += [count + np.arange(len(one.sources)), count + len(one.sources) + at]
-        columns += [place[one.sources], place[sources]]
-        values += [np.ones(len(one.sources)), weight]
-        count += len(one.sources) + len(one.targets)
+        rows += [count + np.arange(len(pair_cover.sources)), count + len(pair_cover.sources) + at]
+        columns += [place[pair_cover.sources], place[sources]]
+        values += [np.ones(len(pair_cover.sources)), weight]
+        count += len(pair_cover.sources) + len(pair_cover.targets)
     made = [np.concatenate(part) if part else np.zeros(0, np.int64) for part in (values, rows, columns)]
     shape = (count, int((cut.parts == rank).sum()))
     return tuple(sends), sparse.csr_array((made[0], (made[1], made[2])), shape=shape)
@@ -155,23 +158,23 @@ def _edges(
 ) -> tuple[Halo, Tensor | None]:
     """The halo with its edges: those between own nodes, from rows that cross, and from sums; and their weights."""
     outer, summed = outside
-    own = len(plain.owned)
-    target = np.repeat(np.arange(own), plain.indptr.diff().numpy())
+    owned = len(plain.owned)
+    target = np.repeat(np.arange(owned), plain.indptr.diff().numpy())
     places, local = plain.edges.numpy(), plain.indices.numpy()
-    served = np.concatenate([one.edges for one in theirs])
-    kept = ~np.isin(places, served)
+    served = np.concatenate([pair_cover.edges for pair_cover in theirs])
+    direct = ~np.isin(places, served)
     node = plain.nodes.numpy()[local]
-    most = max(int(one.max(initial=0)) for one in (plain.owned.numpy(), node, outer))
+    most = max(int(ids.max(initial=0)) for ids in (plain.owned.numpy(), node, outer))
     position = np.full(most + 1, -1)
-    position[plain.owned.numpy()] = np.arange(own)
-    position[outer[~summed]] = own + np.flatnonzero(~summed)
+    position[plain.owned.numpy()] = np.arange(owned)
+    position[outer[~summed]] = owned + np.flatnonzero(~summed)
     sums = np.flatnonzero(summed)
-    to = np.concatenate([target[kept], np.searchsorted(plain.owned.numpy(), outer[sums])])
-    source = np.concatenate([position[node[kept]], own + sums])
-    place = np.concatenate([places[kept], np.full(len(sums), -1)])
+    to = np.concatenate([target[direct], np.searchsorted(plain.owned.numpy(), outer[sums])])
+    source = np.concatenate([position[node[direct]], owned + sums])
+    place = np.concatenate([places[direct], np.full(len(sums), -1)])
     order = np.lexsort((source, to))
-    indptr = np.concatenate([[0], np.cumsum(np.bincount(to, minlength=own))])
-    edges, indices, starts = (torch.from_numpy(one) for one in (place[order], source[order], indptr))
+    indptr = np.concatenate([[0], np.cumsum(np.bincount(to, minlength=owned))])
+    edges, indices, starts = (torch.from_numpy(array) for array in (place[order], source[order], indptr))
     weights = None
     if block.weights is not None:
         weights = torch.where(edges < 0, 1.0, block.weights[edges.clamp(min=0)])

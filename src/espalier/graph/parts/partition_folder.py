@@ -192,35 +192,35 @@ def given(recipe: Recipe, graph: Graph) -> np.ndarray:
             f"{what} is for {int(parts.max()) + 1} ranks, and the number of ranks is open.",
             do=f"plan.pin.ranks={int(parts.max()) + 1}",
         )
-    found = checked(parts, graph.nodes, ranks or 1)
-    if (least := int(found.max(initial=-1)) + 1) < (ranks or 1):
+    rank_of_node = checked(parts, graph.nodes, ranks or 1)
+    if (least := int(rank_of_node.max(initial=-1)) + 1) < (ranks or 1):
         raise UserError(
             f"{what} is for {least} ranks, and plan.pin.ranks = {ranks}.",
             why=f"ranks {least} to {(ranks or 1) - 1} would train on nothing",
             do=f"plan.pin.ranks={least}, or parts for {ranks} ranks",
         )
-    return found
+    return rank_of_node
 
 
 def _nodes(graph: Graph) -> dict[str, Tensor]:
-    found = {"degrees": torch.from_numpy(graph.degrees()), "root": torch.from_numpy(symmetric_root(graph))}
+    tensors = {"degrees": torch.from_numpy(graph.degrees()), "root": torch.from_numpy(symmetric_root(graph))}
     if (has := signed(graph.features)) is not None:
-        found["signed"] = torch.tensor(has)
+        tensors["signed"] = torch.tensor(has)
     if graph.labels is not None:
-        found["labels"] = torch.from_numpy(np.array(graph.labels))
+        tensors["labels"] = torch.from_numpy(np.array(graph.labels))
     if graph.numbers is not None:
-        found["numbers"] = torch.from_numpy(np.array(graph.numbers, np.int64))
+        tensors["numbers"] = torch.from_numpy(np.array(graph.numbers, np.int64))
     for name, each in (("names", graph.names), ("columns", graph.columns), ("edge columns", graph.edge_columns)):
-        found |= _joined(name, each) if len(each) else {}
+        tensors |= _joined(name, each) if len(each) else {}
     if graph.parts is not None:
-        found |= {name: torch.from_numpy(np.array(ids)) for name, ids in graph.parts.named()}
-    return found
+        tensors |= {name: torch.from_numpy(np.array(ids)) for name, ids in graph.parts.named()}
+    return tensors
 
 
 def _joined(name: str, names: Sequence[str]) -> dict[str, Tensor]:
     """Names as bytes, one behind the other, and where each ends."""
-    each = [one.encode("utf-8", "surrogatepass") for one in names]
-    ends = np.cumsum([len(one) for one in each], dtype=np.int64)
+    each = [text.encode("utf-8", "surrogatepass") for text in names]
+    ends = np.cumsum([len(encoded) for encoded in each], dtype=np.int64)
     joined = np.frombuffer(b"".join(each), np.uint8).copy()
     return {name: torch.from_numpy(joined), f"{name} ends": torch.from_numpy(ends)}
 
@@ -277,21 +277,27 @@ def outlined(folder: Path) -> tuple[Graph, Style]:
 
 def _tensors(graph: Graph, block: MessageBlock, cut: tuple[Boundary, Covers | None], rank: int) -> dict[str, Tensor]:
     if cut[1] is None:
-        own = Halo.of(block.indptr, block.indices, cut[0], rank)
-        local = own.block(block)
+        halo = Halo.of(block.indptr, block.indices, cut[0], rank)
+        local = halo.block(block)
     else:
-        own, local = summing(block, cut[0], rank, every=cut[1])
-    ids = own.owned.numpy()
-    found = {"owned": own.owned, "outer": own.outer, "edges": own.edges, "indptr": own.indptr, "indices": own.indices}
-    found |= {"sends": torch.cat(own.sends), "features": torch.from_numpy(np.asarray(graph.features[ids]))}
-    found |= {f"block {name}": one for name in SCALES if (one := getattr(local, name)) is not None}
-    if own.sums is not None:
-        found |= {f"sums {name}": torch.from_numpy(getattr(own.sums, name)) for name in MATRIX}
-    if own.degrees is not None:
-        found["degrees"] = own.degrees
+        halo, local = summing(block, cut[0], rank, every=cut[1])
+    ids = halo.owned.numpy()
+    tensors = {
+        "owned": halo.owned,
+        "outer": halo.outer,
+        "edges": halo.edges,
+        "indptr": halo.indptr,
+        "indices": halo.indices,
+    }
+    tensors |= {"sends": torch.cat(halo.sends), "features": torch.from_numpy(np.asarray(graph.features[ids]))}
+    tensors |= {f"block {name}": scale for name in SCALES if (scale := getattr(local, name)) is not None}
+    if halo.sums is not None:
+        tensors |= {f"sums {name}": torch.from_numpy(getattr(halo.sums, name)) for name in MATRIX}
+    if halo.degrees is not None:
+        tensors["degrees"] = halo.degrees
     if graph.labels is not None:
-        found["labels"] = torch.from_numpy(np.asarray(graph.labels[ids]))
-    return {name: one.contiguous().clone() for name, one in found.items()}  # tensors of a file share no memory
+        tensors["labels"] = torch.from_numpy(np.asarray(graph.labels[ids]))
+    return {name: tensor.contiguous().clone() for name, tensor in tensors.items()}  # tensors of a file share no memory
 
 
 def read(folder: str | Path, rank: int, group: dist.ProcessGroup | None = None, graph: str = "") -> Part:
@@ -327,19 +333,19 @@ def read_alone(folder: Path, rank: int, known: bool = False) -> Part:
 
 def _part(folder: Path, manifest: Manifest, rank: int, group: dist.ProcessGroup | None, known: bool = False) -> Part:
     ranks = len(manifest.checksums)
-    found = _load(folder / _name(rank), "" if known else manifest.checksums[rank])
+    tensors = _load(folder / _name(rank), "" if known else manifest.checksums[rank])
     rows = np.asarray(manifest.rows, np.int64).reshape(ranks, ranks)
-    lists = tuple(found["sends"].split(rows[rank].tolist()))
-    edges = (found["edges"], found["indptr"], found["indices"])
-    own = Halo(found["owned"], found["outer"], lists, tuple(rows[:, rank].tolist()), *edges, group)
-    own = replace(own, mention=partial(_mention, folder))
-    if "sums data" in found:
-        parts = tuple(found[f"sums {name}"].numpy() for name in MATRIX)
-        shape = (int(rows[rank].sum()), len(own.owned))
-        own = replace(own, sums=sparse.csr_array(parts, shape=shape), degrees=found.get("degrees"))
-    scales: dict[str, Any] = {name: found.get(f"block {name}") for name in SCALES}
-    block = MessageBlock(own.indptr, own.indices.int(), own.sources, Forms(), **scales)
-    return Part(own, block, found["features"], found.get("labels"), manifest.style, rows)
+    lists = tuple(tensors["sends"].split(rows[rank].tolist()))
+    edges = (tensors["edges"], tensors["indptr"], tensors["indices"])
+    halo = Halo(tensors["owned"], tensors["outer"], lists, tuple(rows[:, rank].tolist()), *edges, group)
+    halo = replace(halo, mention=partial(_mention, folder))
+    if "sums data" in tensors:
+        parts = tuple(tensors[f"sums {name}"].numpy() for name in MATRIX)
+        shape = (int(rows[rank].sum()), len(halo.owned))
+        halo = replace(halo, sums=sparse.csr_array(parts, shape=shape), degrees=tensors.get("degrees"))
+    scales: dict[str, Any] = {name: tensors.get(f"block {name}") for name in SCALES}
+    block = MessageBlock(halo.indptr, halo.indices.int(), halo.sources, Forms(), **scales)
+    return Part(halo, block, tensors["features"], tensors.get("labels"), manifest.style, rows)
 
 
 def _load(path: Path, checksum: str) -> dict[str, Tensor]:
@@ -351,8 +357,8 @@ def _load(path: Path, checksum: str) -> dict[str, Tensor]:
         raise UserError(f"{path} cannot be read: {error.strerror}.", do=f"copy it here, or {there}{AGAIN}") from None
     if not intact:
         raise UserError(f"{path} is damaged.", why="its checksum does not match", do=f"copy it anew, or {AGAIN}")
-    found: dict[str, Tensor] = load_file(path)
-    return found
+    tensors: dict[str, Tensor] = load_file(path)
+    return tensors
 
 
 def _mention(folder: Path, node: int) -> str:
@@ -386,7 +392,7 @@ def holds(folder: Path, parts: np.ndarray, graph: str) -> bool:
     except UserError:
         return False
     every = range(len(manifest.checksums))
-    return manifest.cut == cut_hash(parts) and all(intact(folder, one, graph) is not None for one in every)
+    return manifest.cut == cut_hash(parts) and all(intact(folder, rank, graph) is not None for rank in every)
 
 
 def rows_of(folder: Path) -> np.ndarray | None:
@@ -402,22 +408,24 @@ def _manifest(folder: Path) -> tuple[Manifest, int]:
     """And a number that is the same where the manifest is."""
     try:
         text = (folder / MANIFEST).read_bytes()
-        found: Manifest = serialization.from_json(text, Manifest)
+        manifest: Manifest = serialization.from_json(text, Manifest)
     except OSError as error:
         do = "partition_folder.write(folder, graph, style, cut)"
         raise UserError(f"{folder} holds no partition: {MANIFEST}: {error.strerror}.", do=do) from None
     except msgspec.DecodeError as error:
         raise UserError(f"{folder / MANIFEST} is not a manifest: {error}.", do=AGAIN) from None
-    if found.format != FORMAT or [len(row) for row in found.rows] != [len(found.checksums)] * len(found.checksums):
+    if manifest.format != FORMAT or [len(row) for row in manifest.rows] != [len(manifest.checksums)] * len(
+        manifest.checksums
+    ):
         raise UserError(f"{folder / MANIFEST} is of another version of espalier.", do=AGAIN)
-    return found, xxhash.xxh3_64_intdigest(text) >> 1
+    return manifest, xxhash.xxh3_64_intdigest(text) >> 1
 
 
 def _compare(folder: Path, digest: int, group: dist.ProcessGroup) -> None:
     each = [torch.zeros(1, dtype=torch.int64) for _ in range(group.size())]
     with traffic(Traffic.CONTROL):
         dist.all_gather(each, torch.tensor([digest]), group=group)
-    other = [rank for rank, one in enumerate(each) if int(one) != int(each[0])]
+    other = [rank for rank, peer_digest in enumerate(each) if int(peer_digest) != int(each[0])]
     if other:
         raise UserError(
             f"{folder}: rank {other[0]} has another partition than rank 0.",

@@ -77,14 +77,14 @@ class Drawn:
 
     def positions(self, step: int, shard: Shard) -> Array:
         """Of targets among all that are trained on."""
-        found = []
+        pieces = []
         at, stop = (step * self.run.global_batch + end for end in (shard.start, shard.stop))
         while at < stop:
             epoch, place = divmod(at, self.task.items)
             until = min(stop, (epoch + 1) * self.task.items)
-            found.append(self._permutation(epoch)[place : place + until - at])
+            pieces.append(self._permutation(epoch)[place : place + until - at])
             at = until
-        return np.concatenate(found) if found else np.zeros(0, np.int64)
+        return np.concatenate(pieces) if pieces else np.zeros(0, np.int64)
 
     def _permutation(self, epoch: int) -> Array:
         if self._epoch != epoch:
@@ -194,15 +194,15 @@ OVER_RANKS = Claim(
 """Ranks read one another's rows within a step, so all make the same steps with the same weights."""
 
 
-def all_rows(own: Tensor, places: Array | slice, nodes: int, group: dist.ProcessGroup | None) -> Tensor:
-    """[nodes, columns] on every rank, of which each has its `own`, at least in float32, at `places`."""
-    own = own.cpu()
-    own = own if own.dtype == torch.float64 else own.float()
-    found = own.new_zeros(nodes, own.shape[1])
-    found[places] = own
+def all_rows(local_rows: Tensor, places: Array | slice, nodes: int, group: dist.ProcessGroup | None) -> Tensor:
+    """[nodes, columns] on every rank, of which each has its `local_rows`, at least in float32, at `places`."""
+    local_rows = local_rows.cpu()
+    local_rows = local_rows if local_rows.dtype == torch.float64 else local_rows.float()
+    rows = local_rows.new_zeros(nodes, local_rows.shape[1])
+    rows[places] = local_rows
     with traffic(Traffic.ACTIVATIONS):
-        dist.all_reduce(found, group=group)
-    return found
+        dist.all_reduce(rows, group=group)
+    return rows
 
 
 class HeldRows(NamedTuple):
@@ -242,7 +242,7 @@ class OverRanks(Whole):
     def evaluate(self, model: nn.Module, shard: Shard) -> Mapping[str, tuple[float, float]]:
         """Over all ranks, where evaluation sees the graph that training sees."""
         task = self.run.whole_task
-        if self.part is None or task.train is not task.held:
+        if self.part is None or task.train is not task.view:
             return super().evaluate(model, shard)
         logits = self.evaluated = self.part.logits(model)
         return answers.held_out_figures(task, shard, lambda ids: logits[ids])

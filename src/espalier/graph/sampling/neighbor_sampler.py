@@ -150,12 +150,12 @@ class Sampler:
         targets = nodes[:known]
         ptr = np.empty(known + 1, np.int64)
         sampler_kernels.count(targets, self.indptr, ptr, fanout, self.style.loops)
-        found = np.empty(int(ptr[-1]), np.int64)
+        sources = np.empty(int(ptr[-1]), np.int64)
         edges = np.empty(int(ptr[-1]), np.int64)
         loops = self.style.loops
-        sampler_kernels.draw(targets, self.indptr, self.indices, ptr, np.uint64(key), loops, found, edges)
-        after = sampler_kernels.number(found, known, nodes, self._place)
-        return Hop(ptr, found, edges, int(after))
+        sampler_kernels.draw(targets, self.indptr, self.indices, ptr, np.uint64(key), loops, sources, edges)
+        after = sampler_kernels.number(sources, known, nodes, self._place)
+        return Hop(ptr, sources, edges, int(after))
 
     def _block(self, hop: Hop, targets: int, nodes: Array) -> MessageBlock:
         graph, sources = self.graph, nodes[: hop.known]
@@ -205,12 +205,12 @@ def _weights(hop: Hop, style: Style, degrees: Degrees, weights: Array | None) ->
 
     if weights is None and style.scale == "mean":
         return None
-    own = np.zeros(0, np.float32) if weights is None else weights
+    edge_weights = np.zeros(0, np.float32) if weights is None else weights
     drawn = np.diff(hop.ptr) - (1 if style.loops else 0)
     if weights is None and style.scale == "none" and bool((drawn == degrees.full).all()):
         return None
     out = np.empty(len(hop.sources), np.float32)
-    sampler_kernels.weigh(hop.ptr, hop.sources, hop.edges, degrees.full, own, degrees.root, style.loops, out)
+    sampler_kernels.weigh(hop.ptr, hop.sources, hop.edges, degrees.full, edge_weights, degrees.root, style.loops, out)
     if style.scale == "mean":  # a weighted mean: over the weights of what was drawn
         sums = _row_sums(out, hop.ptr)
         out /= np.repeat(np.where(sums == 0, 1, sums), np.diff(hop.ptr)).astype(np.float32)
@@ -245,8 +245,8 @@ def _weight_sums(weights: Array, indptr: Array) -> Array:
     begins, before = np.zeros(len(indptr)), 0.0
     for at in range(0, len(weights), SUMMED):
         total = np.cumsum(np.concatenate([[before], weights[at : at + SUMMED]]), dtype=np.float64)
-        own = slice(*(int(np.searchsorted(indptr, one, side="right")) for one in (at - 1, at + len(total) - 1)))
-        begins[own] = total[indptr[own] - at]
+        rows = slice(*(int(np.searchsorted(indptr, edge, side="right")) for edge in (at - 1, at + len(total) - 1)))
+        begins[rows] = total[indptr[rows] - at]
         before = float(total[-1])
     return np.diff(begins)
 
@@ -281,11 +281,11 @@ def with_loops(graph: Graph) -> tuple[Array, Array, Array | None]:
     nodes, targets = graph.nodes, graph.targets()
     smaller = np.bincount(targets[graph.indices < targets], minlength=nodes)
     indptr = graph.indptr + np.arange(nodes + 1)
-    own = indptr[:-1] + smaller
+    loops = indptr[:-1] + smaller
     other = np.ones(graph.edges + nodes, bool)
-    other[own] = False
+    other[loops] = False
     indices = np.empty(graph.edges + nodes, graph.indices.dtype)
-    indices[own] = np.arange(nodes)
+    indices[loops] = np.arange(nodes)
     indices[other] = graph.indices
     weights = None
     if graph.weights is not None:

@@ -76,18 +76,18 @@ def choose(node, first, degree, place, stop, key, edges):  # type: ignore[no-unt
     *(f"(int64[::1], int64[::1], {i}[::1], int64[::1], uint64, boolean, int64[::1], int64[::1])" for i in _INDEX),
     parallel=True,
 )
-def draw(nodes, indptr, indices, ptr, key, loops, found, edges):  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR0917
-    """Draws each node's edges without replacement: `found` are sources, `edges` their places in `indices` (-1: its
+def draw(nodes, indptr, indices, ptr, key, loops, sources, edges):  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR0917
+    """Draws each node's edges without replacement: `edges` are the places of `sources` in `indices` (-1: its
     loop, which comes first)."""
     for at in numba.prange(len(nodes)):
         node, place, stop = nodes[at], ptr[at], ptr[at + 1]
         if loops:
-            found[place] = node
+            sources[place] = node
             edges[place] = -1
             place += 1
         choose(node, indptr[node], indptr[node + 1] - indptr[node], place, stop, key, edges)
         for j in range(place, stop):
-            found[j] = indices[edges[j]]
+            sources[j] = indices[edges[j]]
 
 
 @jit("(int64[::1], int64[::1], int64[::1], int64[::1], uint64, boolean, int64[::1])", parallel=True)
@@ -102,20 +102,20 @@ def positions(nodes, first, degree, ptr, key, loops, edges):  # type: ignore[no-
 
 
 @jit("int64(int64[::1], int64, int64[::1], int32[::1])")
-def number(found, known, nodes, place):  # type: ignore[no-untyped-def]
-    """Replaces the nodes in `found` by their positions among `nodes`, appending new ones; how many there are then.
+def number(sources, known, nodes, place):  # type: ignore[no-untyped-def]
+    """Replaces the nodes in `sources` by their positions among `nodes`, appending new ones; how many there are then.
 
     `place` [nodes of the graph] holds the position of each of the first `known` nodes, and -1 elsewhere.
     """
-    for at in range(len(found)):
-        node = found[at]
+    for at in range(len(sources)):
+        node = sources[at]
         position = place[node]
         if position < 0:
             position = known
             place[node] = known
             nodes[known] = node
             known += 1
-        found[at] = position
+        sources[at] = position
     return known
 
 
@@ -130,7 +130,7 @@ def slot_of(node, keys):  # type: ignore[no-untyped-def]
 
 
 @jit("int64(int64[::1], int64, int64[::1], int64[::1], int32[::1])")
-def number_hashed(found, known, nodes, keys, places):  # type: ignore[no-untyped-def]
+def number_hashed(sources, known, nodes, keys, places):  # type: ignore[no-untyped-def]
     """What `number` does, with a hash table of the nodes met instead of a place for each node of the graph.
 
     `keys`, all -1, and `places` are the table: a power of two, larger than all nodes that may be met.
@@ -139,15 +139,15 @@ def number_hashed(found, known, nodes, keys, places):  # type: ignore[no-untyped
         slot = slot_of(nodes[at], keys)
         keys[slot] = nodes[at]
         places[slot] = at
-    for at in range(len(found)):
-        node = found[at]
+    for at in range(len(sources)):
+        node = sources[at]
         slot = slot_of(node, keys)
         if keys[slot] < 0:
             keys[slot] = node
             places[slot] = known
             nodes[known] = node
             known += 1
-        found[at] = places[slot]
+        sources[at] = places[slot]
     return known
 
 

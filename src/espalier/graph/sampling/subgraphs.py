@@ -85,12 +85,12 @@ class View:
         indptr, indices = self.graph.indptr, self.graph.indices
         known = np.zeros(self.graph.nodes, bool)
         known[seeds] = True
-        found = []
+        edges = []
         targets = self.graph.targets()
         for _ in range(self.depth):
-            found.append(int((indptr[1:] - indptr[:-1])[known].sum()))
+            edges.append(int((indptr[1:] - indptr[:-1])[known].sum()))
             known[indices[known[targets]]] = True
-        return tuple(found)
+        return tuple(edges)
 
 
 def forward(model: nn.Module, features: Tensor, blocks: tuple[MessageBlock, ...]) -> Tensor:
@@ -103,16 +103,16 @@ def forward(model: nn.Module, features: Tensor, blocks: tuple[MessageBlock, ...]
     first = blocks[0]
     messages: Any = getattr(model, MESSAGES, None)
     with nullcontext() if messages is None else messages.over(first.halo):
-        found = model(features, edge_index(first), *_edge_values(model, first))
-    if not isinstance(found, Tensor) or found.ndim != 2 or len(found) != len(features):
-        shape = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
+        outputs = model(features, edge_index(first), *_edge_values(model, first))
+    if not isinstance(outputs, Tensor) or outputs.ndim != 2 or len(outputs) != len(features):
+        shape = list(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__
         raise UserError(
             f"model.build: its network returned {shape} for {len(features)} nodes.",
             why="it must return a row for each node, [nodes, classes], or a column for each task or value",
             do="no pooling and no softmax inside; see docs/graph.md",
         )
-    own: Any = first.halo
-    return found[: blocks[-1].targets if own is None else len(own.owned)]
+    halo: Any = first.halo
+    return outputs[: blocks[-1].targets if halo is None else len(halo.owned)]
 
 
 def edge_index(block: MessageBlock) -> Tensor:

@@ -74,8 +74,8 @@ def held_out_figures(task: LabelledTask, shard: Shard, logits_of: Callable[[Arra
     """Figures of the shard's validation items, and of as large a share of the test items under `test_`."""
     figures: dict[str, tuple[float, float]] = {}
     kind = task.graph.kind
-    for prefix, ids, own in task.parts.held_out(shard):
-        sums = _figures(task.graph, logits_of(own), task.labels[own])
+    for prefix, ids, shard_ids in task.parts.held_out(shard):
+        sums = _figures(task.graph, logits_of(shard_ids), task.labels[shard_ids])
         figures |= {prefix + name: value for name, value in sums.items()}
         if kind == "tasks" or (kind == "classes" and task.graph.outputs == 2):
             first = shard.start == 0  # no sum over items: the first shard sees to all of it

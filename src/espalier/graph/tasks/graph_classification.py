@@ -60,11 +60,11 @@ class GraphTask(Examples):
         """[graphs, outputs]."""
         assert batch.members is not None
         rows = forward(model, batch.features, batch.blocks)
-        found = rows.new_zeros(len(batch.labels), rows.shape[1]).index_add(0, batch.members, rows)
+        sums = rows.new_zeros(len(batch.labels), rows.shape[1]).index_add(0, batch.members, rows)
         if self.summed:
-            return found
+            return sums
         sizes = torch.bincount(batch.members, minlength=len(batch.labels)).clamp(min=1)
-        return found / sizes[:, None]
+        return sums / sizes[:, None]
 
     def loss(self, model: nn.Module, batch: SubgraphBatch) -> tuple[Tensor, Tensor]:
         """Sum over the graphs' known answers, and how many."""
@@ -78,11 +78,11 @@ class GraphTask(Examples):
     def infer(self, model: nn.Module, ids: Array) -> Tensor:
         """[len(ids), outputs]."""
         parameter = next(model.parameters())
-        found = [torch.zeros(0, self.outputs)]
+        logits = [torch.zeros(0, self.outputs)]
         for at in range(0, len(ids), AT_ONCE):
             batch = to_device(self.batch(ids[at : at + AT_ONCE], 0), parameter.device, parameter.dtype)
-            found.append(self.logits(model, batch).cpu().float())
-        return torch.cat(found)
+            logits.append(self.logits(model, batch).cpu().float())
+        return torch.cat(logits)
 
     def name(self, item: int) -> str:
         """Of a graph, for people."""
@@ -90,7 +90,7 @@ class GraphTask(Examples):
 
     def answers(self, model: nn.Module, items: Sequence[int]) -> list[dict[str, Any]]:
         """What the model says of these graphs."""
-        return told(self.infer(model, np.asarray(items)), self.graph, [self.name(one) for one in items])
+        return told(self.infer(model, np.asarray(items)), self.graph, [self.name(graph_id) for graph_id in items])
 
 
 def joined(graph: Graph, ids: Array) -> tuple[Graph, Array]:

@@ -94,17 +94,17 @@ class LinkTask(Examples):
     def loss(self, model: nn.Module, batch: SubgraphBatch) -> tuple[Tensor, Tensor]:
         """Sum of binary cross entropies over true and drawn links, and their number."""
         assert batch.pairs is not None
-        found = scores(forward(model, batch.features, batch.blocks), batch.pairs)
-        losses = F.binary_cross_entropy_with_logits(found, batch.labels.to(found.dtype), reduction="sum")
+        logits = scores(forward(model, batch.features, batch.blocks), batch.pairs)
+        losses = F.binary_cross_entropy_with_logits(logits, batch.labels.to(logits.dtype), reduction="sum")
         return losses, torch.tensor(len(batch.labels))
 
     def evaluate(self, model: nn.Module, shard: Shard) -> metrics.Sums:
         """Loss and ranks of the shard's validation links, and of as large a share of the test links."""
         embedded = infer(model, self.view).cpu()
-        found: dict[str, tuple[float, float]] = {}
-        for prefix, _, own in self.parts.held_out(shard):
-            found |= {prefix + name: value for name, value in self._figures(embedded, own).items()}
-        return found
+        figures: dict[str, tuple[float, float]] = {}
+        for prefix, _, shard_ids in self.parts.held_out(shard):
+            figures |= {prefix + name: value for name, value in self._figures(embedded, shard_ids).items()}
+        return figures
 
     def _figures(self, embedded: Tensor, ids: Array) -> metrics.Sums:
         heads, tails = (torch.from_numpy(ends) for ends in self.links.pairs[:, ids])
@@ -125,11 +125,11 @@ class LinkTask(Examples):
     def likeliest(self, model: nn.Module, node: int, count: int) -> list[dict[str, Any]]:
         """The `count` likeliest links of `node` that the graph does not have, the likeliest first."""
         embedded = infer(model, self.view).cpu()
-        found = embedded @ embedded[node]
-        found[node] = -torch.inf
+        logits = embedded @ embedded[node]
+        logits[node] = -torch.inf
         ends = torch.from_numpy(self.links.pairs)
-        found[torch.cat([ends[1][ends[0] == node], ends[0][ends[1] == node]])] = -torch.inf
-        best = found.topk(min(count, int(found.isfinite().sum())))
+        logits[torch.cat([ends[1][ends[0] == node], ends[0][ends[1] == node]])] = -torch.inf
+        best = logits.topk(min(count, int(logits.isfinite().sum())))
         pairs = [(node, other) for other in best.indices.tolist()]
         return self._named(pairs, best.values.sigmoid().tolist())
 
@@ -153,7 +153,7 @@ def scores(rows: Tensor, pairs: Tensor) -> Tensor:
 
 def strangers(ids: Array, heads: Array, nodes: int, count: int, stream: tuple[int, int]) -> Array:
     """int64 [len(ids), count]: nodes drawn for each link, never its head; a hash of (stream, link, draw)."""
-    seed, step = (np.uint64(one & 0xFFFF_FFFF_FFFF_FFFF) for one in stream)
+    seed, step = (np.uint64(number & 0xFFFF_FFFF_FFFF_FFFF) for number in stream)
     golden = np.uint64(0x9E3779B97F4A7C15)
     with np.errstate(over="ignore"):
         key = _mixed(_mixed(seed * golden + np.uint64(1)) ^ (step * golden))

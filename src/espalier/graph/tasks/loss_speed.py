@@ -35,10 +35,10 @@ class LossSpeed:
         if self.steps <= FIRST or len(self.speeds) < WINDOW:
             return 0
         changes = np.diff(self.speeds)
-        found = int((changes >= 0).all()) - int((changes <= 0).all())
-        if found:
+        direction = int((changes >= 0).all()) - int((changes <= 0).all())
+        if direction:
             self.speeds = []
-        return found
+        return direction
 
     def state_dict(self) -> dict[str, Any]:
         """All that decisions follow from."""

@@ -26,15 +26,17 @@ def classified(logits: Tensor, labels: Tensor) -> Sums:
     count, classes = float(len(labels)), logits.shape[1]
     guess = logits.argmax(1)
     right = guess == labels
-    found: Sums = {
+    figures: Sums = {
         "loss": (float(F.cross_entropy(logits, labels, reduction="sum")), count),
         "accuracy": (float(right.sum()), count),
     }
-    hit, said, true = (torch.bincount(one, minlength=classes).tolist() for one in (labels[right], guess, labels))
+    hit, guessed, true = (
+        torch.bincount(class_ids, minlength=classes).tolist() for class_ids in (labels[right], guess, labels)
+    )
     for at in range(classes):
-        found[f"count/hit/{at}"] = (float(hit[at]), count)
-        found[f"count/any/{at}"] = (float(said[at] + true[at]), count)
-    return found
+        figures[f"count/hit/{at}"] = (float(hit[at]), count)
+        figures[f"count/any/{at}"] = (float(guessed[at] + true[at]), count)
+    return figures
 
 
 def marked(logits: Tensor, labels: Tensor) -> Sums:
@@ -69,11 +71,11 @@ def areas(logits: Tensor, labels: Tensor) -> float:
     """ROC-AUC: of the second class of two, or the mean over tasks that have both answers; NaN when none has."""
     if labels.ndim == 1:
         return area((logits[:, 1] - logits[:, 0])[labels >= 0], labels[labels >= 0])
-    found = []
+    task_areas = []
     for task in range(labels.shape[1]):
         known = ~labels[:, task].isnan()
-        found.append(area(logits[known, task], labels[known, task]))
-    good = [one for one in found if not math.isnan(one)]
+        task_areas.append(area(logits[known, task], labels[known, task]))
+    good = [task_area for task_area in task_areas if not math.isnan(task_area)]
     return sum(good) / len(good) if good else float("nan")
 
 

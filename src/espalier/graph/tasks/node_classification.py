@@ -28,11 +28,11 @@ TOLD = 1 << 16
 
 
 class NodeTask(Examples):
-    """Node classification or regression. `train` is what training sees of the graph, `held` what evaluation sees."""
+    """Node classification or regression. `train` is what training sees of the graph, `view` what evaluation sees."""
 
-    def __init__(self, train: View, held: View, fanout: Sequence[int], seed: int) -> None:
-        self.train, self.held, self.fanout, self.seed = train, held, tuple(fanout), seed
-        graph = scaled(held.graph)
+    def __init__(self, train: View, view: View, fanout: Sequence[int], seed: int) -> None:
+        self.train, self.view, self.fanout, self.seed = train, view, tuple(fanout), seed
+        graph = scaled(view.graph)
         if graph.labels is None:
             raise UserError(
                 f"{graph.origin} has no labels, and graph.task is 'node'.",
@@ -52,7 +52,7 @@ class NodeTask(Examples):
         """Of a model, what it says of all nodes: int64 ids -> their logits, on the CPU."""
 
     def _infer(self, model: nn.Module) -> Callable[[Array], Tensor]:
-        logits = infer(model, self.held).cpu()
+        logits = infer(model, self.view).cpu()
         return lambda ids: logits[ids]
 
     def batch(self, ids: Array, step: int) -> SubgraphBatch:
@@ -96,4 +96,4 @@ class NodeTask(Examples):
         logits_of = self.inference(model)
         for at in range(0, len(items), TOLD):
             some = items[at : at + TOLD]
-            yield from told(logits_of(np.asarray(some, np.int64)), self.graph, [self.name(one) for one in some])
+            yield from told(logits_of(np.asarray(some, np.int64)), self.graph, [self.name(node) for node in some])

@@ -182,7 +182,7 @@ def stored_features(
     recipe: config.Recipe, task: NodeTask, batch: tuple[int, float], model: nn.Module
 ) -> cost.StoredFeatures:
     """What a plan is told of the features of a task's graph. `batch`: targets of the whole one, and its input nodes."""
-    store, graph, view = recipe.store, task.train.graph, task.held
+    store, graph, view = recipe.store, task.train.graph, task.view
 
     def inferred(memory: int) -> list[Foretold]:
         assert isinstance(model, Gnn)
@@ -231,7 +231,7 @@ class RunBatches(Drawn):
         self.meters = {"store": self.moved}
         self.names_nodes = "quant" in recipe.mechanisms
         self.features: TieredFeatures | None = None
-        for view in (task.train, task.held):
+        for view in (task.train, task.view):
             if topology.stays_on_disk(view.graph, self.memory):
                 view.sampler = topology.disk_sampler(view.graph, view.style, self.memory // 8)
         self._cuts: dict[Shard, tuple[int, int]] = {}
@@ -312,7 +312,7 @@ class RunBatches(Drawn):
 
         It takes the memory that batches are read into otherwise.
         """
-        view = self.task.held
+        view = self.task.view
         if not isinstance(model, Gnn):  # somebody's own network takes the graph as a whole
             logits = subgraphs.infer(model, view).cpu()
             return lambda ids: logits[ids]
@@ -342,7 +342,7 @@ class RunBatches(Drawn):
     @torch.no_grad()
     def _around(self, model: Gnn, ids: Array) -> Tensor:
         """Logits of few nodes: of their whole neighbourhood alone."""
-        view, parameter = self.task.held, next(model.parameters())
+        view, parameter = self.task.view, next(model.parameters())
         drawn = view.sampler.draw(ids, (ALL,) * view.depth)
         source = open_rows(view.graph)
         x = torch.empty(len(drawn.nodes), *source.shape, dtype=source.dtype)
@@ -353,7 +353,7 @@ class RunBatches(Drawn):
     def _layer_by_layer(self, model: Gnn) -> Rows:
         """In a folder of the graph and the network: what was killed goes on there, and what is done is read there. One
         process at a time infers; the others wait for it."""
-        view, features = self.task.held, open_rows(self.task.held.graph)
+        view, features = self.task.view, open_rows(self.task.view.graph)
         of = repr((view.graph.origin, self.seed, model.options))
         folder = set_folders(self.store.path, f"inference-{xxhash.xxh3_64_hexdigest(of.encode())}")[0]
         identity = f"{manifest.graph_hash(view.graph)} {feature_files.identity(features)}"
@@ -368,7 +368,7 @@ class RunBatches(Drawn):
 
     def _hub(self, model: Gnn) -> int:
         """Bytes that the node with the most neighbours takes in inference, which a smaller budget does not shrink."""
-        return inference.least_memory(model, int(self.task.held.graph.degrees().max(initial=0)))
+        return inference.least_memory(model, int(self.task.view.graph.degrees().max(initial=0)))
 
     def _spare(self) -> int:
         """Bytes of a rank beside its hot rows."""

@@ -76,7 +76,7 @@ def row_stats(workload: GraphWorkload, model: Gnn) -> list[RowStats]:
                 hook = layer.second.register_forward_pre_hook(partial(_read_inside, inside[-1]))
                 stack.callback(hook.remove)
         sums = [stack.enter_context(_aggregated(layer)) for layer in layers]
-        infer(model, workload.task.held)
+        infer(model, workload.task.view)
     rows = []
     for at, (layer, values) in enumerate(zip(layers, map(torch.cat, read), strict=True)):
         summed = None

@@ -59,7 +59,7 @@ def write(workload: Workload, model: nn.Module, folder: Path) -> str:
         workload = GraphWorkload(workload.recipe, part_inference.whole_graph(workload.graph), workload.folder)
         workload.signs, task = signs, workload.whole_task
     with quantization.packing(quantizers) as stored:
-        infer(model, task.held)
+        infer(model, task.view)
     assert all(packed.rows == workload.graph.nodes for packed in stored.values())
     by_node = tuple(_by_node(model))  # of each row the package has width and step
     rest = {
@@ -69,7 +69,7 @@ def write(workload: Workload, model: nn.Module, folder: Path) -> str:
     }
     matrices = {**stored, **packed_weights(model)}
     if _INPUT not in matrices:
-        matrices[_INPUT], rest[_SCALE] = packed_input(task.held.graph.features)
+        matrices[_INPUT], rest[_SCALE] = packed_input(task.view.graph.features)
     data = package_file.to_bytes(matrices, {"quant": type(quantizers.options).__struct_config__.tag})
 
     def fill(place: Path) -> None:

@@ -54,7 +54,7 @@ class QuantizedRounding(Rounding):
         run, task = self.run, self.run.task
         nodes, places = run.trained or (None, None)
         hidden, seen = None, None
-        if isinstance(task, NodeTask) and task.train is not task.held:
+        if isinstance(task, NodeTask) and task.train is not task.view:
             hidden, seen = np.concatenate([task.parts.validation, task.parts.test]), task.train.graph
         classified, stored = isinstance(task, GraphTask), run.recipe.store is not None
         return QuantizedGraph(run.network.told(run), classified, nodes, places, stored, hidden, seen, run.signs)
@@ -113,7 +113,7 @@ class QuantizedRounding(Rounding):
     def _score(self, model: nn.Module) -> float:
         """Of held-out nodes, in per cent."""
         task = self.run.whole_task
-        logits, shard = infer(model, task.held), Shard(0, task.validation, task.validation)
+        logits, shard = infer(model, task.view), Shard(0, task.validation, task.validation)
         totals = answers.held_out_figures(task, shard, lambda ids: logits[ids])
         means = {name: total / weight for name, (total, weight) in totals.items() if weight}
         return answers.score(self.run.summary(means))

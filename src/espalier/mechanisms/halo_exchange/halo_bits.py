@@ -34,7 +34,7 @@ class Links(NamedTuple):
 
     def seconds(self, sent: Any) -> float:
         """Of the busiest link, in or out, where ranks send one another bytes `sent` [ranks, ranks]."""
-        return max((float(one.max()) for one in self.busy(np.asarray(sent, float))), default=0.0)
+        return max((float(times.max()) for times in self.busy(np.asarray(sent, float))), default=0.0)
 
     def busy(self, sent: Any) -> tuple[Any, ...]:
         """Seconds out of and into each machine, then each rank for those inside its machine."""
@@ -67,7 +67,7 @@ def allotted(
         seconds: that the busiest link may take for all crossings together. Where 1 bit takes longer, it is 1 bit.
     """
     ranks, layers = len(links.nodes), 1 + max((layer for layer, _ in counts), default=0)
-    found = {key: np.ones((ranks, ranks), int) for key in counts}
+    allotment = {key: np.ones((ranks, ranks), int) for key in counts}
     at = {key: {bits: np.asarray(sent(key, bits), float) for bits in (*LEVELS, WHOLE)} for key in counts}
     busy = links.busy(sum((at[key][1] for key in counts), np.zeros((ranks, ranks))))
     heap: list[tuple[float, int, int]] = []
@@ -86,36 +86,38 @@ def allotted(
         _, number, level = heapq.heappop(heap)
         key, mask, _ = blocks[number]
         more = links.busy((at[key][LEVELS[level + 1]] - at[key][LEVELS[level]]) * mask)
-        if all((one + other)[other > 0].max(initial=0.0) <= seconds for one, other in zip(busy, more, strict=True)):
-            busy = tuple(one + other for one, other in zip(busy, more, strict=True))
-            found[key][mask] = LEVELS[level + 1]
+        if all((times + other)[other > 0].max(initial=0.0) <= seconds for times, other in zip(busy, more, strict=True)):
+            busy = tuple(times + other for times, other in zip(busy, more, strict=True))
+            allotment[key][mask] = LEVELS[level + 1]
             offer(number, level + 1)
-    return _whole(found, at, links, seconds)
+    return _whole(allotment, at, links, seconds)
 
 
-def _whole(found: dict[Key, Any], at: Mapping[Key, Mapping[int, Any]], links: Links, seconds: float) -> dict[Key, Any]:
+def _whole(
+    allotment: dict[Key, Any], at: Mapping[Key, Mapping[int, Any]], links: Links, seconds: float
+) -> dict[Key, Any]:
     """With values as they are in crossings for which there is time: all rows of a crossing then are (rows as they are
     and rows of few bits have no message in common)."""
 
     def total(bits: Mapping[Key, Any]) -> Any:
-        return sum(chosen_bytes(at[key], one) for key, one in bits.items())
+        return sum(chosen_bytes(at[key], pair_bits) for key, pair_bits in bits.items())
 
-    for key in sorted(found, reverse=True, key=lambda one: weight(one, 1 + max(found)[0])):
-        tried = {**found, key: np.full_like(found[key], WHOLE)}
+    for key in sorted(allotment, reverse=True, key=lambda crossing: weight(crossing, 1 + max(allotment)[0])):
+        tried = {**allotment, key: np.full_like(allotment[key], WHOLE)}
         if links.seconds(total(tried)) <= seconds:
-            found = tried
-    return found
+            allotment = tried
+    return allotment
 
 
 def chosen_bytes(sent: Mapping[int, Any], bits: Any) -> Any:
     """Of bytes [ranks, ranks] by bits, those of the `bits` [ranks, ranks]."""
-    return sum(np.where(bits == one, sent[one], 0.0) for one in sent)
+    return sum(np.where(bits == level, sent[level], 0.0) for level in sent)
 
 
 def _masks(rows: Any, links: Links) -> list[Any]:
     """bool [ranks, ranks] of each pair of machines between which there are rows."""
     pairs = links.nodes[:, None] * (links.nodes.max() + 1) + links.nodes[None]
-    return [(pairs == one) & (rows > 0) for one in np.unique(pairs[rows > 0])]
+    return [(pairs == pair) & (rows > 0) for pair in np.unique(pairs[rows > 0])]
 
 
 def _error(bits: int) -> float:

@@ -103,9 +103,9 @@ class RankPart:
         if foreign is not None:
             self.blocks, self.exact = (first._replace(halo=travelling),), (first._replace(halo=part.halo),)
         owned = part.halo.owned.cpu().numpy()
-        own = np.isin(owned, task.parts.train)
-        self.owned, chosen = owned, torch.from_numpy(np.flatnonzero(own)).to(placed["device"])
-        labels = task.labels[owned[own]].to(placed["device"])
+        trained = np.isin(owned, task.parts.train)
+        self.owned, chosen = owned, torch.from_numpy(np.flatnonzero(trained)).to(placed["device"])
+        labels = task.labels[owned[trained]].to(placed["device"])
         self._batch = SubgraphBatch(self.features, self.blocks, labels, chosen=chosen)
         self.group = part.halo.group
         count = len(owned)
@@ -192,32 +192,32 @@ class PeerBits:
     """Bits of the rows for and from each rank, as a plan has them for links, layers and directions.
 
     Args:
-        told: exchanges of halos; nodes: the machine of each rank of the group; rank: this one's place among them.
+        exchanges: those of halos; nodes: the machine of each rank of the group; rank: this one's place among them.
     """
 
-    def __init__(self, told: Sequence[Exchange], nodes: Sequence[int], rank: int) -> None:
-        self.told, self.nodes, self.rank = tuple(told), nodes, rank
+    def __init__(self, exchanges: Sequence[Exchange], nodes: Sequence[int], rank: int) -> None:
+        self.exchanges, self.nodes, self.rank = tuple(exchanges), nodes, rank
         self._known: dict[halo.Crossing, tuple[list[int], list[int]]] = {}
 
     def __call__(self, crossing: halo.Crossing) -> tuple[list[int], list[int]]:
         """See `sylvie.Sylvie.peers`."""
         if crossing not in self._known:
-            own = self.nodes[self.rank]
-            out = [self._of(crossing, own, peer) for peer in self.nodes]
-            self._known[crossing] = out, [self._of(crossing, peer, own) for peer in self.nodes]
+            node = self.nodes[self.rank]
+            out = [self._of(crossing, node, peer) for peer in self.nodes]
+            self._known[crossing] = out, [self._of(crossing, peer, node) for peer in self.nodes]
         return self._known[crossing]
 
     def _of(self, crossing: halo.Crossing, source: int, target: int) -> int:
         level = "inside" if source == target else "between"
-        for one in self.told:
-            rows = one.rows
-            if one.level not in (level, "all"):
+        for exchange in self.exchanges:
+            rows = exchange.rows
+            if exchange.level not in (level, "all"):
                 continue
             if rows is None or (
                 (rows.layer, rows.backward) == crossing and (not rows.nodes or (source, target) in rows.nodes)
             ):
-                return BITS[one.codec]
-        return min(BITS[one.codec] for one in self.told)  # no rows cross there
+                return BITS[exchange.codec]
+        return min(BITS[exchange.codec] for exchange in self.exchanges)  # no rows cross there
 
 
 class Crossings(NamedTuple):
@@ -238,18 +238,18 @@ class Crossings(NamedTuple):
 
 def crossings(options: HaloOptions, plan: Plan, members: Sequence[int], rank: int) -> Crossings:
     """What the plan says of halos, for the rank at place `rank` of `members`."""
-    told = [one for one in plan.exchanges if one.traffic == Traffic.HALO.value]
-    nodes = [plan.ranks[one].node for one in members]
+    exchanges = [exchange for exchange in plan.exchanges if exchange.traffic == Traffic.HALO.value]
+    nodes = [plan.ranks[member].node for member in members]
     quantization = Crossings(options)
-    known = {frozenset(one.nodes): one.steps for one in plan.state(HaloExchangeState).halo_ages}
-    ages = [known.get(frozenset((nodes[rank], one)), 1) for one in nodes]
+    known = {frozenset(age.nodes): age.steps for age in plan.state(HaloExchangeState).halo_ages}
+    ages = [known.get(frozenset((nodes[rank], node)), 1) for node in nodes]
     if known and options.synchronize != 1:
         quantization = quantization._replace(ages=ages)
     if options.bits != "auto":
         return quantization
-    bits = {BITS[one.codec] for one in told} or {WHOLE}
+    bits = {BITS[exchange.codec] for exchange in exchanges} or {WHOLE}
     quantization = quantization._replace(options=options.changed(bits=min(bits)))
-    return quantization if len(bits) == 1 else quantization._replace(bits=PeerBits(told, nodes, rank))
+    return quantization if len(bits) == 1 else quantization._replace(bits=PeerBits(exchanges, nodes, rank))
 
 
 BITS = {"exact": WHOLE, "int8": 8, "int4": 4, "int2": 2, "int1": 1}
@@ -313,16 +313,18 @@ class Halos:
         rows = int(self.rows(shares).sum())
         graph = self.cutting.graph
         by = "" if graph.partition is not None or graph.cut is not None else f" by {library()}"
-        said = f"the graph is cut into {len(shares)} parts{by}; {rows:,} rows of other parts are read before each layer"
+        sentence = (
+            f"the graph is cut into {len(shares)} parts{by}; {rows:,} rows of other parts are read before each layer"
+        )
         if not (codes := self._codes()):
-            return said
-        of = ", ".join(f"of layer {layer + 1} in {one.bytes:,} bytes" for layer, one in codes.items())
-        return f"{said}, {of} a row as the codes of [quant] (graph.halo.bits are those of gradients)"
+            return sentence
+        of = ", ".join(f"of layer {layer + 1} in {size.bytes:,} bytes" for layer, size in codes.items())
+        return f"{sentence}, {of} a row as the codes of [quant] (graph.halo.bits are those of gradients)"
 
     def _codes(self) -> dict[int, RowSize]:
         """Of layers whose rows cross as codes."""
         layers = range(1, halo.depth(self.network))
-        return {at: one for at in layers if (one := halo.crossing_codes(self.network, at, 4)) is not None}
+        return {at: size for at in layers if (size := halo.crossing_codes(self.network, at, 4)) is not None}
 
     def rows(self, shares: Sequence[int]) -> Array:
         """int64 [ranks, ranks]: rows (and sums) that rank i sends rank j before a layer aggregates."""
@@ -355,13 +357,13 @@ class Halos:
         self, shares: Sequence[int], size: int, by_peer: Mapping[tuple[int, bool], Any] | None = None
     ) -> Array:
         """float [ranks, ranks]: see `sylvie.step_bytes`."""
-        found: Array = step_bytes(self.network, self.rows(shares), self.options, size, by_peer)
-        return found
+        sent: Array = step_bytes(self.network, self.rows(shares), self.options, size, by_peer)
+        return sent
 
     def crossing_bytes(self, shares: Sequence[int], size: int, key: tuple[int, bool], bits: int) -> Array:
         """float [ranks, ranks]: see `sylvie.crossing_bytes`."""
-        found: Array = crossing_bytes(self.network, self.rows(shares), self.options, key, sylvie.Values(bits, size))
-        return found
+        sent: Array = crossing_bytes(self.network, self.rows(shares), self.options, key, sylvie.Values(bits, size))
+        return sent
 
     def counts(self, shares: Sequence[int]) -> dict[tuple[int, bool], Array]:
         """int64 [ranks, ranks]: rows that rank i sends rank j, of each layer and direction, but those that

@@ -49,21 +49,23 @@ def with_whole_graph(plan: Plan, others: Sequence[tuple[str, Plan, int]]) -> Pla
     """The plan whose ranks pass over the whole graph, which says so, and what the options that would cut it are worth:
     they are not taken where the recipe does not ask for them. `others`: an option, its plan, and the steps of a pass
     over the training nodes; without them nothing is said where there is one rank."""
-    if len(plan.trainers) == 1 and not any(steps * one.step_seconds < plan.step_seconds for _, one, steps in others):
+    if len(plan.trainers) == 1 and not any(
+        steps * other.step_seconds < plan.step_seconds for _, other, steps in others
+    ):
         return plan
     who = "one rank" if len(plan.trainers) == 1 else f"each of {len(plan.trainers)} ranks"
     took = f", in {units.show_seconds(plan.step_seconds)}" if others else ""
     each = [
-        f"with {option} {units.show_seconds(steps * one.step_seconds)} on {units.plural(len(one.trainers), 'rank')}"
-        for option, one, steps in others
+        f"with {option} {units.show_seconds(steps * other.step_seconds)} on {units.plural(len(other.trainers), 'rank')}"
+        for option, other, steps in others
     ]
-    told = (
+    sentence = (
         f"{HALOS}: none cross; {who} passes over the whole graph in every step{took}. [graph.halo] cuts it into a part "
         "for each rank, with the same results to rounding where there is no dropout; graph.fanout=auto chooses between "
         "parts, drawn batches and "
         f"one rank{'. By estimate a pass over the training nodes takes ' * bool(each)}{', '.join(each)}."
     )
-    return plan.changed(why=(told, *plan.why))
+    return plan.changed(why=(sentence, *plan.why))
 
 
 def _with_bits(plan: Plan, halos: Any, cluster: Cluster) -> tuple[Plan, Any]:
@@ -72,10 +74,12 @@ def _with_bits(plan: Plan, halos: Any, cluster: Cluster) -> tuple[Plan, Any]:
     ranks, size = plan.trainer_ranks, halos.value_bytes(plan.precision)
     shares = [rank.samples for rank in ranks]
     counts = halos.counts(shares)
-    if not any(one.any() for one in counts.values()):
-        told = f"{HALOS}: none cross between hidden layers, so there are no bits to choose (graph.halo.bits = auto)."
-        every = {key: np.full(one.shape, ALL_BITS) for key, one in counts.items()}
-        return plan.changed(why=(told, *plan.why)), every
+    if not any(rows.any() for rows in counts.values()):
+        sentence = (
+            f"{HALOS}: none cross between hidden layers, so there are no bits to choose (graph.halo.bits = auto)."
+        )
+        every = {key: np.full(rows.shape, ALL_BITS) for key, rows in counts.items()}
+        return plan.changed(why=(sentence, *plan.why)), every
     computing = sum(plan.predicted.terms.get(name, 0.0) for name in COMPUTING) if plan.predicted is not None else 0.0
     limit = computing * (HIDDEN if halos.options.synchronize == 1 else 1.0)
     places = [place.rank for place in places_of(plan, cluster)]
@@ -83,58 +87,62 @@ def _with_bits(plan: Plan, halos: Any, cluster: Cluster) -> tuple[Plan, Any]:
     known = [link for row in each for link in row if link is not None]
     waits = halos.exchanges * max((link.latency + link.launch for link in known), default=0.0)
     bandwidth = np.array([[np.inf if link is None else link.bandwidth for link in row] for row in each])
-    links = halo_bits.Links(np.array([one.node for one in ranks]), bandwidth)
+    links = halo_bits.Links(np.array([rank.node for rank in ranks]), bandwidth)
     coded = links.seconds(halos.coded_bytes(shares, size))
-    found = halo_bits.allotted(
+    allotment = halo_bits.allotted(
         counts, lambda key, bits: halos.crossing_bytes(shares, size, key, bits), links, limit - waits - coded
     )
-    crossing = _exchanges(found, counts, links)
-    used = sorted({int(one) for key, bits in found.items() for one in np.unique(bits[counts[key] > 0])})
+    crossing = _exchanges(allotment, counts, links)
+    used = sorted({int(width) for key, bits in allotment.items() for width in np.unique(bits[counts[key] > 0])})
     words = units.plural(used[0], "bit") if len(used) == 1 else f"{used[0]} to {used[-1]} bits"
-    told = (
+    sentence = (
         f"{HALOS}: {words}, by layer, direction and link those of the least error that cross in "
-        f"{units.show_seconds(limit)} (graph.halo.bits = auto){_most(found, counts)}."
+        f"{units.show_seconds(limit)} (graph.halo.bits = auto){_most(allotment, counts)}."
     )
-    return plan.changed(exchanges=(*plan.exchanges, *crossing), why=(told, *plan.why)), found
+    return plan.changed(exchanges=(*plan.exchanges, *crossing), why=(sentence, *plan.why)), allotment
 
 
-def _most(found: Any, counts: Any) -> str:
+def _most(allotment: Any, counts: Any) -> str:
     """In words, the bits by layer and direction, where they differ."""
-    said = {
+    widths = {
         f"layer {layer + 1}'s {'gradients' if backward else 'rows'}": sorted(
-            {int(one) for one in bits[counts[layer, backward] > 0]}
+            {int(width) for width in bits[counts[layer, backward] > 0]}
         )
-        for (layer, backward), bits in found.items()
+        for (layer, backward), bits in allotment.items()
     }
-    if len({tuple(one) for one in said.values()}) < 2:
+    if len({tuple(used) for used in widths.values()}) < 2:
         return ""
-    return ": " + ", ".join(f"{name} {'-'.join(map(str, (one[0], one[-1])[: len(one)]))}" for name, one in said.items())
+    return ": " + ", ".join(
+        f"{name} {'-'.join(map(str, (used[0], used[-1])[: len(used)]))}" for name, used in widths.items()
+    )
 
 
 CODECS = {ALL_BITS: "exact"}
 """Names in plans; of others int and the bits."""
 
 
-def _exchanges(found: Any, counts: Any, links: halo_bits.Links) -> tuple[Exchange, ...]:
+def _exchanges(allotment: Any, counts: Any, links: halo_bits.Links) -> tuple[Exchange, ...]:
     """As few entries of the plan as say it."""
     nodes, made = links.nodes.tolist(), []
     levels: tuple[tuple[Level, Any], ...] = (("inside", ~links.far), ("between", links.far))
     for level, mask in levels:
         bits: dict[Any, dict[tuple[int, int], int]] = {}
-        for key, one in found.items():
+        for key, pair_bits in allotment.items():
             places = np.argwhere(mask & (counts[key] > 0)).tolist()
-            bits[key] = {(nodes[a], nodes[b]): int(one[a, b]) for a, b in places}
-        every = {one for pairs in bits.values() for one in pairs.values()}
+            bits[key] = {(nodes[a], nodes[b]): int(pair_bits[a, b]) for a, b in places}
+        every = {width for pairs in bits.values() for width in pairs.values()}
         if len(every) == 1:
-            (one,) = every
-            made.append(Exchange(traffic="halo", level=level, codec=CODECS.get(one, f"int{one}")))
+            (width,) = every
+            made.append(Exchange(traffic="halo", level=level, codec=CODECS.get(width, f"int{width}")))
             continue
         for (layer, backward), pairs in bits.items():
-            for one in sorted(set(pairs.values())):
+            for width in sorted(set(pairs.values())):
                 alike = len(set(pairs.values())) == 1
-                among = () if alike else tuple(sorted(pair for pair, its in pairs.items() if its == one))
+                among = (
+                    () if alike else tuple(sorted(pair for pair, pair_width in pairs.items() if pair_width == width))
+                )
                 rows = HaloRows(layer=layer, backward=backward, nodes=among)
-                made.append(Exchange(traffic="halo", level=level, codec=CODECS.get(one, f"int{one}"), rows=rows))
+                made.append(Exchange(traffic="halo", level=level, codec=CODECS.get(width, f"int{width}"), rows=rows))
     return tuple(made)
 
 
@@ -142,12 +150,12 @@ def beside_batches(plan: Plan, other: Plan, drawn: GraphWorkload) -> Plan:
     """The plan with a sentence on `other`, of a pass over the training nodes in drawn batches: what is computed
     then is something else, so it is not taken by itself."""
     option, steps = batches_of(drawn)
-    told = (
+    sentence = (
         f"{HALOS}: in drawn batches ({option} without [graph.halo]) a pass over the training nodes makes "
         f"{units.plural(steps, 'step')} in {units.show_seconds(steps * other.step_seconds)} on "
         f"{units.plural(len(other.trainers), 'rank')}, by estimate."
     )
-    return plan.changed(why=(told, *plan.why))
+    return plan.changed(why=(sentence, *plan.why))
 
 
 def batches_of(drawn: GraphWorkload) -> tuple[str, int]:
@@ -185,42 +193,44 @@ def _with_ages(plan: Plan, halos: Any, cluster: Cluster, sent: Any) -> tuple[Pla
             ends = set(places[(node == a) | (node == b)].tolist())
             link = cluster.slowest(ends, "inside" if a == b else "between")
             pairs[a, b] = size / link.bandwidth, halos.exchanges * (link.latency + link.launch)
-    apart = [(pair, own) for pair, (own, _) in pairs.items() if pair[0] != pair[1]]
-    pace = max(computing, *(sum(own for pair, own in apart if one in pair) for one in machines))
+    apart = [(pair, transfer) for pair, (transfer, _) in pairs.items() if pair[0] != pair[1]]
+    pace = max(computing, *(sum(transfer for pair, transfer in apart if machine in pair) for machine in machines))
     known, delay = [], 0.0
-    for (a, b), (own, wait) in sorted(pairs.items(), key=lambda one: sum(one[1])):
-        steps = int(np.clip(np.ceil((own + wait) / pace), 1, options.staleness))
-        taken = busy[[a, b]] + own
+    for (a, b), (transfer, wait) in sorted(pairs.items(), key=lambda entry: sum(entry[1])):
+        steps = int(np.clip(np.ceil((transfer + wait) / pace), 1, options.staleness))
+        taken = busy[[a, b]] + transfer
         if len(machines) > 1 and taken.max() + max(delay, wait) <= HIDDEN * computing:
             steps, busy[[a, b]], delay = 0, taken, max(delay, wait)
         known.append(HaloAge(nodes=(a, b), steps=steps))
-    ages = {frozenset(one.nodes): one.steps for one in known}
+    ages = {frozenset(age.nodes): age.steps for age in known}
     if set(ages.values()) == {1}:
         return plan, one_step
     stale = np.array([[ages.get(frozenset((a, b)), 1) for b in node.tolist()] for a in node.tolist()])
-    found = _Ages(stale, max(1, *ages.values()), float(busy.max()) + delay)
-    why = (*_said_ages(known, found.fresh), *plan.why)
-    return plan.with_state(HaloExchangeState(halo_ages=tuple(known))).changed(why=why), found
+    pair_ages = _Ages(stale, max(1, *ages.values()), float(busy.max()) + delay)
+    why = (*_said_ages(known, pair_ages.fresh), *plan.why)
+    return plan.with_state(HaloExchangeState(halo_ages=tuple(known))).changed(why=why), pair_ages
 
 
 def _said_ages(known: list[HaloAge], seconds: float) -> list[str]:
     """In sentences."""
-    told, fresh = [], [one.nodes for one in known if one.steps == 0]
+    sentences, fresh = [], [age.nodes for age in known if age.steps == 0]
     if any(a == b for a, b in fresh):
-        told.append(f"{HALOS} of ranks of the same machine are fresh in every step, in {units.show_seconds(seconds)}.")
-    for steps in sorted({one.steps for one in known}):
-        which = [f"{a}-{b}" for a, b in (one.nodes for one in known if one.steps == steps) if a != b]
+        sentences.append(
+            f"{HALOS} of ranks of the same machine are fresh in every step, in {units.show_seconds(seconds)}."
+        )
+    for steps in sorted({age.steps for age in known}):
+        which = [f"{a}-{b}" for a, b in (age.nodes for age in known if age.steps == steps) if a != b]
         if which and steps != 1:
             how = "fresh in every step" if steps == 0 else f"up to {steps} steps old"
-            told.append(f"{HALOS} between machines {', '.join(which)} are {how}.")
-    return told
+            sentences.append(f"{HALOS} between machines {', '.join(which)} are {how}.")
+    return sentences
 
 
 def _said_bits(options: Any, by_peer: Any) -> tuple[int, str]:
     """The fewest bits of a value, and all of them in words."""
     if options.by_degree:
         return options.bits, f"{_by_degree(options.bits)} a value by degree"
-    every = [options.bits] if by_peer is None else [int(one) for bits in by_peer.values() for one in bits.flat]
+    every = [options.bits] if by_peer is None else [int(width) for bits in by_peer.values() for width in bits.flat]
     low, high = min(every, default=ALL_BITS), max(every, default=ALL_BITS)
     if low < high:
         return low, f"{low} to {high} bits a value"
@@ -229,30 +239,30 @@ def _said_bits(options: Any, by_peer: Any) -> tuple[int, str]:
 
 def _by_degree(bits: int) -> str:
     """The bits of rows by in-degree, in words."""
-    every = [str(one) for one in row_widths.levels(bits)]
+    every = [str(width) for width in row_widths.levels(bits)]
     return f"{', '.join(every[:-1])} and {every[-1]} bits" if len(every) > 1 else f"{bits} bits"
 
 
 def _rules(options: Any, bits: int) -> tuple[list[AdaptiveRule], list[str]]:
     """What the bits of a row follow from besides links, and rows that are late, in sentences too: the node
     (`graph.halo.by_degree`), losses (`graph.halo.adapt`)."""
-    rules, told = [], []
+    rules, sentences = [], []
     if options.by_degree:
         rules.append(AdaptiveRule(name="graph.halo.by_degree", start=bits, low=bits, high=8, signal="in-degree"))
         share = {2: "half", 3: "third", 4: "quarter"}.get(len(row_widths.levels(bits)))
         each = f", a {share} of the rows for a peer each, the lowest degrees first" if share else ""
-        told.append(f"{HALOS}: rows have {_by_degree(bits)} by the in-degree of their node{each}.")
+        sentences.append(f"{HALOS}: rows have {_by_degree(bits)} by the in-degree of their node{each}.")
     if options.adapt:
         rules += [
             AdaptiveRule(name="graph.halo.bits", start=bits, low=1, high=8, signal="speed of the loss"),
             AdaptiveRule(name="graph.halo.late", start=1, low=0, high=1, signal="speed of the loss"),
         ]
         lowest = " of the lowest degrees" if options.by_degree else ""
-        told.append(
+        sentences.append(
             f"{HALOS}: bits{lowest} begin at {bits} and follow how fast the loss changes, from 1 to 8; where it slows "
             "down rows are fresh; see the log."
         )
-    return rules, told
+    return rules, sentences
 
 
 def with_halos(plan: Plan, halos: Any, cluster: Cluster, instead_of: Plan | None = None) -> Plan:
@@ -264,7 +274,7 @@ def with_halos(plan: Plan, halos: Any, cluster: Cluster, instead_of: Plan | None
     shares = [rank.samples for rank in ranks]
     plan = plan.changed(micro_batch=max(shares))
     size = halos.value_bytes(plan.precision)
-    options, node = halos.options, np.array([one.node for one in ranks])
+    options, node = halos.options, np.array([rank.node for rank in ranks])
     far, by_peer = node[:, None] != node[None], cast("Any", None)
     if options.bits == "auto":
         plan, by_peer = _with_bits(plan, halos, cluster)
@@ -274,24 +284,24 @@ def with_halos(plan: Plan, halos: Any, cluster: Cluster, instead_of: Plan | None
     devices = {place.rank for place in places_of(plan, cluster)}
     link = cluster.slowest(devices, "between" if far.any() else "inside")
     groups = node if far.any() else np.arange(len(ranks))
-    most = max(crossing[groups == one].sum() for one in set(groups.tolist()))
+    most = max(crossing[groups == group].sum() for group in set(groups.tolist()))
     delay = halos.exchanges * (link.latency + link.launch)
     wait, stale = float(most) / link.bandwidth + delay, crossing * (ages.stale > 0)
     words, show = link_words(link, "between" if level == "between" else "inside"), units.show_size
     bits, low = _said_bits(options, by_peer)
-    told = [f"{HALOS}: {halos.told(shares)}, {show(float(sent.sum(1).max()))} leave a rank in a step ({low})."]
+    sentences = [f"{HALOS}: {halos.told(shares)}, {show(float(sent.sum(1).max()))} leave a rank in a step ({low})."]
     exposed, predicted = wait, plan.predicted
     if predicted is not None:
         computing = sum(predicted.terms.get(name, 0.0) for name in COMPUTING)
         late = 0.0 if options.synchronize == 1 else 1 - 1 / options.synchronize if options.synchronize else 1.0
-        flying = max(float(stale[groups == one].sum()) for one in set(groups.tolist())) / link.bandwidth
+        flying = max(float(stale[groups == group].sum()) for group in set(groups.tolist())) / link.bandwidth
         beyond = max(flying, (flying + delay * bool(flying)) / ages.most) - computing
         exposed = wait if late == 0 else (1 - late) * wait + late * max(0.0, beyond) + ages.fresh
         alone = computing * len(ranks)
         predicted = predicted.longer("halo", exposed)
         predicted = predicted.changed(sent_bytes={**predicted.sent_bytes, halos.traffic: float(sent.sum(1).max())})
         if alone < predicted.step_seconds:
-            told.append(
+            sentences.append(
                 f"{HALOS}: one rank would be faster, {units.show_seconds(alone)} a step by estimate: plan.pin.ranks=1."
             )
     hidden = "" if not ages.stale.any() else f", {units.show_seconds(exposed)} of them beyond computing"
@@ -301,10 +311,10 @@ def with_halos(plan: Plan, halos: Any, cluster: Cluster, instead_of: Plan | None
         else f"rows are {'one step' if ages.most == 1 else f'up to {ages.most} steps'} late"
         + (f", and every {options.synchronize}th step waits for fresh ones" if options.synchronize else "")
     )
-    told.append(f"{HALOS} take {units.show_seconds(wait)} of a step over {words}{hidden}; {stale}.")
+    sentences.append(f"{HALOS} take {units.show_seconds(wait)} of a step over {words}{hidden}; {stale}.")
     exact = options.bits == ALL_BITS and halos.most_ranks is None  # queries, keys and values always are
     if exact and exposed > 0.5 * (predicted.step_seconds if predicted else 0.0) > 0:
-        told.append(f"{HALOS} take most of the step: graph.halo.bits=1 sends about a 28th of the bytes.")
+        sentences.append(f"{HALOS} take most of the step: graph.halo.bits=1 sends about a 28th of the bytes.")
     rules, ruled = _rules(options, bits)
-    why, rules = (*told, *ruled, *plan.why), [*plan.rules, *rules]
+    why, rules = (*sentences, *ruled, *plan.why), [*plan.rules, *rules]
     return plan.changed(predicted=predicted, rules=tuple(rules), why=why)

@@ -254,7 +254,7 @@ class Sylvie:
 
     def drain(self) -> None:
         """Waits for what is under way and drops it."""
-        for flight in (one for flights in self._flights.values() for one in flights):
+        for flight in (flight for flights in self._flights.values() for flight in flights):
             flight.wait(range(len(flight.works)))
         self._flights, self._sent, self._arrived = {}, {}, {}
 
@@ -265,21 +265,21 @@ class Sylvie:
         if self.by_degree and self._shares is None and sent.is_floating_point():
             self._shares = degree_shares(halo)
         key, peers = (crossing, sent.dtype), range(len(halo.receives))
-        if any(one.step == self.step for one in self._flights.get(key, [])):
+        if any(flight.step == self.step for flight in self._flights.get(key, [])):
             raise UserError(
                 f"{_what(crossing)} crossed in step {self.step} already.",
                 why="each layer exchanges its rows once in a step; these would arrive as those of the first time",
                 do=f"transport.begin({self.step + 1}) before the next forward pass, or halo.synchronous",
             )
         flights = [*self._flights.get(key, []), self._launch(halo, sent, received, crossing)]
-        ages = [0 if self.choice.synchronous else 1 if self.ages is None else self.ages[one] for one in peers]
-        steps = [one.step for one in flights]
+        ages = [0 if self.choice.synchronous else 1 if self.ages is None else self.ages[peer] for peer in peers]
+        steps = [flight.step for flight in flights]
         used = [next(at for at, step in enumerate(steps) if step >= self.step - age) for age in ages]
-        self._flights[key] = [one for one in flights[:-1] if one.step > self.step - max(ages)] + flights[-1:]
+        self._flights[key] = [flight for flight in flights[:-1] if flight.step > self.step - max(ages)] + flights[-1:]
 
         def arrive() -> None:
             for at, flight in enumerate(flights):
-                flight.wait([one for one in peers if at <= used[one]])
+                flight.wait([peer for peer in peers if at <= used[peer]])
             self._read([flights[: at + 1] for at in used], received, crossing, ages)
 
         return arrive
@@ -288,7 +288,7 @@ class Sylvie:
         bits = self._bits(crossing) if sent.is_floating_point() else WHOLE
         out = self._layout(halo, sent, crossing, bits, leaves=True)
         back = self._layout(halo, received, crossing, bits, leaves=False)
-        wire, arriving = (torch.empty(sum(one.splits), dtype=torch.uint8) for one in (out, back))
+        wire, arriving = (torch.empty(sum(layout.splits), dtype=torch.uint8) for layout in (out, back))
         for begin in out.stamps:
             wire[begin : begin + STAMP] = _stamp(self.step, crossing, bits)
         if bits == WHOLE:
@@ -300,8 +300,10 @@ class Sylvie:
                 rows = rows - known
             first, key = 0, self._key(self.step, crossing, _rank(halo))
             for count in out.groups:  # rows are numbered in each message: who receives one makes its random numbers too
-                here, every = slice(first, first + count), torch.arange(count)
-                bad = kernels.quantize_rows(rows[here], every, out.widths[here], (out.begins[here], wire), key)
+                group_rows, every = slice(first, first + count), torch.arange(count)
+                bad = kernels.quantize_rows(
+                    rows[group_rows], every, out.widths[group_rows], (out.begins[group_rows], wire), key
+                )
                 if bad >= 0:
                     raise not_finite(halo, crossing, out.row(first + bad, rows[first + bad]), TOO_FEW)
                 first += count
@@ -326,7 +328,7 @@ class Sylvie:
         """Of the stamp of messages with floating-point rows."""
         if self.peers is None:
             return self.choice.bits
-        return WHOLE if any(WHOLE in one for one in self.peers(crossing)) else self.choice.bits
+        return WHOLE if any(WHOLE in widths for widths in self.peers(crossing)) else self.choice.bits
 
     def _layout(self, halo: Halo, rows: Tensor, crossing: Crossing, bits: int, leaves: bool) -> _Layout:
         """Of rows that cross for, or (not `leaves`) from, this rank."""
@@ -341,12 +343,12 @@ class Sylvie:
                 order, places = _groups(counts, together)
                 counts, columns = [-(-count // together) for count in counts], columns * together
             if bits != WHOLE and self.peers is not None:
-                own = self.peers(crossing)[0 if leaves else 1]
-                widths = torch.tensor(own, dtype=torch.uint8).repeat_interleave(torch.tensor(counts))
+                peer_bits = self.peers(crossing)[0 if leaves else 1]
+                widths = torch.tensor(peer_bits, dtype=torch.uint8).repeat_interleave(torch.tensor(counts))
             else:
                 widths = self._widths(crossing.backward == leaves, sum(counts), bits)
             each = torch.full((sum(counts),), size) if bits == WHOLE else kernels.wire_bytes(columns, widths.long())
-            splits = [int(one.sum()) + STAMP * bool(len(one)) for one in each.split(counts)]
+            splits = [int(row_sizes.sum()) + STAMP * bool(len(row_sizes)) for row_sizes in each.split(counts)]
             stamped = torch.tensor([count > 0 for count in counts]).cumsum(0)  # stamps up to this peer's
             before = torch.repeat_interleave(stamped, torch.tensor(counts), output_size=sum(counts))
             begins = each.cumsum(0) - each + STAMP * before
@@ -389,15 +391,15 @@ class Sylvie:
     def _restore(self, flight: _Flight, source: tuple[Crossing, int], out: Tensor) -> None:
         """The groups of rows of a peer. Of differences each message counts once."""
         first, layout = sum(flight.layout.groups[: source[1]]), flight.layout
-        here = slice(first, first + len(out))
+        group_rows = slice(first, first + len(out))
         if not self.delta:
             key = self._key(flight.step, *source)
-            kernels.restore_rows(flight.arriving, layout.begins[here], layout.widths[here], out, key)
+            kernels.restore_rows(flight.arriving, layout.begins[group_rows], layout.widths[group_rows], out, key)
             return
         step, arrived = self._arrived.get(source, (-1, torch.zeros(out.shape)))
         if flight.step > step:
             more = torch.empty_like(arrived)
-            kernels.restore_rows(flight.arriving, layout.begins[here], layout.widths[here], more)
+            kernels.restore_rows(flight.arriving, layout.begins[group_rows], layout.widths[group_rows], more)
             self._arrived[source] = flight.step, arrived.add_(more)
         out.copy_(arrived)
 
@@ -406,9 +408,11 @@ def _messages(halo: Halo, out: Sequence[Tensor], into: Sequence[Tensor], crossin
     """Begins a message to and from each peer; by peer what is to be waited for."""
     group, tag = halo.group, 2 * crossing.layer + crossing.backward
     assert group is not None, "rows cross between ranks"
-    works: list[list[Any]] = [[group.recv([one], peer, tag)] if len(one) else [] for peer, one in enumerate(into)]
-    for peer, one in enumerate(out):
-        works[peer] += [group.send([one], peer, tag)] if len(one) else []
+    works: list[list[Any]] = [
+        [group.recv([buffer], peer, tag)] if len(buffer) else [] for peer, buffer in enumerate(into)
+    ]
+    for peer, message in enumerate(out):
+        works[peer] += [group.send([message], peer, tag)] if len(message) else []
     return works
 
 
@@ -424,18 +428,18 @@ def _groups(counts: list[int], together: int) -> tuple[Tensor, Tensor]:
 
 
 def _stamp(step: int, crossing: Crossing, bits: int) -> Tensor:
-    found = np.zeros(STAMP, np.uint8)
-    found[:4].view(np.uint32)[0], found[4:6].view(np.uint16)[0] = step, crossing.layer
-    found[6], found[7] = crossing.backward, bits
-    return torch.from_numpy(found)
+    stamp = np.zeros(STAMP, np.uint8)
+    stamp[:4].view(np.uint32)[0], stamp[4:6].view(np.uint16)[0] = step, crossing.layer
+    stamp[6], stamp[7] = crossing.backward, bits
+    return torch.from_numpy(stamp)
 
 
-def _checked(found: Tensor, flight: _Flight, crossing: Crossing, peer: int, now: int) -> int:
-    """How many steps before step `now` a message was sent that begins with the stamp `found` (uint8 [STAMP]). Raises
+def _checked(stamp: Tensor, flight: _Flight, crossing: Crossing, peer: int, now: int) -> int:
+    """How many steps before step `now` a message was sent that begins with `stamp` (uint8 [STAMP]). Raises
     Corrupted where it is not the one that is awaited."""
-    if not torch.equal(found, _stamp(flight.step, crossing, flight.bits)):
+    if not torch.equal(stamp, _stamp(flight.step, crossing, flight.bits)):
         raise Corrupted(
-            f"A message of rank {peer} in step {now} is {_said(found)}, where "
+            f"A message of rank {peer} in step {now} is {_said(stamp)}, where "
             f"{_what(crossing).lower()} of step {flight.step} with {flight.bits} bits a value were to come.",
             why="ranks that are not in the same step, layer and direction would mix their rows",
             do=RESUME,
@@ -457,9 +461,9 @@ def _said(stamp: Tensor) -> str:
 def _copy(layout: _Layout, rows: Tensor, wire: Tensor) -> None:
     """Rows as they are to their places behind the stamps."""
     flat = rows.detach().flatten(1)
-    for message, own in zip(wire.split(layout.splits), flat.split(layout.rows), strict=True):
+    for message, peer_rows in zip(wire.split(layout.splits), flat.split(layout.rows), strict=True):
         if len(message):
-            message[STAMP:].copy_(own.contiguous().view(torch.uint8).flatten())
+            message[STAMP:].copy_(peer_rows.contiguous().view(torch.uint8).flatten())
 
 
 def _rank(halo: Halo) -> int:
@@ -492,12 +496,14 @@ def step_bytes(
     assert options.bits != "auto" or by_peer is not None, "the plan has the bits"
     bits: dict[tuple[int, bool], Any] = dict.fromkeys(crossings(network), WHOLE if by_peer else options.bits)
     bits.update(by_peer or {})
-    plain = options.synchronize == 1 and all((np.asarray(one) == WHOLE).all() for one in bits.values())
+    plain = options.synchronize == 1 and all(
+        (np.asarray(crossing_bits) == WHOLE).all() for crossing_bits in bits.values()
+    )
     sent = np.zeros(np.shape(rows))
     for key, chosen in bits.items():
-        for one in np.unique(chosen):
+        for width in np.unique(chosen):
             sent = sent + np.where(
-                chosen == one, crossing_bytes(network, rows, options, key, Values(int(one), size, plain)), 0
+                chosen == width, crossing_bytes(network, rows, options, key, Values(int(width), size, plain)), 0
             )
     return sent
 
@@ -528,12 +534,12 @@ def crossing_bytes(
         return (count + coded.steps * (count > 0)) * coded.bytes + STAMP * (not plain) * (count > 0)
     if plain:
         return count * (backward if back else forward)
-    kept = isinstance(network, Gnn) and network.options.activation == "maxk" and not back
-    beside = forward - backward if kept else 0  # columns of kept values
+    selects = isinstance(network, Gnn) and network.options.activation == "maxk" and not back
+    column_bytes = forward - backward if selects else 0  # columns of kept values
     columns = backward // size
     by_degree = options.by_degree and bits != WHOLE
     together = 1 if by_degree or bits == WHOLE else sharing(columns)
     rows = np.ceil(count / together).astype(np.int64)
     widths = row_widths.by_degree(bits, rows) if by_degree else row_widths.uniform(bits, rows)
     each = partial(row_bytes, columns * together, size=size)
-    return widths.total(each) + count * beside + STAMP * (1 + kept) * (count > 0)
+    return widths.total(each) + count * column_bytes + STAMP * (1 + selects) * (count > 0)

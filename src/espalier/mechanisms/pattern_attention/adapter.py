@@ -104,10 +104,10 @@ class TransformerAdapter(NetworkAdapter):
             return []
         return ["nodes attend to those of their micro-batch, so its size changes what is learned (graph.fanout)"]
 
-    def decisions(self, run: GraphRun, said: tuple[str, ...], bits: tuple[str, ...]) -> tuple[str, ...]:
+    def decisions(self, run: GraphRun, sentences: tuple[str, ...], bits: tuple[str, ...]) -> tuple[str, ...]:
         """When attention is full, how it is computed, and which edges are left out."""
         more = self.plan(run)[1], reformation.sentence(self.recipe)
-        return (*said, *bits, self.schedule(run)[1], *filter(None, more))
+        return (*sentences, *bits, self.schedule(run)[1], *filter(None, more))
 
     def work(self, run: GraphRun, micro_batch: Any, precision: str) -> Work:
         """By tokens and pairs of them."""
@@ -127,7 +127,7 @@ def transformer_work(model: GraphTransformer, reach: Reach, micro_batch: Any, ti
     """Of a transformer whose tokens are passed over `times`; `together`: in full steps those of a micro-batch attend to
     one another."""
     pairs, entries = reach.sources**2 * times * (times if together else 1), (reach.edges + reach.sources) * times
-    products, attention, moved, kept = model.work(reach.sources * times, entries, pairs)
+    products, attention, moved, saved = model.work(reach.sources * times, entries, pairs)
     biases = bias_bytes(model.options, pairs if model.schedule.every else entries)
     made = tuple(Product(rows, inner, columns, leaf=at == 0) for at, (rows, inner, columns) in enumerate(products))
-    return Work(made, attention, moved, kept + biases.kept, biases.transient, 0.0, micro_batch, micro_batch)
+    return Work(made, attention, moved, saved + biases.saved, biases.transient, 0.0, micro_batch, micro_batch)

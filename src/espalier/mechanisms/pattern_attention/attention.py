@@ -68,14 +68,14 @@ def attention(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, **options: Unpa
     _check(q, k, v, pattern, bias)
     chosen = _plan(plan, pattern)
     if pattern.matrix is None:
-        one, two, three = (x.transpose(0, 1)[None] for x in (q, k, v))
+        queries, keys, values = (x.transpose(0, 1)[None] for x in (q, k, v))
         mask = None if bias is None else bias[None]
-        return F.scaled_dot_product_attention(one, two, three, attn_mask=mask)[0].transpose(0, 1)
+        return F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask)[0].transpose(0, 1)
     if q.device.type != "cpu":
         gathered: Tensor = EdgeAttention.apply(q, k, v, bias, pattern.on(q.device))
         return gathered
-    found: Tensor = _Attention.apply(q, k, v, bias, (pattern, chosen))
-    return found
+    attended: Tensor = _Attention.apply(q, k, v, bias, (pattern, chosen))
+    return attended
 
 
 def reference(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, bias: Tensor | None = None) -> Tensor:
@@ -136,9 +136,9 @@ def _check(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, bias: Tensor | Non
             f"q has shape {tuple(q.shape)}, and the pattern has {pattern.tokens} tokens.",
             do=f"[{pattern.tokens}, heads, width], virtual tokens included",
         )
-    for name, one in (("k", k), ("v", v)):
-        if one.shape != q.shape or one.dtype != q.dtype:
-            raise UserError(f"{name} is {_told(one)}, q is {_told(q)}.", do="the same shape and type for all three")
+    for name, tensor in (("k", k), ("v", v)):
+        if tensor.shape != q.shape or tensor.dtype != q.dtype:
+            raise UserError(f"{name} is {_told(tensor)}, q is {_told(q)}.", do="the same shape and type for all three")
     if q.dtype not in (torch.float32, torch.float64) and pattern.matrix is not None:
         raise UserError(f"q is {_told(q)}.", do="q.float(): attention over a pattern is computed in float32 or float64")
     if bias is None:
@@ -151,8 +151,8 @@ def _check(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, bias: Tensor | Non
         raise UserError(f"bias is {_told(bias)}.", why=f"here it is {kind} {list(wanted)}", do=do)
 
 
-def _told(one: Tensor) -> str:
-    return f"{str(one.dtype).removeprefix('torch.')} {list(one.shape)}"
+def _told(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
 
 
 class _Rows(NamedTuple):
@@ -178,12 +178,12 @@ class _Attention(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, how: Any) -> Tensor:
         pattern, plan = how
         heads = q.shape[1]
-        flat = [one.detach().reshape(len(one), -1).contiguous() for one in (q, k, v)]
-        kept = q.new_empty(0, heads) if bias is None else bias.detach().contiguous()
-        rows = _Rows(flat[0], flat[1], flat[2], kept, q.shape[2] ** -0.5)
+        flat = [tensor.detach().reshape(len(tensor), -1).contiguous() for tensor in (q, k, v)]
+        biases = q.new_empty(0, heads) if bias is None else bias.detach().contiguous()
+        rows = _Rows(flat[0], flat[1], flat[2], biases, q.shape[2] ** -0.5)
         out, logs = _forward(pattern.divided(plan.least), rows, heads)
         ctx.how, ctx.biased = how, bias is not None
-        ctx.save_for_backward(*flat, kept, out, logs)
+        ctx.save_for_backward(*flat, biases, out, logs)
         return out.view(q.shape)
 
     @staticmethod
@@ -230,7 +230,7 @@ def _hub(divided: Divided, rows: _Rows, row: int, at: slice) -> tuple[Tensor, Te
     """Scores [heads, entries] and values [heads, entries, width] of one dense row."""
     heads = rows.bias.shape[1]
     columns = divided.columns[at].long()
-    keys, values = (one[columns].view(len(columns), heads, -1).transpose(0, 1) for one in (rows.k, rows.v))
+    keys, values = (side[columns].view(len(columns), heads, -1).transpose(0, 1) for side in (rows.k, rows.v))
     scores = (keys @ rows.q[row].view(heads, -1, 1))[..., 0] * rows.scale
     return (scores + rows.bias[at].T if len(rows.bias) else scores), values
 
@@ -241,32 +241,36 @@ def _backward(divided: Divided, rows: _Rows, saved: _Saved) -> tuple[Tensor, Ten
     q, k, v, _, scale = rows
     bias = _taken(rows.bias, divided.entries)
     dq, dk, dv, dbias = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), torch.zeros_like(bias)
-    one, rest, known, found = divided.by_row, divided.rest, bias, dbias
-    if one is not None:
+    by_row, rest, known, rest_dbias = divided.by_row, divided.rest, bias, dbias
+    if by_row is not None:
         from espalier.mechanisms.pattern_attention import window_kernels
 
         sides = (q, saved.gradient, k, v)
         window_kernels.window_backward(
-            dq, dq[:0], dbias, *_arrays(one), *sides, bias, saved.logs, saved.weighted, scale, 0
+            dq, dq[:0], dbias, *_arrays(by_row), *sides, bias, saved.logs, saved.weighted, scale, 0
         )
-        rest, known = one.rest, _taken(bias, one.rest_entries)
-        found = torch.zeros_like(known)
-    if one is None or rest.entries:
-        edge_kernels.edge_backward_queries(dq, found, *_csr(rest), q, k, v, known, *saved, scale, int(one is not None))
-    if one is not None and len(found):
-        dbias[one.rest_entries] = found
+        rest, known = by_row.rest, _taken(bias, by_row.rest_entries)
+        rest_dbias = torch.zeros_like(known)
+    if by_row is None or rest.entries:
+        edge_kernels.edge_backward_queries(
+            dq, rest_dbias, *_csr(rest), q, k, v, known, *saved, scale, int(by_row is not None)
+        )
+    if by_row is not None and len(rest_dbias):
+        dbias[by_row.rest_entries] = rest_dbias
     turned, order = divided.rest.transpose
-    known, two = _taken(bias, order), divided.by_column
-    if two is not None:
+    known, by_column = _taken(bias, order), divided.by_column
+    if by_column is not None:
         from espalier.mechanisms.pattern_attention import window_kernels
 
         sides = (k, v, q, saved.gradient)
         window_kernels.window_backward(
-            dk, dv, known[:0], *_arrays(two), *sides, known, saved.logs, saved.weighted, scale, 1
+            dk, dv, known[:0], *_arrays(by_column), *sides, known, saved.logs, saved.weighted, scale, 1
         )
-        turned, known = two.rest, _taken(known, two.rest_entries)
-    if two is None or turned.entries:
-        edge_kernels.edge_backward_keys(dk, dv, *_csr(turned), q, k, v, known, *saved, scale, int(two is not None))
+        turned, known = by_column.rest, _taken(known, by_column.rest_entries)
+    if by_column is None or turned.entries:
+        edge_kernels.edge_backward_keys(
+            dk, dv, *_csr(turned), q, k, v, known, *saved, scale, int(by_column is not None)
+        )
     if divided.entries is not None:
         whole = torch.zeros_like(rows.bias)
         if len(whole):

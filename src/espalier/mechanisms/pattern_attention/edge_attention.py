@@ -66,17 +66,17 @@ class EdgeAttention(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, entries: Entries) -> Tensor:
         """See the class."""
         out, logs = torch.zeros_like(q), q.new_zeros(q.shape[:2])
-        for rows, here in entries.side.pieces(q[0].numel()):
-            scores = _scores(q, k, bias, entries.side, here)
+        for rows, piece in entries.side.pieces(q[0].numel()):
+            scores = _scores(q, k, bias, entries.side, piece)
             top = _segments(scores, entries.side.lengths[rows], "max")
             top = top.masked_fill(top.isneginf(), 0)
-            at = entries.side.rows[here] - rows.start
+            at = entries.side.rows[piece] - rows.start
             powers = (scores - top[at]).exp()
             total = _segments(powers, entries.side.lengths[rows])
             empty = total == 0  # a total of NaN is none
             logs[rows] = (top + total.log()).masked_fill(empty, 0)
             shares = powers / total.masked_fill(empty, 1)[at]
-            out[rows] = _segments(shares[..., None] * v[entries.side.columns[here]], entries.side.lengths[rows])
+            out[rows] = _segments(shares[..., None] * v[entries.side.columns[piece]], entries.side.lengths[rows])
         ctx.save_for_backward(q, k, v, bias, out, logs)
         ctx.entries = entries
         return out
@@ -90,21 +90,21 @@ class EdgeAttention(torch.autograd.Function):
         weighted = (gradient * out).sum(-1)
         dq, dk, dv = torch.zeros_like(q), torch.zeros_like(q), torch.zeros_like(q)
         shares, slopes = (q.new_empty(len(side.rows), q.shape[1]) for _ in range(2))
-        for rows, here in side.pieces(q[0].numel()):
-            at, columns = side.rows[here], side.columns[here]
-            shares[here] = (_scores(q, k, bias, side, here) - logs[at]).exp()
-            slopes[here] = shares[here] * ((gradient[at] * v[columns]).sum(-1) - weighted[at])
-            dq[rows] = scale * _segments(slopes[here][..., None] * k[columns], side.lengths[rows])
-        for rows, here in turned.pieces(q[0].numel()):
-            at, columns, lengths = order[here], turned.columns[here], turned.lengths[rows]
+        for rows, piece in side.pieces(q[0].numel()):
+            at, columns = side.rows[piece], side.columns[piece]
+            shares[piece] = (_scores(q, k, bias, side, piece) - logs[at]).exp()
+            slopes[piece] = shares[piece] * ((gradient[at] * v[columns]).sum(-1) - weighted[at])
+            dq[rows] = scale * _segments(slopes[piece][..., None] * k[columns], side.lengths[rows])
+        for rows, piece in turned.pieces(q[0].numel()):
+            at, columns, lengths = order[piece], turned.columns[piece], turned.lengths[rows]
             dk[rows] = scale * _segments(slopes[at][..., None] * q[columns], lengths)
             dv[rows] = _segments(shares[at][..., None] * gradient[columns], lengths)
         return dq, dk, dv, None if bias is None else slopes, None
 
 
-def _scores(q: Tensor, k: Tensor, bias: Tensor | None, side: Side, here: slice) -> Tensor:
-    found = (q[side.rows[here]] * k[side.columns[here]]).sum(-1) * q.shape[2] ** -0.5
-    return found if bias is None else found + bias[here]
+def _scores(q: Tensor, k: Tensor, bias: Tensor | None, side: Side, piece: slice) -> Tensor:
+    scores = (q[side.rows[piece]] * k[side.columns[piece]]).sum(-1) * q.shape[2] ** -0.5
+    return scores if bias is None else scores + bias[piece]
 
 
 def _segments(values: Tensor, lengths: Tensor, reduce: str = "sum") -> Tensor:

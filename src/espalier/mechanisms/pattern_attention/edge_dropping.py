@@ -53,12 +53,12 @@ class Reformed(NamedTuple):
     """A pattern with fewer entries.
 
     Attributes:
-        kept: int64, which entries of the whole pattern they are.
+        entries: int64, which entries of the whole pattern they are.
         recall: the share of the graph's edges that are kept.
     """
 
     pattern: Pattern
-    kept: Tensor
+    entries: Tensor
     recall: float
 
 
@@ -78,10 +78,10 @@ def reformed(whole: Pattern, recall: float) -> Reformed:
     gone = candidates[np.argsort(sizes[column[candidates]], kind="stable")][: len(candidates) - least]
     keep = np.ones(len(rows), bool)
     keep[gone] = False
-    kept = torch.from_numpy(np.flatnonzero(keep))
-    made = CSR(offsets(rows[keep], whole.tokens), matrix.indices[kept], matrix.shape)
+    entries = torch.from_numpy(np.flatnonzero(keep))
+    made = CSR(offsets(rows[keep], whole.tokens), matrix.indices[entries], matrix.shape)
     share = 1.0 if not len(candidates) else 1 - len(gone) / len(candidates)
-    return Reformed(Pattern(made, whole.tokens, None if kinds is None else kinds[kept]), kept, share)
+    return Reformed(Pattern(made, whole.tokens, None if kinds is None else kinds[entries]), entries, share)
 
 
 LEVEL_RULE, SIGNAL = "model.recall.level", "speed of the loss"

@@ -188,7 +188,7 @@ def _edge_backward_keys(  # type: ignore[no-untyped-def]
     width = np.int64(row // heads)
     qs, ks, vs, gs = q.reshape(-1), k.reshape(-1), v.reshape(-1), gradient.reshape(-1)
     keys, values, many, sums = dk.reshape(-1), dv.reshape(-1), logs.reshape(-1), weighted.reshape(-1)
-    shares, found = np.empty(heads, q.dtype), np.empty(heads, q.dtype)
+    shares, slopes = np.empty(heads, q.dtype), np.empty(heads, q.dtype)
     for c in range(first, last):
         if not joined:
             dk[c] = 0
@@ -205,10 +205,10 @@ def _edge_backward_keys(  # type: ignore[no-untyped-def]
                 if len(bias):
                     score += bias[t, h]
                 shares[h] = score
-                found[h] = dot(width, gs, i * row + h * width, vs, c * row + h * width)
-            SHARES_EACH(heads, shares, np.int64(0), found, np.int64(0), many, i * heads, sums, i * heads)
+                slopes[h] = dot(width, gs, i * row + h * width, vs, c * row + h * width)
+            SHARES_EACH(heads, shares, np.int64(0), slopes, np.int64(0), many, i * heads, sums, i * heads)
             for h in range(heads):
-                add_scaled(width, keys, c * row + h * width, qs, i * row + h * width, scale * found[h])
+                add_scaled(width, keys, c * row + h * width, qs, i * row + h * width, scale * slopes[h])
                 add_scaled(width, values, c * row + h * width, gs, i * row + h * width, shares[h])
 
 

@@ -52,14 +52,14 @@ def averaged(graph: Graph, hops: int) -> Graph:
     matrix = sparse.csr_array(_adjacency(graph) + sparse.eye_array(graph.nodes))
     scale = sparse.diags_array(1 / np.sqrt(matrix.sum(1)))
     step = sparse.csr_array((scale @ matrix @ scale).astype(np.float32))
-    own = features = np.asarray(graph.features, np.float32)
+    original = features = np.asarray(graph.features, np.float32)
     total = np.zeros_like(features)
     with Waiting("Averaging features over hops", hops, out=sys.stderr) as bar:
         for _ in range(hops):
             features = step @ features
             total += features
             bar.advance()
-    return replace(graph, features=(1 - OWN) / hops * total + OWN * own)
+    return replace(graph, features=(1 - OWN) / hops * total + OWN * original)
 
 
 def _kept(graph: Graph, name: str, size: int) -> Array:
@@ -68,8 +68,8 @@ def _kept(graph: Graph, name: str, size: int) -> Array:
     content = [_digest(graph), name, size, graph.nodes]
     place = cache_dir.cache_folder() / "encodings" / f"{cache_dir.hashed(content)}.npy"
     try:
-        found: Array = np.load(place)
-        return found
+        encoding: Array = np.load(place)
+        return encoding
     except (OSError, ValueError):
         with Stages(f"Encoding nodes ({name})"):
             made = _MAKERS[name](graph, size)
@@ -135,10 +135,10 @@ def _eigenvectors(matrix: sparse.csr_array, size: int) -> Array:
                 do='model.encodings = ["degree"], or a smaller model.encoding_size',
             ) from None
         values = 2 - values
-    found = vectors[:, np.argsort(values, kind="stable")[1 : size + 1]] * np.sqrt(nodes)
-    signs = np.sign(found[np.abs(found).argmax(0), np.arange(found.shape[1])]) if nodes > 1 else 1.0
+    encoding = vectors[:, np.argsort(values, kind="stable")[1 : size + 1]] * np.sqrt(nodes)
+    signs = np.sign(encoding[np.abs(encoding).argmax(0), np.arange(encoding.shape[1])]) if nodes > 1 else 1.0
     padded = np.zeros((nodes, size), np.float32)
-    padded[:, : found.shape[1]] = found * signs
+    padded[:, : encoding.shape[1]] = encoding * signs
     return padded
 
 
@@ -157,7 +157,7 @@ def random_walk(graph: Graph, size: int) -> Array:
 def _returns(matrix: sparse.csr_array, size: int) -> Array:
     nodes = matrix.shape[0]
     walk = sparse.csr_array(sparse.diags_array(1 / np.maximum(matrix.sum(1), 1)) @ matrix)
-    found = np.zeros((nodes, size), np.float32)
+    returns = np.zeros((nodes, size), np.float32)
     piece = max(1, (1 << 24) // max(1, nodes))
     for start in range(0, nodes, piece):
         mine = np.arange(start, min(nodes, start + piece))
@@ -165,8 +165,8 @@ def _returns(matrix: sparse.csr_array, size: int) -> Array:
         reached[mine, np.arange(len(mine))] = 1
         for step in range(size):
             reached = walk @ reached
-            found[mine, step] = reached[mine, np.arange(len(mine))]
-    return found
+            returns[mine, step] = reached[mine, np.arange(len(mine))]
+    return returns
 
 
 _MAKERS: dict[str, Callable[[Graph, int], Array]] = {"laplacian": laplacian, "random-walk": random_walk}
@@ -191,9 +191,9 @@ def hops(matrix: Any, most: int) -> tuple[Array, Array]:
                 do=f"model.distance = {count - 1}" if count > 1 else "model.distance = 0",
             )
         rows = np.repeat(np.arange(nodes, dtype=np.int64), np.diff(reached.indptr))
-        found = np.setdiff1d(rows * nodes + reached.indices, keys)
-        keys = np.concatenate([keys, found])
-        far = np.concatenate([far, np.full(len(found), count, np.uint8)])
+        new_keys = np.setdiff1d(rows * nodes + reached.indices, keys)
+        keys = np.concatenate([keys, new_keys])
+        far = np.concatenate([far, np.full(len(new_keys), count, np.uint8)])
         order = np.argsort(keys, kind="stable")
         keys, far = keys[order], far[order]
     return keys, far

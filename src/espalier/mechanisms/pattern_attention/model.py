@@ -59,9 +59,9 @@ def tokens_of(block: MessageBlock, options: config.GraphTransformer, path: bool,
 
 
 def _fewer(made: Tokens, recall: float) -> Tokens:
-    found = reformed(made.pattern, recall)
-    found.pattern.chosen.update(made.pattern.chosen)
-    return Tokens(found.pattern, None if made.kinds is None else made.kinds[found.kept], made.graphs)
+    fewer = reformed(made.pattern, recall)
+    fewer.pattern.chosen.update(made.pattern.chosen)
+    return Tokens(fewer.pattern, None if made.kinds is None else made.kinds[fewer.entries], made.graphs)
 
 
 def _tokens(block: MessageBlock, options: config.GraphTransformer, path: bool, full: bool) -> Tokens:
@@ -88,12 +88,12 @@ def _kinds(made: Pattern, edges: Tensor, nodes: int, most: int) -> Tensor:
         dense[rows, columns] = torch.from_numpy(far)
         return dense
     rows, columns = made.matrix.rows, made.matrix.indices.long()
-    found = torch.full((made.entries,), most + 2, dtype=torch.uint8)
+    kinds = torch.full((made.entries,), most + 2, dtype=torch.uint8)
     real = torch.nonzero((rows < nodes) & (columns < nodes)).flatten()
     asked = (rows * nodes + columns)[real].numpy()
     at = np.minimum(np.searchsorted(keys, asked), len(keys) - 1)
-    found[real] = torch.from_numpy(np.where(keys[at] == asked, far[at], most + 1).astype(np.uint8))
-    return found
+    kinds[real] = torch.from_numpy(np.where(keys[at] == asked, far[at], most + 1).astype(np.uint8))
+    return kinds
 
 
 class TransformerLayer(nn.Module):
@@ -123,8 +123,8 @@ class TransformerLayer(nn.Module):
         if tokens.pattern.matrix is not None and q.dtype not in (torch.float32, torch.float64):
             q, k, v = q.float(), k.float(), v.float()
         attend = tokens.attend or self.attend
-        found = attend(q, k, v, tokens.pattern, bias=self._bias(tokens, q.dtype), plan="auto")
-        x = x + self._gated(0, activated(self.out(found.flatten(1)), "none", share))
+        attended = attend(q, k, v, tokens.pattern, bias=self._bias(tokens, q.dtype), plan="auto")
+        x = x + self._gated(0, activated(self.out(attended.flatten(1)), "none", share))
         inner = rebuilt(self.feed_forward_norm, x, self.up)
         down = self.down(activated(F.gelu(inner), "none", share)) if share else rebuilt(F.gelu, inner, self.down)
         return x + self._gated(1, activated(down, "none", share))
@@ -135,8 +135,8 @@ class TransformerLayer(nn.Module):
     def _bias(self, tokens: Tokens, dtype: torch.dtype) -> Tensor | None:
         if self.bias is None or tokens.kinds is None:
             return None
-        found = self.bias[tokens.kinds.to(self.bias.device).int()].to(dtype)
-        return found if tokens.pattern.matrix is not None else found.permute(2, 0, 1)
+        bias = self.bias[tokens.kinds.to(self.bias.device).int()].to(dtype)
+        return bias if tokens.pattern.matrix is not None else bias.permute(2, 0, 1)
 
 
 def rebuilt(make: Callable[[Tensor], Tensor], x: Tensor, use: Callable[[Tensor], Tensor]) -> Tensor:
@@ -146,12 +146,12 @@ def rebuilt(make: Callable[[Tensor], Tensor], x: Tensor, use: Callable[[Tensor],
         return use(x)
     place, layout = made.data_ptr(), (made.shape, made.stride())
 
-    def pack(kept: Tensor) -> Tensor | None:
-        return None if kept.data_ptr() == place and (kept.shape, kept.stride()) == layout else kept
+    def pack(tensor: Tensor) -> Tensor | None:
+        return None if tensor.data_ptr() == place and (tensor.shape, tensor.stride()) == layout else tensor
 
-    def unpack(kept: Tensor | None) -> Tensor:
+    def unpack(packed: Tensor | None) -> Tensor:
         with torch.no_grad():
-            return make(x) if kept is None else kept
+            return make(x) if packed is None else packed
 
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         return use(made)
@@ -209,8 +209,8 @@ class GraphTransformer(GraphNetwork):
         x = x[: len(features)]
         if self.options.local and self.training and share:
             x = embedded + F.dropout(torch.ones_like(x[:, :1]), WITHOUT) * (x - embedded)
-        found: Tensor = self.head(self.norm(x))
-        return found
+        outputs: Tensor = self.head(self.norm(x))
+        return outputs
 
     def work(self, nodes: Any, entries: Any, pairs: Any) -> tuple[list[tuple[Any, int, int]], Any, Any, Any]:
         """Products (rows, inner, columns), FLOPs of full attention, bytes moved and kept, all in one forward pass over
@@ -224,5 +224,5 @@ class GraphTransformer(GraphNetwork):
         products = [(nodes, inputs, width), *layer * depth, (nodes, width, outputs)]
         flops = 4.0 * pairs * width * depth * self.schedule.share
         moved = depth * 4.0 * ((1 - self.schedule.share) * entries * 2 * (width + heads) + nodes * 12 * width)
-        kept = 4.0 * nodes * (inputs + depth * (8 * width + 2 * inner))
-        return products, flops, moved, kept
+        saved = 4.0 * nodes * (inputs + depth * (8 * width + 2 * inner))
+        return products, flops, moved, saved

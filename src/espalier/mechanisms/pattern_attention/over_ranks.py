@@ -30,14 +30,14 @@ class RankedAttention:
     """
 
     def __init__(self, pattern: Pattern, pieces: Sequence[int], group: dist.ProcessGroup | None = None) -> None:
-        found = group if group is not None else dist.group.WORLD
-        assert found is not None
-        if len(pieces) != found.size() or sum(pieces) != pattern.tokens or min(pieces) < 0:
+        process_group = group if group is not None else dist.group.WORLD
+        assert process_group is not None
+        if len(pieces) != process_group.size() or sum(pieces) != pattern.tokens or min(pieces) < 0:
             raise UserError(
-                f"pieces = {list(pieces)} do not cut {pattern.tokens} tokens over {found.size()} ranks.",
+                f"pieces = {list(pieces)} do not cut {pattern.tokens} tokens over {process_group.size()} ranks.",
                 do="the number of tokens that each rank holds, virtual tokens included",
             )
-        self.pattern, self.pieces, self.group = pattern, list(pieces), found
+        self.pattern, self.pieces, self.group = pattern, list(pieces), process_group
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, *, bias: Tensor | None = None, plan: Plan | AttentionPlan = "auto"
@@ -76,10 +76,10 @@ class TokenExchange:
         return RankedAttention(pattern, self.pieces, self.group)(q, k, v, **options)
 
 
-def _by_head(one: Tensor) -> Tensor:
+def _by_head(rows: Tensor) -> Tensor:
     """[tokens, heads, width] as [1, heads, tokens, width]."""
-    return one.transpose(0, 1)[None]
+    return rows.transpose(0, 1)[None]
 
 
-def _by_token(one: Tensor) -> Tensor:
-    return one[0].transpose(0, 1)
+def _by_token(rows: Tensor) -> Tensor:
+    return rows[0].transpose(0, 1)

@@ -72,19 +72,19 @@ def windows_of(matrix: CSR, least: int) -> Windows:
     first = np.flatnonzero(np.concatenate([[True], keys[1:] != keys[:-1]])) if len(keys) else np.zeros(0, np.int64)
     sizes = np.diff(np.append(first, len(keys)))
     dense = sizes >= least
-    kept = np.repeat(dense, sizes)
+    in_windows = np.repeat(dense, sizes)
     masks = np.bitwise_or.reduceat(1 << (rows[order] % ROWS), first) if len(keys) else first
     window = keys[first[dense]] // matrix.shape[1]
     count = -(-matrix.shape[0] // ROWS)
     windows = np.concatenate([[0], np.cumsum(np.bincount(window, minlength=count))])
-    left = np.sort(order[~kept])
+    left = np.sort(order[~in_windows])
     rest = CSR(offsets(rows[left], matrix.shape[0]), matrix.indices[torch.from_numpy(left)], matrix.shape)
     arrays = (
         windows.astype(np.int64),
         columns[order[first[dense]]].astype(np.int32),
         masks[dense].astype(np.int32),
         np.concatenate([[0], np.cumsum(sizes[dense])]).astype(np.int64),
-        order[kept].astype(np.int64),
+        order[in_windows].astype(np.int64),
     )
     a, b, c, d, e = map(torch.from_numpy, arrays)
     return Windows(a, b, c, d, e, rest, torch.from_numpy(left))
@@ -95,13 +95,13 @@ def kept_windows(matrix: CSR, least: int) -> Windows:
     if matrix.entries < KEPT:
         return windows_of(matrix, least)
     digest = xxhash.xxh3_128()
-    for one in (matrix.indptr, matrix.indices):
-        digest.update(one.numpy().tobytes())
+    for tensor in (matrix.indptr, matrix.indices):
+        digest.update(tensor.numpy().tobytes())
     name = hashed([digest.hexdigest(), list(matrix.shape), ROWS, least, FORMAT])
     place = cache_folder() / "windows" / f"{name}.safetensors"
     with suppress(OSError, SafetensorError, KeyError):
-        found = load_file(place)
-        a, b, c, d, e, indptr, indices, entries = (found[name] for name in ARRAYS)
+        tensors = load_file(place)
+        a, b, c, d, e, indptr, indices, entries = (tensors[name] for name in ARRAYS)
         return Windows(a, b, c, d, e, CSR(indptr, indices, matrix.shape), entries)
     made = windows_of(matrix, least)
     known = (*made[:5], made.rest.indptr, made.rest.indices, made.rest_entries)
@@ -227,19 +227,19 @@ class Pattern:
         matrix = self.matrix
         assert matrix is not None
         hubs = self.hubs if least > 1 else torch.zeros(0, dtype=torch.int64)
-        slices = tuple(slice(int(matrix.indptr[one]), int(matrix.indptr[one + 1])) for one in hubs)
+        slices = tuple(slice(int(matrix.indptr[hub]), int(matrix.indptr[hub + 1])) for hub in hubs)
         rest, entries = matrix, None
         if len(hubs):
-            kept = torch.ones(matrix.entries, dtype=torch.bool)
-            for one in slices:
-                kept[one] = False
+            remaining = torch.ones(matrix.entries, dtype=torch.bool)
+            for hub_slice in slices:
+                remaining[hub_slice] = False
             degrees = matrix.degrees.clone()
             degrees[hubs] = 0
             indptr = torch.cat([torch.zeros(1, dtype=torch.int64), degrees.cumsum(0)])
-            rest, entries = CSR(indptr, matrix.indices[kept], matrix.shape), torch.nonzero(kept).flatten()
+            rest, entries = CSR(indptr, matrix.indices[remaining], matrix.shape), torch.nonzero(remaining).flatten()
         if not least or least > ROWS:
             return Divided(hubs, slices, matrix.indices, rest, entries, None, None)
-        both = (kept_windows(one, least) for one in (rest, rest.transpose.pattern))
+        both = (kept_windows(csr, least) for csr in (rest, rest.transpose.pattern))
         return Divided(hubs, slices, matrix.indices, rest, entries, *both)
 
     def dense_columns(self, least: int) -> tuple[int, int]:
@@ -259,15 +259,15 @@ class Pattern:
         """int64: the number of each entry [target, source], to fill in a bias. Raises UserError for one that is not
         in the pattern."""
         assert self.matrix is not None, "a full pattern has a dense bias"
-        rows, columns = (torch.as_tensor(one).long().cpu() for one in (targets, sources))
+        rows, columns = (torch.as_tensor(ids).long().cpu() for ids in (targets, sources))
         asked = rows * self.tokens + columns
         keys = self.matrix.rows * self.tokens + self.matrix.indices
-        found = torch.searchsorted(keys, asked).clamp(max=max(0, len(keys) - 1))
-        wrong = torch.nonzero(keys[found] != asked).flatten() if len(keys) else torch.arange(len(asked))
+        entries = torch.searchsorted(keys, asked).clamp(max=max(0, len(keys) - 1))
+        wrong = torch.nonzero(keys[entries] != asked).flatten() if len(keys) else torch.arange(len(asked))
         if len(wrong):
             pair = int(asked[wrong[0]]) % self.tokens, int(asked[wrong[0]]) // self.tokens
             raise UserError(f"The pattern has no entry {pair[0]} -> {pair[1]}.", do="the edges it was made of")
-        return found
+        return entries
 
     def dense(self) -> Tensor:
         """bool [tokens, tokens]: the mask of dense attention."""
@@ -332,46 +332,46 @@ def pattern(edges: Any, nodes: int, additions: Additions | None = None) -> Patte
         pieces, kinds = [torch.arange(tokens).expand(2, -1), *pieces], [0, *kinds]
     else:
         pieces, kinds = [edges[:, edges[0] == edges[1]], *pieces], [0, *kinds]
-    for one in _added(added, groups, owner):
-        pieces, kinds = [*pieces, one], [*kinds, 2]
+    for added_edges in _added(added, groups, owner):
+        pieces, kinds = [*pieces, added_edges], [*kinds, 2]
     for number in range(added.virtual):
         pieces, kinds = [*pieces, _both(nodes + number * len(groups) + owner, torch.arange(nodes))], [*kinds, 3]
     each = torch.arange(nodes, tokens).view(-1, len(groups))  # of each graph, one column
-    for one, other in combinations(each, 2):
-        pieces, kinds = [*pieces, _both(one, other)], [*kinds, 3]
+    for first, second in combinations(each, 2):
+        pieces, kinds = [*pieces, _both(first, second)], [*kinds, 3]
     whole = torch.cat(pieces, 1)
     kind = torch.repeat_interleave(
-        torch.tensor(kinds, dtype=torch.int8), torch.tensor([one.shape[1] for one in pieces])
+        torch.tensor(kinds, dtype=torch.int8), torch.tensor([piece.shape[1] for piece in pieces])
     )
     keys = whole[1] * tokens + whole[0]
     order = torch.argsort(keys, stable=True)  # the first of several is kept: an edge stays an edge
     keys = keys[order]
     fresh = torch.ones(len(keys), dtype=torch.bool)
     fresh[1:] = keys[1:] != keys[:-1]
-    kept = order[fresh]
-    rows, columns = whole[1][kept], whole[0][kept]
+    unique = order[fresh]
+    rows, columns = whole[1][unique], whole[0][unique]
     matrix = CSR(offsets(rows.numpy(), tokens), columns.int(), (tokens, tokens))
-    return Pattern(matrix, tokens, kind[kept])
+    return Pattern(matrix, tokens, kind[unique])
 
 
 def _added(added: Additions, groups: Tensor, owner: Tensor) -> list[Tensor]:
     """Edges [2, edges] of the path, of the permutations and of all pairs, inside each graph."""
-    every, found = torch.arange(len(owner)), []
+    every, edges = torch.arange(len(owner)), []
     if added.path:
         inside = owner[:-1] == owner[1:]
-        found.append(_both(every[:-1][inside], every[1:][inside]))
+        edges.append(_both(every[:-1][inside], every[1:][inside]))
     starts = groups.cumsum(0) - groups
     for number in range(added.expander):
         shuffled = torch.from_numpy(np.random.default_rng([added.seed, number]).permutation(len(owner)))
         order = shuffled[torch.argsort(owner[shuffled], stable=True)]
         following = torch.where(every + 1 == (starts + groups)[owner], starts[owner], every + 1)
-        found.append(_both(order, order[following]))
+        edges.append(_both(order, order[following]))
     if added.complete:
         count = groups[owner]
         targets = torch.repeat_interleave(every, count)
         before = torch.repeat_interleave(count.cumsum(0) - count, count)
-        found.append(torch.stack([torch.arange(len(targets)) - before + starts[owner][targets], targets]))
-    return found
+        edges.append(torch.stack([torch.arange(len(targets)) - before + starts[owner][targets], targets]))
+    return edges
 
 
 def _both(left: Tensor, right: Tensor) -> Tensor:

@@ -34,16 +34,16 @@ KEPT = "attention.txt"
 """File of a run's folder with the name of its plan: another one changes answers by their rounding."""
 
 
-def choose(pattern: Pattern, heads: int, width: int, kept: Path | None = None) -> str:
+def choose(pattern: Pattern, heads: int, width: int, folder: Path | None = None) -> str:
     """Decides how `auto` computes `pattern` for heads of so many columns. A sentence; empty where counts decide.
 
-    Ranks that are forked share it, and a run that goes on takes what it began with, from its folder `kept`. Where
+    Ranks that are forked share it, and a run that goes on takes what it began with, from its `folder`. Where
     measurements cannot be kept counts decide: the next run of the same seed could not find them, and measure others.
     """
     if pattern.matrix is None or pattern.entries < MEASURED or accelerator.available():
         return ""
-    if kept is not None and (kept / KEPT).exists():
-        began = (kept / KEPT).read_text(encoding="utf-8")
+    if folder is not None and (folder / KEPT).exists():
+        began = (folder / KEPT).read_text(encoding="utf-8")
         if began in CANDIDATES:
             pattern.chosen["auto"] = CANDIDATES[began]
             return f"Attention along {pattern.entries:,} entries: {began}, as when the run began."
@@ -71,16 +71,20 @@ def choose(pattern: Pattern, heads: int, width: int, kept: Path | None = None) -
 def name(pattern: Pattern) -> str:
     """Of the candidate that computes `pattern`; empty: none of them does."""
     taken = pattern.chosen.get("auto", by_counts(pattern))
-    return next((one for one, plan in CANDIDATES.items() if plan == taken), "")
+    return next((candidate for candidate, plan in CANDIDATES.items() if plan == taken), "")
 
 
 def _said(pattern: Pattern, taken: dict[str, float]) -> str:
     best, counted = min(taken, key=lambda name: taken[name]), by_counts(pattern)
     pattern.forget(keep=CANDIDATES[best].least)
     pattern.chosen["auto"] = CANDIDATES[best]
-    beside = ", ".join(f"{name} {show_seconds(taken[name])}" for name in sorted(taken, key=lambda name: taken[name]))
+    measurements = ", ".join(
+        f"{name} {show_seconds(taken[name])}" for name in sorted(taken, key=lambda name: taken[name])
+    )
     by = "as counts foretell" if CANDIDATES[best] == counted else f"where counts foretell {counted.name}"
-    return f"Attention along {pattern.entries:,} entries: {best}, {by}; forward and backward of a layer: {beside}."
+    return (
+        f"Attention along {pattern.entries:,} entries: {best}, {by}; forward and backward of a layer: {measurements}."
+    )
 
 
 def seconds(

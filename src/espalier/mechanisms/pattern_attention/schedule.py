@@ -46,12 +46,12 @@ class Conditions(NamedTuple):
 
     def lacking(self, layers: int) -> str:
         """Those that do not hold, for people."""
-        found = [] if self.loops else ["tokens do not attend to themselves"]
-        found += [] if self.path else ["no path through all tokens is known"]
+        reasons = [] if self.loops else ["tokens do not attend to themselves"]
+        reasons += [] if self.path else ["no path through all tokens is known"]
         if self.reach is None or self.reach > layers:
             far = "never" if self.reach is None else f"only after {self.reach} layers"
-            found.append(f"each token reaches every other {far}")
-        return ", ".join(found)
+            reasons.append(f"each token reaches every other {far}")
+        return ", ".join(reasons)
 
 
 def conditions(pattern: Pattern, nodes: int | None = None) -> Conditions:
@@ -60,14 +60,14 @@ def conditions(pattern: Pattern, nodes: int | None = None) -> Conditions:
         return Conditions(loops=True, path=True, reach=min(1, pattern.tokens - 1))
     matrix, tokens = pattern.matrix, pattern.tokens
     rows, columns = matrix.rows, matrix.indices.long()
-    own = int((rows == columns).sum())
+    loops = int((rows == columns).sum())
     count = tokens if nodes is None else nodes
     forward = int(((columns == rows + 1) & (columns < count)).sum())
     back = int(((rows == columns + 1) & (rows < count)).sum())
     others = matrix.degrees - torch.bincount(rows[rows == columns], minlength=tokens)
     dirac = tokens >= 3 and 2 * int(others.min()) >= tokens and _both_ways(rows, columns, tokens)
     path = min(forward, back) == count - 1 and tokens - count <= count
-    return Conditions(own == tokens, path or dirac, _reach(pattern))
+    return Conditions(loops == tokens, path or dirac, _reach(pattern))
 
 
 def _both_ways(rows: torch.Tensor, columns: torch.Tensor, tokens: int) -> bool:
@@ -86,7 +86,10 @@ def _reach(pattern: Pattern) -> int | None:
         far = shortest_path(graph, unweighted=True).max()
         return int(far) if np.isfinite(far) else None
     middle = int(matrix.degrees.argmax())
-    both = [shortest_path(one, unweighted=True, indices=middle).max() for one in (graph, sparse.csr_array(graph.T))]
+    both = [
+        shortest_path(adjacency, unweighted=True, indices=middle).max()
+        for adjacency in (graph, sparse.csr_array(graph.T))
+    ]
     return int(sum(both)) if np.isfinite(both).all() else None
 
 
@@ -107,9 +110,9 @@ class Schedule(NamedTuple):
 
 
 class BiasBytes(NamedTuple):
-    """What `model.distance` takes in a step: bytes kept for backward, and further ones while a layer is computed."""
+    """What `model.distance` takes in a step: bytes saved for backward, and further ones while a layer is computed."""
 
-    kept: Any
+    saved: Any
     transient: Any
 
 
@@ -126,11 +129,11 @@ def _too_large(options: config.GraphTransformer, tokens: int) -> str:
     """Why full steps are out of the question; empty: they are not."""
     if tokens > FULL:
         return f"{tokens:,} tokens are too many for full steps"
-    found = sum(bias_bytes(options, float(tokens) ** 2))
-    if found <= BIASES:
+    size = sum(bias_bytes(options, float(tokens) ** 2))
+    if size <= BIASES:
         return ""
     most = show_size(BIASES)
-    return f"biases of all pairs (model.distance) would take {show_size(found)} in full steps, over {most}"
+    return f"biases of all pairs (model.distance) would take {show_size(size)} in full steps, over {most}"
 
 
 def schedule(options: config.GraphTransformer, pattern: Pattern | None, nodes: int) -> tuple[Schedule, str]:
@@ -146,16 +149,18 @@ def schedule(options: config.GraphTransformer, pattern: Pattern | None, nodes: i
         return Schedule(options.interleave, options.path), f"Attention: {often} (model.attention = interleaved)."
     if pattern is None:
         return Schedule(options.interleave, options.path), f"Attention: {often}; each batch has a pattern of its own."
-    found = conditions(pattern, nodes)
-    if found.hold(layers):
-        return Schedule(0, options.path), f"Attention: along the edges, which reach all in {found.reach} layers."
+    checks = conditions(pattern, nodes)
+    if checks.hold(layers):
+        return Schedule(0, options.path), f"Attention: along the edges, which reach all in {checks.reach} layers."
     large = _too_large(options, pattern.tokens)
     if not large:
-        return Schedule(options.interleave, options.path), f"Attention: {often}, for {found.lacking(layers)}."
-    joined = found._replace(path=True)
+        return Schedule(options.interleave, options.path), f"Attention: {often}, for {checks.lacking(layers)}."
+    joined = checks._replace(path=True)
     if joined.hold(layers):
-        said = f"Attention: along the edges, and between each node and the next, for {found.lacking(layers)}: {large}."
-        return Schedule(0, True), said
+        sentence = (
+            f"Attention: along the edges, and between each node and the next, for {checks.lacking(layers)}: {large}."
+        )
+        return Schedule(0, True), sentence
     return (
         Schedule(0, True),
         f"Attention: along the edges, though {joined.lacking(layers)}: {large}. Try model.virtual = 1.",

@@ -44,8 +44,8 @@ CLAIM = replace(OVER_RANKS, name="tokens")
 
 def tokens_by_rank(nodes: int, virtual: int, shares: Sequence[int]) -> list[int]:
     """How many tokens each rank holds: nodes in proportion to `shares`, and the last one the virtual tokens too."""
-    found = np.diff(divided(nodes, shares)).tolist()
-    return [*found[:-1], found[-1] + virtual]
+    nodes_by_rank = np.diff(divided(nodes, shares)).tolist()
+    return [*nodes_by_rank[:-1], nodes_by_rank[-1] + virtual]
 
 
 class TokenPart:
@@ -76,8 +76,8 @@ class TokenPart:
         whole = to_device(view.block, **placed)
         self.block = whole._replace(tokens=TokenExchange(tuple(pieces), group))
         train = task.parts.train
-        own = train[(train >= start) & (train < stop)]
-        chosen, labels = torch.from_numpy(own - start), task.labels[own]
+        local_ids = train[(train >= start) & (train < stop)]
+        chosen, labels = torch.from_numpy(local_ids - start), task.labels[local_ids]
         self._batch = SubgraphBatch(
             self.features, (self.block,), labels.to(placed["device"]), chosen=chosen.to(placed["device"])
         )

@@ -46,9 +46,9 @@ def panel(typing, n, c, c_at, a, a_at, b, b_at, b_step, b_next):  # type: ignore
             return builder.inttoptr(offset, vectors.vector.as_pointer())
 
         def loaded(start: Any, t: int) -> Any:
-            found = builder.load(place(start, t))
-            found.align = vectors.bytes
-            return found
+            vector = builder.load(place(start, t))
+            vector.align = vectors.bytes
+            return vector
 
         into, left, right = address(1), address(3), address(5)
         for t, total in enumerate(vectors.sums):
