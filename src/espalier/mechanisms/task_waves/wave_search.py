@@ -25,6 +25,7 @@ from espalier.mechanisms.task_waves.metaops import EPSILON, MetaOp, components, 
 from espalier.mechanisms.task_waves.wave_placement import DeviceLinks, Devices, PlacedWaves, exchange, place_waves
 from espalier.mechanisms.task_waves.wave_solver import (
     MetaOpSlice,
+    Program,
     Share,
     Wave,
     allocate,
@@ -106,15 +107,19 @@ def waves(metaops: Sequence[MetaOp], devices: int | Devices, method: Method | No
     wavefront = [
         (level, wave) for level, members in enumerate(levels) for wave in greedy(members, count, best_of[level].shares)
     ]
-    fractional, plans, fewest = 0.0, dict[str, WavePlan](), math.inf
+    program, plans, fewest = Program(0.0, []), dict[str, WavePlan](), math.inf
     for name in order[order.index(chosen) :]:
         if name == "program":
             seeds = [(level, {name: size for name, size, _ in wave}) for level, wave in wavefront]
             program = solve_program(metaops, span, count, seeds)
-            fractional, shares = program.seconds, repair(metaops, span, count, program)
+            candidates: Iterable[list[Wave]] = [_numbered(repair(metaops, span, count, program))]
         elif name == "greedy":
-            shares = [wave for _, wave in wavefront]
-        for candidate in _candidates(metaops, devices, name, shares if name in order[:2] else []):
+            candidates = [_numbered([wave for _, wave in wavefront])]
+        elif name == "static":
+            candidates = _static(metaops, count)
+        else:
+            candidates = [_static_waves([components(metaops)], [tuple(range(count))])]
+        for candidate in candidates:
             placed = place_waves(metaops, candidate, devices)
             fewest = min(fewest, placed.most)
             if placed.most > devices.memory:
@@ -133,9 +138,8 @@ def waves(metaops: Sequence[MetaOp], devices: int | Devices, method: Method | No
         best = _first_least([best, *(_moved(plan, metaops, devices, chosen) for plan in plans.values())])
     best = _swapped(best, metaops, devices)
     compared[best.method] = min(best.step, compared.get(best.method, math.inf))
-    return replace(
-        best, ideal=sum(allocation.seconds for allocation in best_of), fractional=fractional, compared=compared
-    )
+    ideal = sum(allocation.seconds for allocation in best_of)
+    return replace(best, ideal=ideal, fractional=program.seconds, compared=compared)
 
 
 def _timed(metaops: Sequence[MetaOp], placed: PlacedWaves, devices: Devices, method: Method) -> WavePlan:
@@ -272,19 +276,6 @@ def _routes(by_name: Mapping[str, MetaOp], slices: Sequence[MetaOpSlice]) -> tup
             after[source].append(number)
         latest[slice_.metaop] = number
     return after, before
-
-
-def _candidates(
-    metaops: Sequence[MetaOp], devices: Devices, method: Method, shares: Sequence[Sequence[Share]]
-) -> Iterator[list[Wave]]:
-    """Waves of one method."""
-    count = len(devices.nodes)
-    if method == "sequential":
-        yield _static_waves([components(metaops)], [tuple(range(count))])
-    elif method == "static":
-        yield from _static(metaops, count)
-    else:
-        yield _numbered(shares)
 
 
 def _numbered(shares: Sequence[Sequence[Share]]) -> list[Wave]:
