@@ -24,7 +24,6 @@ from espalier.evaluate.worker_pool import Opened, Workers
 from espalier.kernels import accelerator
 from espalier.language.tokenizer import Tokenizer
 from espalier.parallel.workload import Phase, Workload
-from espalier.recipe import Recipe
 from espalier.recipe.errors import UserError
 from espalier.recipe.terminal import say
 from espalier.recipe.units import plural, show_seconds
@@ -43,10 +42,10 @@ def run(arguments: argparse.Namespace) -> int:
     count = _workers(arguments.workers)
     folder = runs.find(arguments.run)
     recipe = opened.located_here(folder, arguments.trust).announced()
-    workload = open_workload(folder, recipe, arguments.trust)
-    chosen = tasks(workload, workload_registry.row(recipe), arguments.task, arguments.run)
     saved = phases.checkpoints(recipe, folder)
     saved.trust = arguments.trust
+    workload = phases.held(opened.open_workload(folder, recipe, saved.trust, DataChoice(evaluates=True)), saved)
+    chosen = tasks(workload, workload_registry.row(recipe), arguments.task, arguments.run)
     open_ = partial(open_in_worker, arguments.run, arguments.task, arguments.trust, workload.phases()[0])
     # Counted by the driver's library, without touching a GPU: the workers do.
     devices = [accelerator.of_rank(index) for index in range(max(1, accelerator.count()))]
@@ -60,19 +59,11 @@ def run(arguments: argparse.Namespace) -> int:
             return _show(watcher.run(workers, once=not arguments.watch), arguments.json)
 
 
-def open_workload(folder: runs.RunFolder, recipe: Recipe, trust: bool, phase: Phase | None = None) -> Workload:
-    """The run's workload: of `phase`, else of the phase whose model the newest checkpoint holds."""
-    whole = opened.open_workload(folder, recipe, trust, DataChoice(evaluates=True))
-    if phase is not None:
-        return whole.at(phase)
-    return phases.held(whole, phases.checkpoints(recipe, folder))
-
-
 def open_in_worker(run: str, asked: Sequence[str], trust: bool, phase: Phase) -> Opened:
     """What a worker process needs of the run in `run`; the process then steps back."""
     folder = runs.find(run)
     recipe = opened.located_here(folder, trust).recipe  # the first process has said what is not used
-    workload = open_workload(folder, recipe, trust, phase)
+    workload = opened.open_workload(folder, recipe, trust, DataChoice(evaluates=True)).at(phase)
     chosen = tasks(workload, workload_registry.row(recipe), asked, run)
     low_priority.step_back()
     build = partial(workload.build, torch.device("cpu"), DTYPES[recipe.train.precision])

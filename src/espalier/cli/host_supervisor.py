@@ -34,7 +34,6 @@ from espalier.recipe.errors import UserError
 from espalier.train import worker, workload_registry
 from espalier.train.rank_spec import Entrypoint, RankSpec
 from espalier.train.run_folder import RunFolder
-from espalier.train.version_check import identity
 
 _DECIDED = "espalier/decided"
 """Where the first supervisor tells what it has decided."""
@@ -113,8 +112,7 @@ def opened(place: RankSpec, asked: Told) -> train.OpenedRun:
     run = RunFolder(Path(asked["run"]))
     first = run.kept() if not place.rank and run.exists() else None
     frozen = run_data.unpacked(asked["kept"]) if place.rank else first
-    settled = workload_registry.settle(recipe, Path(asked["beside"]), prepare.waiting, frozen)
-    resolved = replace(settled, trust=asked["trust"])
+    resolved = workload_registry.settle(recipe, Path(asked["beside"]), prepare.waiting, frozen, asked["trust"])
     if place.rank:
         return train.joining(resolved, asked["run"])
     return train.asked(resolved, asked["run"], asked["quiet"])
@@ -124,9 +122,12 @@ def supervise(launcher: Launcher, place: RankSpec, asked: Told, given: train.Ope
     """Says what data was `given`, and once all hosts agree measures, plans and trains. `place` is this host's among the
     hosts. One that was started in place of another (`life`) finds the plan where the others have left it."""
     recipe, first = given.resolved.recipe, place.rank == 0
-    own_identity = identity(data=given.workload.fingerprint(), recipe=cache_dir.hashed(recipe_file.to_table(recipe)))
+    own_identity = {
+        "data": given.workload.fingerprint(),
+        "recipe": cache_dir.hashed(recipe_file.to_table(recipe)),
+    }
     absence = units.seconds(recipe.comm.timeout, "comm.timeout")
-    team = _met(launcher, place, asked, {key: own_identity[key] for key in ("data", "recipe")}, absence)
+    team = _met(launcher, place, asked, own_identity, absence)
     post, line = HostPost(team, given, launcher), team.line
     names = team.names
     store = supervisor_protocol.opened(line.address, line.port, absence, f"host {names[0]}")

@@ -39,9 +39,13 @@ def open_trained(path: str | Path, trust: bool, data: DataChoice) -> Trained:
     folder = runs.find(path)
     plan = plans.read(folder.plan) if folder.plan.exists() else None
     recipe = folder.read()
-    if plan is None or len(plan.trainers) != len(plan.ranks) or recipe.graph is None or recipe.graph.inductive:
-        return run_open.open_trained(path, trust, data)
-    if not _parts(recipe, plan):
+    if (
+        plan is None
+        or len(plan.trainers) != len(plan.ranks)
+        or recipe.graph is None
+        or recipe.graph.inductive
+        or not _parts(recipe, plan)
+    ):
         return run_open.open_trained(path, trust, data)
     torch.set_num_threads(1)  # ranks are forked from here
     seat = detect_launcher.place()

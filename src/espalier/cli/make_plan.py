@@ -14,6 +14,7 @@ from espalier.plan.decide import decide
 from espalier.plan.trials import Trials, key
 from espalier.recipe import Auto, EveryStep, Sync, graphs
 from espalier.recipe.errors import UserError
+from espalier.recipe.graphs import Batches
 from espalier.train import workload_registry
 from espalier.train.library_request import asked, cluster_of
 
@@ -55,14 +56,15 @@ def make_plan(
         folder = Path(model).absolute().parent if isinstance(model, str | Path) else None
         drawn = cast("Any", workload_registry.open_workload(workload_registry.Resolved(recipe, folder=folder))).drawn()
 
-        def planned(candidate: Any) -> Plan:
-            return make_plan(candidate, where, batch=batch, calibration=calibration, sync=sync, **pins)
+        def planned(batches: Batches) -> Plan:
+            settled = graphs.with_batches(recipe, batches)
+            return make_plan(settled, where, batch=batch, calibration=calibration, sync=sync, **pins)
 
-        def tried(candidate: Any, plan: Plan) -> float | None:
-            return Trials(candidate, where).of([plan]).get(key(plan))
+        def tried(batches: Batches, plan: Plan) -> float | None:
+            return Trials(graphs.with_batches(recipe, batches), where).of([plan]).get(key(plan))
 
         chosen, why = drawn_batches.choose(recipe, drawn, planned, tried)
-        return drawn_batches.told(planned(graphs.with_batches(recipe, chosen)), chosen, why)
+        return drawn_batches.told(planned(chosen), chosen, why)
     known = calibration or (DATASHEET if recipe is None else measurements.calibration(recipe))
     decision = decide(request, where, known, None if recipe is None else Trials(recipe, where))
     if not decision.fits:

@@ -6,7 +6,6 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -41,7 +40,7 @@ def resolve(path: str | Path, overrides: Sequence[str], trust: bool = False, run
     recipe = run_trust.load(path, overrides, trust)
     existing = RunFolder(path_of(recipe, run))
     frozen = existing.kept() if existing.exists() else None
-    return replace(workload_registry.settle(recipe, Path(path).absolute().parent, waiting, frozen), trust=trust)
+    return workload_registry.settle(recipe, Path(path).absolute().parent, waiting, frozen, trust)
 
 
 def open_workload(resolved: Resolved) -> Workload:

@@ -57,7 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
     )
     try:
         with TemporaryDirectory(dir=folder.path, prefix=".replay-") as made:
-            again, now = _again(folder, runs.RunFolder(Path(made)), first, arguments)
+            again, now = _again(folder, runs.RunFolder(Path(made)), recipe, first, arguments)
     except OSError as error:
         raise unwritable(folder.path, error) from error
     shown = [number for number in sorted(again) if first < number <= step and number in before]
@@ -89,10 +89,10 @@ def _recorded(folder: runs.RunFolder) -> tuple[_Rows, _Rows]:
 
 
 def _again(
-    folder: runs.RunFolder, made: runs.RunFolder, first: int, arguments: argparse.Namespace
+    folder: runs.RunFolder, made: runs.RunFolder, recipe: Recipe, first: int, arguments: argparse.Namespace
 ) -> tuple[_Rows, events.Event]:
     """Steps `first + 1` to the one asked for, made in the folder `made`, and the `run` event of these."""
-    recipe, plan = run_open.located_here(folder, arguments.trust).recipe, plans.read(folder.plan)
+    plan = plans.read(folder.plan)
     if any(rank.role != "trainer" for rank in plan.ranks):
         raise UserError(
             f"No step of the run in {folder.path} can be made again.",

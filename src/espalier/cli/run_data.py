@@ -143,9 +143,10 @@ def packed(run: Path) -> str:
     """What the run in `run` keeps, as text; empty where there is no such run, or it keeps nothing or more than `LIMIT`.
     Raises UserError where it is not as it was written."""
     folder = RunFolder(run)
-    frozen = folder.kept() if folder.exists() else None
-    files = [] if frozen is None else [path for path in sorted(frozen.rglob("*")) if path.is_file()]
-    if frozen is None or sum(path.stat().st_size for path in files) > LIMIT:
+    if not folder.exists() or (frozen := folder.kept()) is None:
+        return ""
+    files = [path for path in sorted(frozen.rglob("*")) if path.is_file()]
+    if sum(path.stat().st_size for path in files) > LIMIT:
         return ""
     table = {str(path.relative_to(frozen)): path.read_bytes() for path in files}
     return base64.b64encode(zlib.compress(serialization.dumps(table), 1)).decode()

@@ -41,9 +41,7 @@ TRIAL_SECONDS = 0.6
 def entered(workload: Workload, recipe: Recipe, saved: Checkpoints, world: int | None) -> Workload:
     """The workload of the phase that the run is in, by its checkpoints. Raises UserError where it has several and ranks
     are there."""
-    if len(workload.phases()) == 1:
-        return workload
-    if world is not None:
+    if world is not None and len(workload.phases()) > 1:
         raise UserError(
             f"The run has {len(workload.phases())} phases, and its ranks were started already.",
             why="each phase is planned anew, and may want other ranks",
@@ -75,25 +73,18 @@ def batches(
 ) -> tuple[Batches, str]:
     """What steps train on, and why, of a recipe that leaves it open and was opened with the whole graph (`workload`).
     `planned`, `trials`: the plan of a recipe that does not, and what steps of it take here."""
-    drawn = cast("Any", workload).drawn()
+    opened = cache(partial(with_batches, resolved, workload))
 
-    @cache
-    def in_batches() -> Workload:
-        return prepare.open_workload(replace(resolved, recipe=graphs.with_batches(resolved.recipe, drawn)))
-
-    def asked(recipe: Recipe) -> tuple[prepare.Resolved, Workload]:
-        assert recipe.graph is not None
-        return replace(resolved, recipe=recipe), in_batches() if recipe.graph.fanouts else workload
-
-    def tried(recipe: Recipe, plan: plans.Plan) -> float | None:
+    def tried(chosen: Batches, plan: plans.Plan) -> float | None:
         from espalier.plan.trials import key
 
-        steps = trials(*asked(recipe))
+        steps = trials(*opened(chosen))
         return None if steps is None else steps.of([plan]).get(key(plan))
 
     from espalier.mechanisms.disk_batches import drawn_batches
 
-    return drawn_batches.choose(resolved.recipe, drawn, lambda recipe: planned(*asked(recipe)), tried)
+    drawn = cast("Any", workload).drawn()
+    return drawn_batches.choose(resolved.recipe, drawn, lambda chosen: planned(*opened(chosen)), tried)
 
 
 def with_batches(
@@ -127,28 +118,22 @@ def on_hosts(nodes: Sequence[int], plan: plans.Plan, cluster: clusters.Cluster) 
     return plan.changed(ranks=(*ranks, *plan.ranks[len(nodes) :]))
 
 
-def _phase_begun(folder: runs.RunFolder) -> int | None:
-    """The first step of the phase that the run's plan is of, where it has several."""
-    begun = [event["step"] for event in events.read(folder.events) if event["event"] == "phase"]
-    return begun[-1] if begun else None
-
-
 def _resumed_plan(
     folder: runs.RunFolder, resolved: prepare.Resolved, cluster: clusters.Cluster, workload: Workload
 ) -> plans.Plan | None:
     """The plan already in the run folder (perhaps edited), while recipe and machines still ask for the same."""
     if not folder.exists() or not folder.plan.exists() or not folder.cluster.exists():
         return None
-    samples = workload.global_batch
-    if folder.events.exists() and _phase_begun(folder) not in (None, workload.phases()[0].start):
+    logged = events.read(folder.events) if folder.events.exists() else ()
+    begun = [event["step"] for event in logged if event["event"] == "phase"]
+    if begun and begun[-1] != workload.phases()[0].start:  # the plan is of another phase
         return None
-    before = folder.read()
-    plan = plans.check(plans.read(folder.plan), samples, str(folder.plan))
-    asked = resolved.recipe
-    same_recipe = before.plan == asked.plan and before.train.compile == asked.train.compile
-    same_recipe = same_recipe and (before.tasks, before.towers) == (asked.tasks, asked.towers)
+    before, asked = (
+        (recipe.plan, recipe.train.compile, recipe.tasks, recipe.towers) for recipe in (folder.read(), resolved.recipe)
+    )
+    plan = plans.check(plans.read(folder.plan), workload.global_batch, str(folder.plan))
     same_machines = folder.cluster.read_text() == clusters.dumps(cluster)
-    return plan if same_recipe and same_machines else None
+    return plan if before == asked and same_machines else None
 
 
 def choose(

@@ -218,11 +218,9 @@ def load(path: str | Path, overrides: Sequence[str], trust: bool) -> Recipe:
     of_run = file.name == folder.recipe.name and (folder.events.exists() or folder.plan.exists())
     if not of_run:
         return recipe
-    before = named_places(folder.read())
+    before, places = named_places(folder.read()), named_places(recipe)
     given = {text.partition("=")[0].strip() for text in overrides}
-    named_here = {
-        key for key, value in named_places(recipe).items() if {key, _short(key)} & given or before.get(key) != value
-    }
-    if any(value.startswith(_HUB) and key not in named_here for key, value in named_places(recipe).items()):
+    typed = {key for key, value in places.items() if {key, _short(key)} & given or before.get(key) != value}
+    if any(value.startswith(_HUB) and key not in typed for key, value in places.items()):
         refuse_hub(folder, recipe, trust)
-    return usable(folder, recipe, trust, named_here, writes=True).announced()
+    return usable(folder, recipe, trust, typed, writes=True).announced()

@@ -213,8 +213,7 @@ def _resolved(arguments: argparse.Namespace, place: launch.RankSpec | None) -> r
     store, deadline = launch.store(place, timeout), Deadline(timeout, f"Rank {place.rank}")
     shared_files = run_data.shared(store, f"espalier/{place.keys}/kept", run, deadline)
     folder = Path(arguments.recipe).absolute().parent
-    settled = workload_registry.settle(recipe, folder, ready.waiting, shared_files)
-    return replace(settled, trust=arguments.trust)
+    return workload_registry.settle(recipe, folder, ready.waiting, shared_files, arguments.trust)
 
 
 def _live(place: launch.RankSpec, started: Sequence[str], job: RunStart, hosts: Sequence[int]) -> bool:

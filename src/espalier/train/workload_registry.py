@@ -53,13 +53,20 @@ def row_of(kind: ModelKind) -> Row:
     return row_of_kind
 
 
-def settle(recipe: Recipe, folder: Path | None, waiting: Waiting = silently, frozen: Path | None = None) -> Resolved:
-    """Derives what a recipe leaves open; `folder`: where its file lies; `frozen`: see `Opening.frozen`."""
+def settle(
+    recipe: Recipe,
+    folder: Path | None,
+    waiting: Waiting = silently,
+    frozen: Path | None = None,
+    trust: bool = False,
+) -> Resolved:
+    """Derives what a recipe leaves open; `folder`: where its file lies; `frozen`: see `Opening.frozen`; `trust`: see
+    `Resolved.trust`."""
     kind = row(recipe)
     with waiting(kind.reading) as progress:
         prepared = kind.prepare(recipe, Opening(folder, progress, frozen=frozen))
     resolved, derivations = defaults.resolve(prepared.recipe, vocabulary=prepared.vocabulary)
-    return Resolved(resolved, [*prepared.derivations, *derivations], folder, prepared.data, frozen=frozen)
+    return Resolved(resolved, [*prepared.derivations, *derivations], folder, prepared.data, trust, frozen)
 
 
 def open_workload(resolved: Resolved, waiting: Waiting = silently) -> Workload:

@@ -35,7 +35,7 @@ def drawn(seed: int, most: int = 5, chains: bool = False) -> tuple[list[MetaOp],
         a, b, c = r.random() * 0.5, 0.2 + 4 * r.random(), r.choice((0.0, 0.02))
         seconds = {n: a + b / n + c * n for n in SIZES if n <= devices}
         needs = tuple(str(j) for j in range(k) if chains and r.random() < 0.3)
-        found.append(MetaOp(str(k), r.randint(1, 20), seconds, needs, states=1.0, kept=0.5, output=r.random()))
+        found.append(MetaOp(str(k), r.randint(1, 20), seconds, needs, states=1.0, activations=0.5, output=r.random()))
     return found, devices
 
 
@@ -229,9 +229,9 @@ def test_a_plan_fits_into_the_memory_of_the_devices() -> None:
     for seed in range(30):
         metaops, count = drawn(seed)
         free = waves(metaops, count, "static")
-        limited = Devices((0,) * count, memory=max(free.held))
+        limited = Devices((0,) * count, memory=max(free.device_bytes))
         plan = waves(metaops, limited)
-        assert max(plan.held) <= limited.memory
+        assert max(plan.device_bytes) <= limited.memory
         checked(metaops, plan, count)
         assert plan.seconds == max(end for _, end in simulate(metaops, plan.waves, limited))
 

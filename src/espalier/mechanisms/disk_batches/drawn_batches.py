@@ -8,52 +8,45 @@ are. Both do as many passes, so the recipe's steps are multiplied; what is learn
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from espalier.mechanisms.disk_batches.state import DiskBatchesState
 from espalier.plan.base import Plan
-from espalier.recipe import units
-from espalier.recipe.graphs import Batches, with_batches
-
-
-def _nothing(recipe: Any, plan: Plan) -> float | None:
-    return None
+from espalier.recipe import Recipe, units
+from espalier.recipe.graphs import Batches
 
 
 def choose(
-    recipe: Any,
+    recipe: Recipe,
     drawn: Batches | None,
-    planned: Callable[[Any], Plan],
-    tried: Callable[[Any, Plan], float | None] = _nothing,
+    planned: Callable[[Batches], Plan],
+    tried: Callable[[Batches, Plan], float | None],
 ) -> tuple[Batches, str]:
-    """What steps train on, and why.
+    """What steps of `recipe` train on, and why.
 
     Args:
         drawn: batches to weigh the whole graph against; None: the network cannot be trained on them.
-        planned: the plan of a recipe in which nothing is open.
-        tried: seconds of a step of such a recipe and its plan, in a trial; None: there is none, and estimates count.
+        planned: the plan of the recipe with such batches.
+        tried: seconds of a step of these batches and their plan, in a trial; None: there is none, and estimates count.
     """
+    whole = Batches()
     if drawn is None:
-        return Batches(), "Batches: the whole graph in each step: this network, or this graph, has no others."
-    both = [with_batches(recipe, batches) for batches in (Batches(), drawn)]
-    whole, other = map(planned, both)
-    measured = [tried(asked, plan) for asked, plan in zip(both, (whole, other), strict=True)]
-    whole_seconds, each = measured if None not in measured else (whole.step_seconds, other.step_seconds)
-    assert whole_seconds is not None
-    assert each is not None
-    many, by = drawn.steps * each, "measured" if None not in measured else "by estimate"
+        return whole, "Batches: the whole graph in each step: this network, or this graph, has no others."
+    plans = planned(whole), planned(drawn)
+    measured = [tried(batches, plan) for batches, plan in zip((whole, drawn), plans, strict=True)]
+    of_whole, of_drawn = measured if None not in measured else (plan.step_seconds for plan in plans)
+    assert of_whole is not None
+    assert of_drawn is not None
+    many, by = drawn.steps * of_drawn, "measured" if None not in measured else "by estimate"
     asked = f"graph.fanout={list(drawn.fanout)} train.batch_tokens={drawn.batch_tokens}"
-    on_graph = f"on the whole graph {units.show_seconds(whole_seconds)} on {units.plural(len(whole.trainers), 'rank')}"
-    there = f"in drawn batches ({asked}) {units.show_seconds(many)} on {units.plural(len(other.trainers), 'rank')}"
-    if whole_seconds <= many:
-        return (
-            Batches(),
-            f"Batches: the whole graph in each step. A pass over the nodes takes {on_graph}, {there}; {by}.",
-        )
+    ranks = [units.plural(len(plan.trainers), "rank") for plan in plans]
+    graph = f"on the whole graph {units.show_seconds(of_whole)} on {ranks[0]}"
+    others = f"in drawn batches ({asked}) {units.show_seconds(many)} on {ranks[1]}"
+    if of_whole <= many:
+        return whole, f"Batches: the whole graph in each step. A pass over the nodes takes {graph}, {others}; {by}."
     steps = f"the recipe's {recipe.train.steps:,} steps are passes, of {drawn.steps:,} each"
     return (
         drawn,
-        f"Batches: drawn ones; {steps}. A pass over the nodes takes {there}, {on_graph} (graph.fanout=[]); {by}.",
+        f"Batches: drawn ones; {steps}. A pass over the nodes takes {others}, {graph} (graph.fanout=[]); {by}.",
     )
 
 

@@ -85,9 +85,8 @@ class MetaOp:
             Only these numbers of devices are used.
         needs: MetaOps whose outputs it takes.
         tower: whose parameters it uses: those of one tower share them, operator by operator; empty: nobody shares.
-        first: the operator of the tower that is its first one.
         states: bytes of one operator's parameters, gradients and optimizer states.
-        kept: bytes of activations that one operator keeps for its backward pass, of the whole batch.
+        activations: bytes that one operator keeps for its backward pass, of the whole batch.
         output: bytes that an operator hands on, of the whole batch; as many come back as gradients.
         gradients: bytes of one operator's gradients, which the devices that hold it sum at the end of a step.
         forward: share of `seconds` that the forward pass takes. 1: there is no other, or nobody knows.
@@ -98,9 +97,8 @@ class MetaOp:
     seconds: Mapping[int, float]
     needs: tuple[str, ...] = ()
     tower: str = ""
-    first: int = 0
     states: float = 0.0
-    kept: float = 0.0
+    activations: float = 0.0
     output: float = 0.0
     gradients: float = 0.0
     forward: float = 1.0

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from espalier.plan.base import Cell, ChoiceState, Plan, PlanStruct, nonsense
@@ -13,6 +14,21 @@ if TYPE_CHECKING:
 
 HEAD = "head"
 """The part of a task that gives its losses, as `parallel.workload.HEAD`, which loads torch."""
+
+
+def rows(samples: int, ranks: int, place: int) -> tuple[int, int]:
+    """The samples `[first, last)` of the rank at that place of a group."""
+    return place * samples // ranks, (place + 1) * samples // ranks
+
+
+def crossings(samples: int, source: Sequence[int], target: Sequence[int]) -> Iterator[tuple[int, int, int, int]]:
+    """(sender, receiver, first, last) of the samples that go from one group to another, or stay where sender is
+    receiver."""
+    for (a, sender), (b, receiver) in itertools.product(enumerate(source), enumerate(target)):
+        (low, high), (start, stop) = rows(samples, len(source), a), rows(samples, len(target), b)
+        first, last = max(low, start), min(high, stop)
+        if first < last:
+            yield sender, receiver, first, last
 
 
 class WaveSlice(PlanStruct, frozen=True):
@@ -83,8 +99,8 @@ class TaskWavesState(ChoiceState, frozen=True):
         """See `ChoiceState.cells`: one, of all ranks."""
         strangers = {rank for part in self.slices for rank in part.ranks} - set(plan.trainers)
         if strangers:
-            told = ", ".join(map(str, sorted(strangers)))
-            raise nonsense(origin, f"its waves have the ranks {told}, which do not train")
+            named = ", ".join(map(str, sorted(strangers)))
+            raise nonsense(origin, f"its waves have the ranks {named}, which do not train")
         return [(plan.ranks[plan.trainers[0]].share, plan.trainers)]
 
 

@@ -57,17 +57,19 @@ def summed(size: float, ranks: Collection[int], devices: Devices) -> float:
     return 2 * (len(ranks) - 1) / len(ranks) * size * (devices.between if far else devices.inside)
 
 
-def exchange(metaops: Sequence[MetaOp], planned: Sequence[Wave], devices: Devices) -> float:
-    """Seconds of summing the gradients of each operator over the devices that hold it, one after the other."""
-    by_name = {metaop.name: metaop for metaop in metaops}
-    holders: dict[tuple[str, int], set[int]] = {}
-    size: dict[tuple[str, int], float] = {}
+def holders(metaops: Sequence[MetaOp], planned: Sequence[Wave]) -> Collection[tuple[float, set[int]]]:
+    """Of each operator the bytes of its gradients, and the devices that hold it."""
+    by_name, groups = {metaop.name: metaop for metaop in metaops}, dict[tuple[str, int], tuple[float, set[int]]]()
     for slice_ in (slice_ for wave in planned for slice_ in wave):
         metaop = by_name[slice_.metaop]
-        for k in range(metaop.first + slice_.first, metaop.first + slice_.first + slice_.operators):
-            holders.setdefault((metaop.parameters, k), set()).update(slice_.devices)
-            size[metaop.parameters, k] = metaop.gradients
-    return sum(summed(size[place], ranks, devices) for place, ranks in holders.items())
+        for k in range(slice_.first, slice_.first + slice_.operators):
+            groups.setdefault((metaop.parameters, k), (metaop.gradients, set()))[1].update(slice_.devices)
+    return groups.values()
+
+
+def exchange(metaops: Sequence[MetaOp], planned: Sequence[Wave], devices: Devices) -> float:
+    """Seconds of summing the gradients of each operator over the devices that hold it, one after the other."""
+    return sum(summed(size, ranks, devices) for size, ranks in holders(metaops, planned))
 
 
 class DeviceLinks:
@@ -107,8 +109,8 @@ class _Placing:
     def grown(self, slice_: MetaOpSlice, device: int) -> float:
         """Further bytes of states that a slice brings to a device."""
         metaop, operators = self.by_name[slice_.metaop], self.operators[device]
-        first = metaop.first + slice_.first
-        new = sum((metaop.parameters, k) not in operators for k in range(first, first + slice_.operators))
+        last = slice_.first + slice_.operators
+        new = sum((metaop.parameters, k) not in operators for k in range(slice_.first, last))
         return new * metaop.states
 
     def order(self, slice_: MetaOpSlice) -> tuple[float, float, int, str]:
@@ -120,11 +122,10 @@ class _Placing:
     def take(self, slice_: MetaOpSlice) -> None:
         """The slice's devices hold it from now on."""
         metaop = self.by_name[slice_.metaop]
-        first = metaop.first + slice_.first
         for device in slice_.devices:
-            for k in range(first, first + slice_.operators):
+            for k in range(slice_.first, slice_.first + slice_.operators):
                 self.operators[device][metaop.parameters, k] = metaop.states
-            self.saved[device] += metaop.kept * slice_.operators / len(slice_.devices)
+            self.saved[device] += metaop.activations * slice_.operators / len(slice_.devices)
         self.where[slice_.metaop] = slice_.devices
 
     def source(self, slice_: MetaOpSlice) -> tuple[int, ...]:

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from espalier.mechanisms.task_waves.metaops import MetaOp, fit
-from espalier.mechanisms.task_waves.state import TaskWavesState, WaveSlice
-from espalier.mechanisms.task_waves.wave_placement import Devices, summed
+from espalier.mechanisms.task_waves.state import TaskWavesState, WaveSlice, crossings, rows
+from espalier.mechanisms.task_waves.wave_placement import Devices, exchange, holders
 from espalier.mechanisms.task_waves.wave_search import Method, WavePlan, simulate, waves
 from espalier.mechanisms.task_waves.wave_solver import MetaOpSlice
 from espalier.plan import device_model, plan_summary
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 NESTED = (1, 4, 8, 16, 32, 64)
 """Micro-batches of each task that are tried, the first with which waves fit into memory: nested passes keep two."""
-TOLD = 8
+NAMED = 8
 """Waves that the reasons of a plan name, each."""
 
 
@@ -74,40 +74,40 @@ def with_waves(
     if count == 1:
         return plan
     request = request.changed(precision=plan.precision)
-    found, places = [slower for _, slower in seats], [place for place, _ in seats] or _seats(cluster, count)
+    slower, places = [slower for _, slower in seats], [place for place, _ in seats] or _seats(cluster, count)
     limit = plan.predicted.memory_limit if plan.predicted is not None else float("inf")
     limit *= min(map(_memory, places)) / _memory(first_seat(cluster))
     fixed = plan.predicted.memory_bytes.get("runtime", 0.0) if plan.predicted is not None else 0.0
-    devices = devices_of(request, cluster, places, found, limit - fixed)
-    nested, solved = _fitting(request, devices, first_seat(cluster), method)
+    devices = devices_of(request, cluster, places, slower, limit - fixed)
+    nested, metaops, solved = _fitting(request, devices, first_seat(cluster), method)
     made = _waves(solved, parts_of(request))
     ranks = tuple(
         Rank(share=(0, 1), device=_device(place), node=place.node, threads=request.pin.threads or 1) for place in places
     )
-    told, alone = _reasons(solved, parts_of(request), count), plan_summary.sentences(plan, cluster)  # of one rank
+    reasons, alone = _reasons(solved, parts_of(request), count), plan_summary.sentences(plan, cluster)  # of one rank
     if nested > 1:
-        told += (
+        reasons += (
             f"The passes of {nested} micro-batches of each task are nested, as the activations of whole batches do not "
             "fit; a task whose head needs its whole batch is not divided.",
         )
-    kept = (line for line in plan.why if line not in alone and not line.startswith("It is the best of"))
+    others = (line for line in plan.why if line not in alone and not line.startswith("It is the best of"))
     changed = plan.with_state(TaskWavesState(waves=made, nested=nested)).changed(
-        ranks=ranks, executable=True, missing="", runners_up=(), why=(*told, *kept)
+        ranks=ranks, executable=True, missing="", runners_up=(), why=(*reasons, *others)
     )
     if plan.predicted is None:
         return changed
-    exchanged = _exchange(changed, parts_of(request), devices)
-    predicted = _predicted(plan.predicted, solved, exchanged, fixed, (request, count))
+    traffic = _traffic(changed, parts_of(request), holders(metaops, solved.waves))
+    predicted = _predicted(plan.predicted, solved, traffic, fixed, request)
     return changed.changed(predicted=predicted.changed(memory_limit=limit))
 
 
 def devices_of(
-    request: Request, cluster: Cluster, seats: Sequence[Place], found: Sequence[float] = (), memory: float = math.inf
+    request: Request, cluster: Cluster, seats: Sequence[Place], shown: Sequence[float] = (), memory: float = math.inf
 ) -> Devices:
-    """The devices of ranks that sit at `seats` and are `found` times as slow as these, with `memory` bytes each."""
+    """The devices of ranks that sit at `seats` and have `shown` to be so many times as slow, of `memory` bytes each."""
     slower = _slower(seats, request, first_seat(cluster))
-    if any(one != 1 for one in found):
-        slower = tuple(one * own for one, own in zip(slower or (1.0,) * len(seats), found, strict=True))
+    if any(factor != 1 for factor in shown):
+        slower = tuple(foreseen * factor for foreseen, factor in zip(slower or (1.0,) * len(seats), shown, strict=True))
     return Devices(tuple(place.node for place in seats), memory, *_seconds_per_byte(cluster, seats), slower)
 
 
@@ -116,18 +116,16 @@ def seconds(plan: Plan, request: Request, seat: Place, devices: Devices) -> floa
     parts. `seat`: whose seconds those of parts are."""
     count, parts = len(devices.nodes), parts_of(request)
     state = plan.state(TaskWavesState)
-    metaops = [_metaop(one, seat, request, count, state.nested) for one in parts]
+    metaops = [_metaop(part, seat, request, count, state.nested) for part in parts]
     if not state.waves:
-        return sum(one.operators * one.curve(1) for one in metaops) * devices.slowest((0,))
-    planned = [
-        tuple(
-            MetaOpSlice(f"{one.task}.{one.node}", one.first, one.last - one.first, len(one.ranks), one.ranks)
-            for one in wave
-        )
-        for wave in state.waves
-    ]
+        return sum(metaop.operators * metaop.curve(1) for metaop in metaops) * devices.slowest((0,))
+    planned = [tuple(map(_slice, wave)) for wave in state.waves]
     ends = (end for _, end in simulate(metaops, planned, devices))
-    return max(ends, default=0.0) + _exchange(plan, parts, devices).seconds
+    return max(ends, default=0.0) + exchange(metaops, planned, devices)
+
+
+def _slice(part: WaveSlice) -> MetaOpSlice:
+    return MetaOpSlice(f"{part.task}.{part.node}", part.first, part.last - part.first, len(part.ranks), part.ranks)
 
 
 def first_seat(cluster: Cluster) -> Place:
@@ -140,14 +138,16 @@ def _memory(place: Place) -> float:
     return float(place.table.device.memory or place.table.memory or 1)
 
 
-def _fitting(request: Request, devices: Devices, seat: Place, method: Method | None) -> tuple[int, WavePlan]:
-    """The fewest nested micro-batches of `NESTED` with which waves fit into memory, and these. Raises what `waves`
-    raises where none do."""
+def _fitting(
+    request: Request, devices: Devices, seat: Place, method: Method | None
+) -> tuple[int, list[MetaOp], WavePlan]:
+    """The fewest nested micro-batches of `NESTED` with which waves fit into memory, their MetaOps, and the
+    waves. Raises what `waves` raises where none do."""
     refused: UserError | None = None
     for nested in NESTED:
         try:
-            metaops = [_metaop(one, seat, request, len(devices.nodes), nested) for one in parts_of(request)]
-            return nested, waves(metaops, devices, method)
+            metaops = [_metaop(part, seat, request, len(devices.nodes), nested) for part in parts_of(request)]
+            return nested, metaops, waves(metaops, devices, method)
         except UserError as error:
             refused = error
     assert refused is not None
@@ -184,186 +184,163 @@ def _slower(seats: Sequence[Place], request: Request, first: Place | None = None
     empty: all as long."""
 
     def speed(place: Place) -> float:
-        device = place.table.device
-        whole = device_model.sustained(device, request.precision) or device_model.peak(device, request.precision)
-        return whole if device.kind == "cuda" else whole / max(1, place.table.cores)
+        whole = _speed(place, request)
+        return whole if place.table.device.kind == "cuda" else whole / max(1, place.table.cores)
 
-    found = tuple(speed(first or seats[0]) / speed(place) for place in seats)
-    return found if any(abs(one - 1) > 1e-9 for one in found) else ()
+    ratios = tuple(speed(first or seats[0]) / speed(place) for place in seats)
+    return ratios if any(abs(ratio - 1) > 1e-9 for ratio in ratios) else ()
 
 
-def micro_batches(one: PartCost, parts: Sequence[PartCost], nested: int) -> list[int]:
+def _speed(place: Place, request: Request) -> float:
+    """Operations per second of a device, all its cores together."""
+    device = place.table.device
+    return device_model.sustained(device, request.precision) or device_model.peak(device, request.precision)
+
+
+def micro_batches(part: PartCost, parts: Sequence[PartCost], nested: int) -> list[int]:
     """Samples of each nested micro-batch of a part's task: all in one where its head needs them together."""
-    if any(other.whole for other in parts if other.task == one.task):
-        return [one.rows]
-    return [
-        one.rows * (k + 1) // nested - one.rows * k // nested for k in range(nested)
-    ]  # as `mechanisms.task_waves.wave_schedule.rows`
+    if any(other.whole for other in parts if other.task == part.task):
+        return [part.rows]
+    return [last - first for first, last in (rows(part.rows, nested, k) for k in range(nested))]
 
 
-def _metaop(one: PartCost, seat: Place, request: Request, count: int, nested: int = 1) -> MetaOp:
+def _metaop(part: PartCost, seat: Place, request: Request, count: int, nested: int = 1) -> MetaOp:
     """A part on 1, 2, 4, ... devices and on all of them, its micro-batches together."""
-    batches = [size for size in micro_batches(one, parts_of(request), nested) if size]
-    most = 1 if one.whole else min(count, max(batches))
+    batches = [size for size in micro_batches(part, parts_of(request), nested) if size]
+    most = 1 if part.whole else min(count, max(batches))
     sizes = sorted({n for n in (*(2**k for k in range(12)), count) if n <= most})
-    device, fitted = seat.table.device, _per_sample(one)
+    device, fitted = seat.table.device, _per_sample(part)
 
-    def seconds(rows: int) -> float:
+    def seconds(samples: int) -> float:
         if fitted is not None:
-            return fitted[0] + fitted[1] * rows
-        speed = device_model.sustained(device, request.precision) or device_model.peak(device, request.precision)
+            return fitted[0] + fitted[1] * samples
         share = 1.0 if device.kind == "cuda" else 1 / max(1, seat.table.cores)
-        return one.flops * rows / (speed * share) + one.launches * device_model.issue_seconds(device)
+        issued = part.launches * device_model.issue_seconds(device)
+        return part.flops * samples / (_speed(seat, request) * share) + issued
 
-    rest = {n: sum(seconds(-(-size // n)) for size in batches) for n in sizes}
-    states = 4 * one.parameters  # parameter, gradient and two moments
-    kept = one.kept * min(one.rows, NESTED_IN_FLIGHT * max(batches))
     return MetaOp(
-        one.key,
-        one.operators,
-        rest,
-        one.needs,
-        one.tower,
-        states=states,
-        kept=kept,
-        output=one.output * one.rows,
-        gradients=one.parameters,
-        forward=one.forward,
+        part.key,
+        part.operators,
+        {n: sum(seconds(-(-size // n)) for size in batches) for n in sizes},
+        part.needs,
+        part.tower,
+        states=4 * part.parameters,  # parameter, gradient and two moments
+        activations=part.kept * min(part.rows, NESTED_IN_FLIGHT * max(batches)),
+        output=part.output * part.rows,
+        gradients=part.parameters,
+        forward=part.forward,
     )
 
 
-def _per_sample(one: PartCost) -> tuple[float, float] | None:
+def _per_sample(part: PartCost) -> tuple[float, float] | None:
     """(seconds of a pass without samples, of each sample), as measured; None: it was not."""
-    if not one.seconds:
+    if not part.seconds:
         return None
-    if len(one.seconds) == 1:
-        ((rows, seconds),) = one.seconds.items()
-        return 0.0, seconds / rows
-    return fit({1 / rows: seconds for rows, seconds in one.seconds.items()})
+    if len(part.seconds) == 1:
+        ((samples, seconds),) = part.seconds.items()
+        return 0.0, seconds / samples
+    return fit({1 / samples: seconds for samples, seconds in part.seconds.items()})
 
 
-def _waves(found: WavePlan, parts: Sequence[PartCost]) -> tuple[tuple[WaveSlice, ...], ...]:
-    by_key, count = {one.key: one for one in parts}, sum(map(len, found.waves))
-    backs = found.spans[count:] or ((0.0, 0.0),) * count
-    spans = zip(found.spans, backs, strict=False)
-    made = []
-    for wave in found.waves:
-        row = []
-        for one in wave:
-            (begin, end), back = next(spans)
-            part = by_key[one.metaop]
-            row.append(
-                WaveSlice(
-                    task=part.task,
-                    node=part.node,
-                    first=one.first,
-                    last=one.first + one.operators,
-                    ranks=one.devices,
-                    begin=begin,
-                    end=end,
-                    back=back,
-                )
-            )
-        made.append(tuple(row))
-    return tuple(made)
+def _waves(solved: WavePlan, parts: Sequence[PartCost]) -> tuple[tuple[WaveSlice, ...], ...]:
+    by_key, count = {part.key: part for part in parts}, sum(map(len, solved.waves))
+    backs = solved.spans[count:] or ((0.0, 0.0),) * count
+    spans = zip(solved.spans, backs, strict=False)
+
+    def timed(slice_: MetaOpSlice) -> WaveSlice:
+        (begin, end), back = next(spans)
+        part = by_key[slice_.metaop]
+        return WaveSlice(
+            task=part.task,
+            node=part.node,
+            first=slice_.first,
+            last=slice_.first + slice_.operators,
+            ranks=slice_.devices,
+            begin=begin,
+            end=end,
+            back=back,
+        )
+
+    return tuple(tuple(map(timed, wave)) for wave in solved.waves)
 
 
-class _Exchanged(NamedTuple):
-    """Seconds of summing gradients over the holders of each operator, one group after the other; payload bytes of the
-    rank that sends most: activations and their gradients, and gradients of parameters in rings; and the largest share
-    of all parameters that a rank holds."""
+class _Traffic(NamedTuple):
+    """Payload bytes of the rank that sends most: activations and their gradients, and gradients of parameters in rings;
+    and the largest share of all parameters that a rank holds."""
 
-    seconds: float
     sent: dict[str, float]
-    held: float
+    share: float
 
 
-def _exchange(plan: Plan, parts: Sequence[PartCost], devices: Devices) -> _Exchanged:
-    holders: dict[tuple[str, int], tuple[float, set[int]]] = {}
-    by_key = {(one.task, one.node): one for one in parts}
-    for one in plan.state(TaskWavesState).slices:
-        part = by_key[one.task, one.node]
-        for operator in range(one.first, one.last):
-            holders.setdefault((part.tower, operator), (part.parameters, set()))[1].update(one.ranks)
-    seconds, sent, held = 0.0, [0.0] * len(devices.nodes), [0.0] * len(devices.nodes)
-    handed = handed_on(plan, parts)
-    for size, ranks in holders.values():
+def _traffic(plan: Plan, parts: Sequence[PartCost], groups: Collection[tuple[float, set[int]]]) -> _Traffic:
+    """`groups`: of each operator the bytes of its parameters, and the ranks that hold it."""
+    sent, parameters = [0.0] * len(plan.ranks), [0.0] * len(plan.ranks)
+    for size, ranks in groups:
         ring = 2 * (len(ranks) - 1) / len(ranks) * size
-        seconds += summed(size, ranks, devices)
         for rank in ranks:
             sent[rank] += ring
-            held[rank] += size
+            parameters[rank] += size
+    handed = handed_on(plan, parts)
     activations = {"activations": max(handed)} if any(handed) else {}
-    whole = sum(size for size, _ in holders.values())
-    return _Exchanged(seconds, {"gradients": max(sent), **activations}, max(held) / max(1.0, whole))
+    whole = sum(size for size, _ in groups)
+    return _Traffic({"gradients": max(sent), **activations}, max(parameters) / max(1.0, whole))
 
 
 def handed_on(plan: Plan, parts: Sequence[PartCost]) -> list[float]:
     """Payload bytes of activations and of their gradients that each rank sends in a step: samples whose next slice is
     another rank's."""
-    found, by_key = [0.0] * len(plan.ranks), {one.key: one for one in parts}
+    sent, by_key = [0.0] * len(plan.ranks), {part.key: part for part in parts}
     latest: dict[str, WaveSlice] = {}
     state = plan.state(TaskWavesState)
-    for one in state.slices:
-        part = by_key[f"{one.task}.{one.node}"]
+    for slice_ in state.slices:
+        part = by_key[f"{slice_.task}.{slice_.node}"]
         for key, samples in itertools.product(
-            [part.key] if one.first else part.needs, micro_batches(part, parts, state.nested)
+            [part.key] if slice_.first else part.needs, micro_batches(part, parts, state.nested)
         ):
-            source = latest[key].ranks
-            for (a, sender), (b, receiver) in itertools.product(enumerate(source), enumerate(one.ranks)):
-                # As `mechanisms.task_waves.wave_schedule.rows` divides samples.
-                low, high = (samples * (a + end) // len(source) for end in (0, 1))
-                start, stop = (samples * (b + end) // len(one.ranks) for end in (0, 1))
-                size = by_key[key].output * max(0, min(high, stop) - max(low, start))
+            for sender, receiver, first, last in crossings(samples, latest[key].ranks, slice_.ranks):
                 for rank in (sender, receiver) if sender != receiver else ():
-                    found[rank] += size
-        latest[part.key] = one
-    return found
+                    sent[rank] += by_key[key].output * (last - first)
+        latest[part.key] = slice_
+    return sent
 
 
-def _predicted(
-    alone: Predicted,
-    found: WavePlan,
-    exchanged: _Exchanged,
-    fixed: float,
-    asked: tuple[Request, int],
-) -> Predicted:
-    request, count = asked
-    moved = alone.terms.get("optimizer", 0.0) * exchanged.held
-    terms = {"waves": found.seconds, "exchange": exchanged.seconds, "optimizer": moved}
+def _predicted(alone: Predicted, solved: WavePlan, traffic: _Traffic, fixed: float, request: Request) -> Predicted:
+    moved = alone.terms.get("optimizer", 0.0) * traffic.share
+    terms = {"waves": solved.seconds, "exchange": solved.exchange, "optimizer": moved}
     step = sum(terms.values())
     tokens = request.profile.global_batch * request.profile.tokens_per_sample
-    held = {"waves": max(found.held, default=0.0), "runtime": fixed}
+    memory = {"waves": max(solved.device_bytes, default=0.0), "runtime": fixed}
     sources = {"waves": "the timetable of the slices, from seconds of their parts", **alone.sources}
     return alone.changed(
         step_seconds=step,
         tokens_per_second=tokens / step,
-        tokens_per_second_per_device=tokens / step / count,
+        tokens_per_second_per_device=tokens / step / len(solved.device_bytes),
         mfu=min(1.0, alone.mfu * alone.step_seconds / step),
         terms=terms,
-        memory_bytes={**held, "peak": sum(held.values())},
-        sent_bytes=exchanged.sent,
+        memory_bytes={**memory, "peak": sum(memory.values())},
+        sent_bytes=traffic.sent,
         sources=sources,
     )
 
 
-def _reasons(found: WavePlan, parts: Sequence[PartCost], count: int) -> tuple[str, ...]:
+def _reasons(solved: WavePlan, parts: Sequence[PartCost], count: int) -> tuple[str, ...]:
     """What the waves are, and what they are compared with."""
     show, names = units.show_seconds, {"program": "a linear program", "greedy": "the greedy wavefront"}
-    beside = {"static": "the best fixed groups of ranks take", "sequential": "one task after the other takes"}
-    told = [f"{words} {show(found.compared[name])}" for name, words in beside.items() if name in found.compared]
-    how = names.get(found.method, f"a {found.method} plan")
-    took = show(found.step)
-    first = f"{units.plural(len(found.waves), 'wave')} over {count} ranks, by {how}: {took} a step"
-    lines = [f"{first} before the optimizer; {', '.join(told)}."]
-    by_key = {one.key: one for one in parts}
-    for number, wave in enumerate(found.waves[:TOLD], 1):
-        said = []
-        for one in wave:
-            part, ranks = by_key[one.metaop], ", ".join(map(str, one.devices))
-            blocks = f" {one.first} to {one.first + one.operators}" if one.operators < part.operators else ""
-            said.append(f"{part.node} of {part.task}{blocks} on {'rank' if len(one.devices) == 1 else 'ranks'} {ranks}")
-        lines.append(f"Wave {number}: {'; '.join(said)}.")
-    held = units.show_size(max(found.held, default=0.0))
-    lines.append(f"The fullest rank holds {held} of parameters, gradients, optimizer states and activations.")
+    plain = {"static": "the best fixed groups of ranks take", "sequential": "one task after the other takes"}
+    others = [f"{words} {show(solved.compared[name])}" for name, words in plain.items() if name in solved.compared]
+    how = names.get(solved.method, f"a {solved.method} plan")
+    first = f"{units.plural(len(solved.waves), 'wave')} over {count} ranks, by {how}: {show(solved.step)} a step"
+    lines = [f"{first} before the optimizer; {', '.join(others)}."]
+    by_key = {part.key: part for part in parts}
+    for number, wave in enumerate(solved.waves[:NAMED], 1):
+        slices = []
+        for slice_ in wave:
+            part, ranks = by_key[slice_.metaop], ", ".join(map(str, slice_.devices))
+            last = slice_.first + slice_.operators
+            blocks = f" {slice_.first} to {last}" if slice_.operators < part.operators else ""
+            word = "rank" if len(slice_.devices) == 1 else "ranks"
+            slices.append(f"{part.node} of {part.task}{blocks} on {word} {ranks}")
+        lines.append(f"Wave {number}: {'; '.join(slices)}.")
+    fullest = units.show_size(max(solved.device_bytes, default=0.0))
+    lines.append(f"The fullest rank holds {fullest} of parameters, gradients, optimizer states and activations.")
     return tuple(lines)

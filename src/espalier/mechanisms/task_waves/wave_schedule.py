@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from espalier.checkpoint.all_names import AllNames
-from espalier.mechanisms.task_waves.state import TaskWavesState
+from espalier.mechanisms.task_waves.state import TaskWavesState, crossings, rows
 from espalier.parallel.model_cut import ModelCut
 from espalier.parallel.model_stages import Elsewhere
 from espalier.parallel.schedule import Accumulate, Loss
@@ -122,16 +122,9 @@ class Slices:
     def _operators(self, task: int, name: str) -> int:
         return next(node.operators for node in self.nodes[task] if node.name == name)
 
-    def parts(self, route: SliceRoute, samples: int) -> list[tuple[int, int, int, int]]:
+    def parts(self, route: SliceRoute, samples: int) -> Iterator[tuple[int, int, int, int]]:
         """(sender, receiver, first, last) of the samples that cross a route, or stay where sender is receiver."""
-        source, target = (self.all[number].ranks for number in (route.source, route.target))
-        overlaps = []
-        for a, sender in enumerate(source):
-            for b, receiver in enumerate(target):
-                (low, high), (start, stop) = rows(samples, len(source), a), rows(samples, len(target), b)
-                if max(low, start) < min(high, stop):
-                    overlaps.append((sender, receiver, max(low, start), min(high, stop)))
-        return overlaps
+        return crossings(samples, self.all[route.source].ranks, self.all[route.target].ranks)
 
     def holders(self, owners: Mapping[str, tuple[str, int]]) -> dict[str, tuple[int, ...]]:
         """Of each parameter, the ranks that hold it: those whose slices use it, of any task."""
@@ -141,11 +134,6 @@ class Slices:
             for operator in range(slice_.first, slice_.last):
                 users.setdefault((node, operator), set()).update(slice_.ranks)
         return {name: tuple(sorted(users[place])) for name, place in owners.items()}
-
-
-def rows(samples: int, ranks: int, place: int) -> tuple[int, int]:
-    """The samples `[first, last)` of the rank at that place of a group."""
-    return place * samples // ranks, (place + 1) * samples // ranks
 
 
 def _index(task: str, tasks: Sequence[str]) -> int:
@@ -356,12 +344,10 @@ class WaveSchedule:
         with self.passes.accumulate(False):
             torch.autograd.backward(root, gradient)
         low, _ = self._rows(number, samples)
-        for route in self.slices.into[number]:
+        for route, sender, first, last in self._arriving(number, samples):
             leaf = step.taken[number][route.place]
             back = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
-            for sender, receiver, first, last in self.slices.parts(route, samples):
-                if receiver == self.rank != sender:
-                    self.messages.send([back[first - low : last - low]], sender, self._tag(route) + 1)
+            self.messages.send([back[first - low : last - low]], sender, self._tag(route) + 1)
 
     def _gradient(self, step: _WaveStep, number: int, made: Tensor, samples: int) -> Tensor:
         """Of what a slice gave: the sum over those who took it, in the order of the plan."""

@@ -21,10 +21,11 @@ from functools import reduce
 from itertools import islice
 from typing import Literal
 
-from espalier.mechanisms.task_waves.metaops import EPSILON, LevelRange, MetaOp, components, spans
+from espalier.mechanisms.task_waves.metaops import EPSILON, MetaOp, components, spans
 from espalier.mechanisms.task_waves.wave_placement import DeviceLinks, Devices, PlacedWaves, exchange, place_waves
 from espalier.mechanisms.task_waves.wave_solver import (
     MetaOpSlice,
+    Program,
     Share,
     Wave,
     allocate,
@@ -58,7 +59,7 @@ class WavePlan:
         ideal: sum over levels of the continuous optimum, where devices and operators could be divided.
         fractional: what the linear program takes with operators that can be divided; 0 where it was not asked.
         compared: seconds of each method's waves that were considered, and of the exchange after them.
-        held: bytes on each device.
+        device_bytes: bytes on each device.
         spans: of each slice, in the order of `waves`, when it starts and ends; then of backward passes (`simulate`).
         exchange: seconds in which gradients are summed afterwards.
     """
@@ -69,7 +70,7 @@ class WavePlan:
     ideal: float
     fractional: float = 0.0
     compared: Mapping[str, float] = field(default_factory=dict)
-    held: tuple[float, ...] = ()
+    device_bytes: tuple[float, ...] = ()
     spans: tuple[tuple[float, float], ...] = ()
     exchange: float = 0.0
 
@@ -98,20 +99,27 @@ def waves(metaops: Sequence[MetaOp], devices: int | Devices, method: Method | No
     span, count = spans(metaops), len(devices.nodes)
     order: tuple[Method, ...] = ("program", "greedy", "static", "sequential")
     chosen: Method = method or ("program" if len(metaops) <= PROGRAM else "greedy")
-    levels = [[metaop for metaop in metaops if span[metaop.name].first == level] for level in _levels(span)]
+    levels = [
+        [metaop for metaop in metaops if span[metaop.name].first == level]
+        for level in range(1 + max(range_.first for range_ in span.values()))
+    ]
     best_of = [allocate(members, count) for members in levels]
     wavefront = [
         (level, wave) for level, members in enumerate(levels) for wave in greedy(members, count, best_of[level].shares)
     ]
-    fractional, plans, fewest = 0.0, dict[str, WavePlan](), math.inf
+    program, plans, fewest = Program(0.0, []), dict[str, WavePlan](), math.inf
     for name in order[order.index(chosen) :]:
         if name == "program":
             seeds = [(level, {name: size for name, size, _ in wave}) for level, wave in wavefront]
             program = solve_program(metaops, span, count, seeds)
-            fractional, shares = program.seconds, repair(metaops, span, count, program)
+            candidates: Iterable[list[Wave]] = [_numbered(repair(metaops, span, count, program))]
         elif name == "greedy":
-            shares = [wave for _, wave in wavefront]
-        for candidate in _candidates(metaops, devices, name, shares if name in order[:2] else []):
+            candidates = [_numbered([wave for _, wave in wavefront])]
+        elif name == "static":
+            candidates = _static(metaops, count)
+        else:
+            candidates = [_static_waves([components(metaops)], [tuple(range(count))])]
+        for candidate in candidates:
             placed = place_waves(metaops, candidate, devices)
             fewest = min(fewest, placed.most)
             if placed.most > devices.memory:
@@ -128,11 +136,10 @@ def waves(metaops: Sequence[MetaOp], devices: int | Devices, method: Method | No
     best = _first_least(plans.values())
     if chosen in order[:2] and (devices.inside or devices.between):
         best = _first_least([best, *(_moved(plan, metaops, devices, chosen) for plan in plans.values())])
-    best = _exchanged(best, metaops, devices)
+    best = _swapped(best, metaops, devices)
     compared[best.method] = min(best.step, compared.get(best.method, math.inf))
-    return replace(
-        best, ideal=sum(allocation.seconds for allocation in best_of), fractional=fractional, compared=compared
-    )
+    ideal = sum(allocation.seconds for allocation in best_of)
+    return replace(best, ideal=ideal, fractional=program.seconds, compared=compared)
 
 
 def _timed(metaops: Sequence[MetaOp], placed: PlacedWaves, devices: Devices, method: Method) -> WavePlan:
@@ -185,7 +192,7 @@ def _apart(slices: Sequence[MetaOpSlice], metaops: Sequence[MetaOp]) -> list[Wav
     return [tuple(wave) for wave in split]
 
 
-def _exchanged(best: WavePlan, metaops: Sequence[MetaOp], devices: Devices) -> WavePlan:
+def _swapped(best: WavePlan, metaops: Sequence[MetaOp], devices: Devices) -> WavePlan:
     """The same waves with devices exchanged where that is faster: slow ones get the work that others wait for least."""
     count = len(devices.nodes)
     slowest = sorted(range(count), key=lambda device: -devices.slower[device])[:SLOWEST] if devices.slower else []
@@ -197,8 +204,8 @@ def _exchanged(best: WavePlan, metaops: Sequence[MetaOp], devices: Devices) -> W
             )
             for wave in best.waves
         )
-        bytes_held = tuple(best.held[swap.get(device, device)] for device in range(count))
-        best = _first_least([best, _timed(metaops, PlacedWaves(made, bytes_held), devices, best.method)])
+        swapped = tuple(best.device_bytes[swap.get(device, device)] for device in range(count))
+        best = _first_least([best, _timed(metaops, PlacedWaves(made, swapped), devices, best.method)])
     return best
 
 
@@ -217,10 +224,6 @@ def _check(metaops: Sequence[MetaOp], devices: Devices) -> None:
                 f"there are {len(devices.nodes)}.",
                 do="its seconds for fewer devices",
             )
-
-
-def _levels(span: Mapping[str, LevelRange]) -> range:
-    return range(1 + max(range_.first for range_ in span.values()))
 
 
 def simulate(metaops: Sequence[MetaOp], planned: Sequence[Wave], devices: Devices) -> list[tuple[float, float]]:
@@ -273,19 +276,6 @@ def _routes(by_name: Mapping[str, MetaOp], slices: Sequence[MetaOpSlice]) -> tup
             after[source].append(number)
         latest[slice_.metaop] = number
     return after, before
-
-
-def _candidates(
-    metaops: Sequence[MetaOp], devices: Devices, method: Method, shares: Sequence[Sequence[Share]]
-) -> Iterator[list[Wave]]:
-    """Waves of one method."""
-    count = len(devices.nodes)
-    if method == "sequential":
-        yield _static_waves([components(metaops)], [tuple(range(count))])
-    elif method == "static":
-        yield from _static(metaops, count)
-    else:
-        yield _numbered(shares)
 
 
 def _numbered(shares: Sequence[Sequence[Share]]) -> list[Wave]:
