@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import msgspec
 import pytest
 from asked import decoder, gpus, processor
@@ -45,10 +43,10 @@ def test_copies_that_take_more_than_a_rank_may_use_are_left_out_and_that_is_said
 
 def test_what_training_needs_comes_before_copies() -> None:
     big = decoder(pin=Pin(ranks=1, threads=1), faults=Faults(), width=512)
-    peak = held(decide(replace(big, copies=0), processor()).taken)["peak"]
+    peak = held(decide(big.changed(faults=Faults(memory=0)), processor()).taken)["peak"]
     tight = processor(memory=f"{int(peak / 0.89)}B")
     found = decide(big, tight).taken
-    assert held(found) == held(decide(replace(big, copies=0), tight).taken)
+    assert held(found) == held(decide(big.changed(faults=Faults(memory=0)), tight).taken)
     assert found.why[-1].startswith("No copies in memory")
 
 

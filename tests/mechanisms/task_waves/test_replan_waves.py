@@ -27,8 +27,7 @@ def part(task: str, node: str, operators: int, seconds: float, *needs: str) -> P
     return PartCost(task, node, operators, needs, f"{task}.{node}", 64, parameters=1e5, output=1e3, seconds=measured)
 
 
-REQUEST = replace(
-    decoder(batch=1),
+REQUEST = decoder(batch=1).changed(
     facts={
         "task_waves": (
             part("see", "image", 6, 0.2),
