@@ -55,8 +55,11 @@ def test_every_part_of_the_question_changes_the_name() -> None:
     other = clusters.loads('[[nodes]]\ndevice = "A100-80GB"\ndevices = 4\n')
     request = asked()
     costly = request.changed(anatomy=lambda size, *rest: request.profile.anatomy(2 * size, *rest))
+    packed = msgspec.structs.replace(request.recipe.data[0], packing="documents")
     names = [
         named(),
+        named(request.changed(data=[packed])),
+        named(asked(optimizer={"kind": "adamw"})),
         named(asked(batch_tokens=128 * 1024)),
         named(asked(precision="bf16")),
         named(request.changed(pin=msgspec.structs.replace(request.pin, ranks=2))),

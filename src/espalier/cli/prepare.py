@@ -123,11 +123,12 @@ def request(resolved: Resolved, ranks: int | None = None, workload: Workload | N
         return made
 
     asked = request_from_recipe.of_recipe(resolved.recipe, lambda: workload or opened())
-    pin = asked.pin if ranks is None else asked.pin.changed(ranks=ranks)
+    if ranks is not None:
+        asked = asked.changed(pin=asked.pin.changed(ranks=ranks))
     free, path = None, path_of(resolved.recipe, None).absolute()
     if not resolved.recipe.plan.cluster:
         there = next(parent for parent in (path, *path.parents) if parent.exists())
         size = shutil.disk_usage(there).free
         step = max(1, (1 << size.bit_length()) // 8)  # what other programs write seldom changes a plan
         free = float(size // step * step)
-    return asked.changed(pin=pin, free=free)
+    return replace(asked, free=free)

@@ -52,9 +52,10 @@ def select(root: Path, entries: Sequence[SourceFile], split: str) -> Selection:
     if tables:
         return _tabled(entries, tables)
     configs = _configs(root) if README in names else []
-    saved = any(ending_of(name) == ".arrow" for name in names)
+    saved = any(ending_of(name) == ".arrow" for name in names)  # a folder of `datasets.save_to_disk`
     used = {README} if configs else set()
-    about = [name for name in sorted(names) if _is_about(name, saved)]
+    bases = {name: name.rpartition("/")[2] for name in sorted(names)}
+    about = [name for name, base in bases.items() if _ABOUT.fullmatch(base) or (saved and base == "state.json")]
     data = [entry for entry in entries if ending_of(entry.name) in ENDINGS and entry.name not in about]
     if not data or (not configs and len(data) + len(about) < len(entries)):
         return Selection(tuple(entries))
@@ -76,12 +77,6 @@ def select(root: Path, entries: Sequence[SourceFile], split: str) -> Selection:
     others = [unused("split", name, plural(count, "file")) for name, count in splits.items() if name != split]
     rest = [*about, *(entry.name for entry in entries if entry.name not in by_name and entry.name not in about)]
     return Selection(chosen, (*others, *_unused_files(name for name in rest if name not in used)))
-
-
-def _is_about(name: str, saved: bool) -> bool:
-    """Whether a file is about the data; `saved`: in a folder of `datasets.save_to_disk`."""
-    base = name.rpartition("/")[2]
-    return _ABOUT.fullmatch(base) is not None or (saved and base == "state.json")
 
 
 def _unused_files(names: Iterable[str]) -> Iterator[str]:

@@ -61,7 +61,14 @@ class DecoderWorkload(Plain):
         self.global_batch = recipe.train.batch_tokens // self.sequence
         self.nominal_weight = float(self.global_batch * self.sequence)
         self.tokenizer = tokenizer
-        _check_vocabulary(tokenizer, self.options)
+        rows = self.options.vocabulary
+        if rows is not None and tokenizer.vocabulary > rows:
+            raise UserError(
+                f"data.tokenizer = {tokenizer.name!r} has {tokenizer.vocabulary} tokens, and the model's table has "
+                f"{rows}.",
+                why="a token without a row in the table cannot be read",
+                do="leave model.vocabulary out, or the tokenizer that the weights were trained with",
+            )
 
     @property
     def exported_tokenizer(self) -> Tokenizer:
@@ -138,16 +145,6 @@ class DecoderWorkload(Plain):
         """See the model's own `work`."""
         load = DecoderLoad(sizes(self.options), self.sequence, micro_batch, recompute, precision)
         return work_of(self.options)(load).whole
-
-
-def _check_vocabulary(tokenizer: Tokenizer, options: Gpt | Moe) -> None:
-    if options.vocabulary is not None and tokenizer.vocabulary > options.vocabulary:
-        raise UserError(
-            f"data.tokenizer = {tokenizer.name!r} has {tokenizer.vocabulary} tokens, and the model's table has "
-            f"{options.vocabulary}.",
-            why="a token without a row in the table cannot be read",
-            do="leave model.vocabulary out, or the tokenizer that the weights were trained with",
-        )
 
 
 def work_of(options: Gpt | Moe) -> Callable[[DecoderLoad], Anatomy]:

@@ -13,7 +13,7 @@ import re
 import stat
 import sysconfig
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -89,7 +89,9 @@ def listing(data: Data) -> Listing:
     try:
         if place.is_dir():
             files = _folder(place, lambda name: not name.startswith(".") and name != "__pycache__")
-            return _selected(data, place, _filled(data, files))
+            listed = _filled(data, files)
+            chosen = data_folder.select(place, listed.entries, data.split)
+            return replace(listed, entries=chosen.entries, notes=chosen.notes, tables=chosen.tables)
         if place.exists():
             return _single(data, place)
     except OSError as error:
@@ -173,12 +175,6 @@ def _single(data: Data, place: Path) -> Listing:
     tables = {} if table is None else {place.name: table}
     notes = tuple(data_folder.unused_keys(tables))
     return Listing(_origin(data, os.path.abspath(place)), (entry,), notes=notes, tables=tables)
-
-
-def _selected(data: Data, root: Path, listed: Listing) -> Listing:
-    """What is read of a folder: of a folder of data, its files of `data.split`."""
-    chosen = data_folder.select(root, listed.entries, data.split)
-    return Listing(listed.origin, chosen.entries, listed.skipped, notes=chosen.notes, tables=chosen.tables)
 
 
 def _origin(data: Data, where: str) -> str:

@@ -482,7 +482,8 @@ def loads(text: str | bytes, origin: str = "plan.json") -> Plan:
         table = serialization.from_json(text)
         if isinstance(table, dict):
             table = {key: value for key, value in table.items() if key not in ("layout", "what_if")}
-            _move_to_choices(table)
+            if table.get("version") != VERSION:
+                _move_to_choices(table)
             for stage in table.get("stages", ()):  # plans from before sequences were cut two ways
                 if isinstance(stage, dict) and "sequence" in stage:
                     stage.setdefault("heads", stage.pop("sequence"))

@@ -50,8 +50,9 @@ def make(request: Request, found: Found, option: Option, calibration: Calibratio
     )
     for each in choice.asked(request, option.cluster):
         plan = each.placed(plan, request, option)
-    doubt = calibration.doubt(own_stack(option.cluster))
-    return plan.changed(why=(*plan.why, doubt)) if doubt else plan
+    if calibration.stacks and (doubt := calibration.doubt(own_stack(option.cluster))):
+        return plan.changed(why=(*plan.why, doubt))
+    return plan
 
 
 def predict(request: Request, option: Option, calibration: Calibration) -> Predicted:

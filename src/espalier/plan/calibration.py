@@ -101,7 +101,12 @@ class Calibration(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     def on(self, cluster: Cluster, ranks: int, stack: str = "") -> Calibration:
         """The same, as certain as it is of a run on these ranks: where no time was measured, as what is known of their
         devices and links; less on another stack than the measured ones, and on more ranks."""
-        plain = _uncalibrated(cluster, ranks)
+        on = collective_time.fleet(cluster, ranks)
+        used = (on.inside if on.per_node > 1 else None, on.between)
+        indirect = any(link is not None and not link.measured and 0 < link.share < INDIRECT_SHARE for link in used)
+        devices = [kind.table.device for kind in on.kinds]
+        spreads = [device.spread or (UNKNOWN if on.cuda and device.peak else UNCALIBRATED) for device in devices]
+        plain = max(*spreads, INDIRECT if indirect else 0.0)
         if not self.rows:
             return self.changed(spread=plain) if self.spread == UNCALIBRATED else self
         doublings = np.log2(max(1.0, ranks / self.ranks)) if self.ranks else 0.0
@@ -127,16 +132,6 @@ class Calibration(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
 def own_stack(cluster: Cluster) -> str:
     """The stack of Espalier's own runs on such machines."""
     return f"espalier on {cluster.nodes[0].device.name}"
-
-
-def _uncalibrated(cluster: Cluster, ranks: int) -> float:
-    """Relative error to expect of ranks of which no steps were measured."""
-    on = collective_time.fleet(cluster, ranks)
-    used = (on.inside if on.per_node > 1 else None, on.between)
-    indirect = any(link is not None and not link.measured and 0 < link.share < INDIRECT_SHARE for link in used)
-    devices = [kind.table.device for kind in on.kinds]
-    spreads = [one.spread or (UNKNOWN if on.cuda and one.peak else UNCALIBRATED) for one in devices]
-    return max(*spreads, INDIRECT if indirect else 0.0)
 
 
 DATASHEET = Calibration()

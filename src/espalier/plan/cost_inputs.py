@@ -163,10 +163,8 @@ class CostInputs:
         return replace(states, elements=states.elements - self.stage_layers * less, layer=states.layer - less)
 
     def experts(self, samples: Number, rounds: Number) -> Cost:
-        """What tokens for other ranks' experts cost in a step; nothing where every rank holds all."""
+        """What tokens for other ranks' experts cost in a step, where experts are spread."""
         request, layouts = self.request, self.layouts
-        if request.expert_ranks == 1:
-            return Cost()
         few, over = divmod(request.experts.total, request.expert_ranks)
         sizes = [few + (rank < over) for rank in range(request.expert_ranks)]
         load = ExpertLoad(request.profile.width, request.compute, request.recipe.comm.experts == "int8")
@@ -186,9 +184,11 @@ class CostInputs:
 
     def wire(self, operation: Any, size: Number, ranks: Number, stride: Number, traffic: str) -> Number:
         """Seconds of a collective, encoded as its class is."""
-        stored = {"gradients": self.storage.grads, "parameters": self.storage.params}
-        storage = stored.get(traffic, float(self.request.compute))
-        on = collective_time.encoded(self.on, self.request.crossings.get(traffic), float(np.min(storage)))
+        on = self.on
+        if (crossing := self.request.crossings.get(traffic)) is not None:
+            stored = {"gradients": self.storage.grads, "parameters": self.storage.params}
+            storage = stored.get(traffic, float(self.request.compute))
+            on = collective_time.encoded(on, crossing, float(np.min(storage)))
         return collective_time.seconds(operation, size, ranks, stride, on)
 
     def awaited(self, operation: Any, size: Number, ranks: Number, stride: Number, traffic: str) -> Number:

@@ -13,10 +13,9 @@ from contextlib import suppress
 from espalier.machine import cluster as clusters
 from espalier.machine.cluster import Cluster
 from espalier.plan import base as plans
-from espalier.plan import executable
 from espalier.plan.base import Plan
 from espalier.plan.calibration import Calibration
-from espalier.plan.request import AUTO, NO_RECIPE, Request
+from espalier.plan.request import AUTO, Request
 from espalier.recipe.cache_dir import cache_folder, hashed, write_atomic
 from espalier.recipe.cost import WHOLE
 from espalier.recipe.errors import UserError
@@ -38,7 +37,7 @@ def key(
         code: says which code decides.
         trials: what was measured of candidates of this request; None: nothing is to be measured.
     """
-    recipe, train = request.recipe, (request.precision, request.recompute, request.muon, request.recipe.train.compile)
+    recipe, train = request.recipe, request.recipe.train
     options = (
         recipe.model,
         recipe.plan,
@@ -47,16 +46,21 @@ def key(
         recipe.checkpoint,
         recipe.faults,
         recipe.mechanisms,
-        train,
+        recipe.graph,
+        [source.packing for source in recipe.data],
+        train.precision,
+        train.recompute,
+        train.compile,
+        type(train.optimizer).__name__,
     )
-    asked = repr((options, request.changed(recipe=NO_RECIPE, refuses=None, request_of=None, anatomy=None)))
-    refused = repr([executable.refusal(request, **{axis: 2}) for axis in executable.AXES])
+    profile = vars(request.profile) | {"anatomy": None}
+    asked = repr((options, vars(request) | dict.fromkeys(("recipe", "refuses", "request_of")) | {"profile": profile}))
     # Code of the user's own may say what a sample costs: its answers count, not its name.
-    precision = "fp32" if request.precision == AUTO else request.precision
+    precision = "fp32" if train.precision == AUTO else train.precision
     costs = [
         repr(request.profile.anatomy(size, "none", precision, WHOLE)) for size in (1, request.profile.global_batch)
     ]
-    return hashed([asked, refused, costs, clusters.dumps(cluster), repr(calibration), trials, code])
+    return hashed([asked, costs, clusters.dumps(cluster), repr(calibration), trials, code])
 
 
 def read(name: str) -> Plan | None:

@@ -47,7 +47,7 @@ def why(request: Request, found: Found, option: Option) -> list[str]:
         said.append(f"{kinds[0].upper()}{kinds[1:]} wait outside the devices between uses: {why}.")
     if option.fits and request.offload.parameters == "device":
         said += _states(request, found, option)
-        said += _gathers(request, option) + _pieces(request, option)
+        said += _gathers(request, option) if layout.params > 1 else _pieces(request, option)
         said += _cuts(request, found, option)
     used = int(layout.world)
     able = [place for place in option.cluster.devices() if request.precision in place.table.device.flops]
@@ -99,7 +99,7 @@ def _states(request: Request, found: Found, option: Option) -> list[str]:
 
 def prefetch(request: Request, option: Option) -> Prefetch:
     """When the gather of the next layer's weights begins: what takes the shortest time."""
-    return next(iter(_gathering(request, option)), "block")
+    return "block" if option.layout.params == 1 else next(iter(_gathering(request, option)))
 
 
 def bucket(request: Request, option: Option) -> int:
@@ -121,7 +121,7 @@ def _gathering(request: Request, option: Option) -> dict[Prefetch, float]:
 def _pieces(request: Request, option: Option) -> list[str]:
     """Why gradients are exchanged in larger pieces than usual."""
     chosen = bucket(request, option)
-    if request.recipe.comm.bucket != "auto" or chosen <= BUCKET or option.layout.params > 1:
+    if request.recipe.comm.bucket != "auto" or chosen <= BUCKET:
         return []
     ranks = option.layout.shards // option.layout.grads
     return [
@@ -139,9 +139,7 @@ _STARTS: dict[Prefetch, str] = {
 
 def _gathers(request: Request, option: Option) -> list[str]:
     """When weights are gathered, and what the other choices lose."""
-    (chosen, taken), *others = [*_gathering(request, option).items()] or [("block", 0.0)]
-    if not taken:
-        return []
+    (chosen, taken), *others = _gathering(request, option).items()
     lost = [f"{_STARTS[start]}, {slower(seconds, taken)}" for start, seconds in others]
     why = f"({'; '.join(lost)}, in each layer)" if lost else "(it was set)"
     return [f"Weights of a block are gathered {_STARTS[chosen]} {why}."]
@@ -155,7 +153,7 @@ def _cuts(request: Request, found: Found, option: Option) -> list[str]:
     layout, said = option.layout, []
     for field, name in (
         ("tp", f"Matrices cut over {layout.tp} ranks ({layout.algorithm})"),
-        ("sp", _sequence(layout)),
+        ("sp", _sequence(layout) if layout.sp > 1 else ""),
         ("pp", f"{layout.pp} pipeline stages"),
     ):
         if getattr(layout, field) > 1:

@@ -46,7 +46,7 @@ def _searched(ask: Ask) -> PlanDecision:
     free = request.pin.shard is None and request.recipe.plan.redundancy == 1
     processor = not gpus(cluster) and len(cluster.devices()) == 1
     result = search.search(request, cluster, calibration, whole=free and processor)
-    spread = _over_ranks(request, cluster, calibration)
+    spread = _over_ranks(request, cluster, calibration) if "expert_parallel" in request.profile.facts else []
     if spread and (result.options or request.pin.offload == "none"):
         alone = [(request, result)]
         if request.pin.offload is None:
@@ -77,8 +77,7 @@ def _over_ranks(request: Request, cluster: Cluster, calibration: Calibration) ->
     and over 2, 4 and so on. Ranks of one processor gain nothing: one rank has its memory and threads."""
     pin = request.pin
     cut = pin.shard is not None and max(pin.shard.params or 1, pin.shard.grads or 1) > 1
-    dense, compiled = "expert_parallel" not in request.profile.facts, request.recipe.train.compile
-    if dense or pin.ep is not None or cut or compiled or len(cluster.devices()) == 1:
+    if pin.ep is not None or cut or request.recipe.train.compile or len(cluster.devices()) == 1:
         return []
     most, places = min(request.experts.total, request.profile.global_batch), _ranks_of(request, cluster)
     counts = {2, 4, 8, 16, 32, 64, places, *(table.devices for table in cluster.nodes)}

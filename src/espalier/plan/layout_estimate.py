@@ -171,15 +171,16 @@ def sent(step: CostInputs, samples: int, nodes: Sequence[int]) -> dict[str, floa
     if request.offload == NODE:
         return {"gradients": optimizer_node.pushed(request)}
     found = dict(cost(step.summed, step.division, rounds=rounds).sent)
-    codecs = placement_plan.codecs(exchanges(request.crossings))
-    if codecs and step.states.sizes and not np.any(step.states.cut):
+    if request.crossings and step.states.sizes and not np.any(step.states.cut):
+        codecs = placement_plan.codecs(exchanges(request.crossings))
         chosen = Shards(int(layout.params), int(layout.grads), int(layout.optimizer))
         found = dict(wire_bytes(step.states, chosen, nodes, codecs, rounds=rounds))
     if request.offload.parameters in ("host", "disk"):
         gathered = ring_bytes("all_gather", float(np.max(step.sharded["params"])), int(layout.dp))
         found["parameters"] = (1 + offload.again(request)) * gathered
     found |= {name: size for name, size in step_time.pipeline(step, 1, samples).sent.items() if size}
-    found |= step.experts(samples, rounds).sent
+    if request.expert_ranks > 1:
+        found |= step.experts(samples, rounds).sent
     world = int(layout.world)
     totals = TOTALS + world + task_totals(profile.tasks)
     steering = TOTAL_BYTES * placement_plan.control_values(profile.tensors, world, totals)

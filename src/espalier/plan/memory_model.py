@@ -92,7 +92,8 @@ def stage(step: CostInputs, anatomy: Anatomy, micro_batches: Number, is_first: b
     if np.any(np.asarray(layouts.cp) > 1):
         travelling = step.sequence(anatomy.layer.tokens).held["keys_values"]
     transient = np.maximum(anatomy.layer.transient + travelling, has_head * anatomy.rest.transient)
-    update = np.maximum(orthogonal_bytes(request), _temporaries(step) * step.stage_parameters / layouts.optimizer)
+    temporaries = _temporaries(step) if request.system.temporaries else 0.0
+    update = np.maximum(orthogonal_bytes(request), temporaries * step.stage_parameters / layouts.optimizer)
     update = 0.0 * update if has_window else update
     found["activations"] = factors.held * kept
     # The worst moment is in backward, or in the optimizer's step when no activation is held any more.
@@ -109,8 +110,7 @@ def stage(step: CostInputs, anatomy: Anatomy, micro_batches: Number, is_first: b
 def _temporaries(step: CostInputs) -> Number:
     """Bytes per parameter that an update needs beside its states: 16-bit gradients are cast for their fp32 masters."""
     request = step.request
-    cast = CAST if request.low and request.system.temporaries else 0.0
-    return request.system.temporaries + np.where(_fsdp(step), 0.0, cast)
+    return request.system.temporaries + np.where(_fsdp(step), 0.0, CAST if request.low else 0.0)
 
 
 def _fsdp(step: CostInputs) -> Any:

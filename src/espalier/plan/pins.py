@@ -27,11 +27,9 @@ def check(request: Request, cluster: Cluster) -> None:
         if (value := getattr(pin, name)) is not None:
             _check_degree(request, name, value, there)
     _check_experts(request)
-    _check_ring(pin)
-    _check_stages(request)
+    _check_degrees(request)
     if pin.shard is not None:
         _check_chain(pin.shard, there)
-    _check_algorithm(pin)
     if (batch := request.profile.global_batch) < 1:
         raise UserError(f"The global batch has {batch} samples.", do="a larger train.batch_tokens")
     if there:
@@ -115,9 +113,22 @@ def _check_experts(request: Request) -> None:
     _at_most("ep", ep, request.profile.global_batch, "samples of the global batch", "a larger train.batch_tokens")
 
 
-def _check_stages(request: Request) -> None:
-    """Whether schedules and stages on each rank have stages to order."""
+def _check_degrees(request: Request) -> None:
+    """Whether what is pinned of heads, context and rings, of the algorithm, and of stages and their order agrees."""
     pin = request.pin
+    if None not in (pin.sp, pin.hp, pin.cp) and pin.sp != (pin.hp or 1) * (pin.cp or 1):
+        raise UserError(
+            f"plan.pin.sp = {pin.sp} is not hp x cp = {pin.hp} x {pin.cp}.",
+            do=f"plan.pin.sp={(pin.hp or 1) * (pin.cp or 1)}, or leave it out",
+        )
+    if pin.window is not None and pin.cp is not None and pin.cp % pin.window:
+        raise _no_division("plan.pin.window", pin.window, "plan.pin.cp", pin.cp)
+    if pin.algorithm in ("megatron", "fsp") and pin.tp == 1:
+        raise UserError(f"plan.pin.algorithm = {pin.algorithm!r} has tensor ranks.", do="plan.pin.tp=2, or more")
+    if pin.algorithm == "isp" and pin.tp not in (None, 1):
+        raise UserError('plan.pin.algorithm = "isp" has no tensor ranks.', do="plan.pin.tp=1, sp instead")
+    if pin.algorithm == "data" and (pin.tp or 1) * (pin.sp or 1) > 1:
+        raise UserError('plan.pin.algorithm = "data" cuts neither matrices nor sequences.', do="leave tp and sp out")
     many, layers = pin.interleave or 1, request.profile.layers
     for name in ("schedule", "interleave"):
         if getattr(pin, name) not in (None, 1) and pin.pp == 1:
@@ -132,17 +143,6 @@ def _check_stages(request: Request) -> None:
         )
 
 
-def _check_ring(pin: Pin) -> None:
-    """Whether heads, context and rings of what shares a sequence agree."""
-    if None not in (pin.sp, pin.hp, pin.cp) and pin.sp != (pin.hp or 1) * (pin.cp or 1):
-        raise UserError(
-            f"plan.pin.sp = {pin.sp} is not hp x cp = {pin.hp} x {pin.cp}.",
-            do=f"plan.pin.sp={(pin.hp or 1) * (pin.cp or 1)}, or leave it out",
-        )
-    if pin.window is not None and pin.cp is not None and pin.cp % pin.window:
-        raise _no_division("plan.pin.window", pin.window, "plan.pin.cp", pin.cp)
-
-
 def _check_chain(shard: ShardPin, there: int) -> None:
     chain = [(f"shard.{state}", value) for state, value in _states(shard)]
     for (inner, few), (outer, many) in itertools.pairwise(chain):
@@ -151,15 +151,6 @@ def _check_chain(shard: ShardPin, there: int) -> None:
             raise _no_division(f"plan.pin.{inner}", few, f"plan.pin.{outer}", many, why)
     if chain and there > 1:
         _at_most(*chain[-1], there, "devices of the cluster")
-
-
-def _check_algorithm(pin: Pin) -> None:
-    if pin.algorithm in ("megatron", "fsp") and pin.tp == 1:
-        raise UserError(f"plan.pin.algorithm = {pin.algorithm!r} has tensor ranks.", do="plan.pin.tp=2, or more")
-    if pin.algorithm == "isp" and pin.tp not in (None, 1):
-        raise UserError('plan.pin.algorithm = "isp" has no tensor ranks.', do="plan.pin.tp=1, sp instead")
-    if pin.algorithm == "data" and (pin.tp or 1) * (pin.sp or 1) > 1:
-        raise UserError('plan.pin.algorithm = "data" cuts neither matrices nor sequences.', do="leave tp and sp out")
 
 
 def check_offload(request: Request, cluster: Cluster) -> None:

@@ -212,7 +212,7 @@ def _promising_first(
     found = []
     for part, ranks, threads in parts(request, cluster):
         on = replace(collective_time.fleet(part, ranks, threads), factors=calibration.factors)
-        found.append((part, on, threads, *least_seconds(request, on)))
+        found.append((part, on, threads, *(least_seconds(request, on) if on.cuda else (0.0, 0.0))))
     return [*found[:1], *sorted(found[1:], key=lambda one: one[3])]
 
 
@@ -356,7 +356,7 @@ def _price(
 ) -> tuple[list[Option], list[Option], Option | None]:
     """Of each schedule of a batch the fastest that fit and the most frugal; the same of those with `whole` states, if
     asked for; the least violating one where none fits."""
-    weak = weakest(request, on)
+    weak = weakest(request, on) if len(on.kinds) > 1 else on
     peak, over = _fullness(request, weak, batch)
     if not np.any(over <= 0):
         at = int(np.argmin(over))
@@ -566,9 +566,7 @@ def _abilities(request: Request, device: Device) -> tuple[float, ...]:
 
 def least_seconds(request: Request, on: collective_time.Fleet) -> tuple[float, float]:
     """Seconds that no plan on this fleet can beat with equal shares, and with shares by speed: the model's products and
-    attention at the rates that its devices sustain, forward and backward once. Processors: not known, 0."""
-    if not on.cuda:
-        return 0.0, 0.0
+    attention at the rates that its GPUs sustain, forward and backward once."""
     each = [_sample(request, on, kind) for kind in on.kinds]
     together = sum(kind.ranks / taken for kind, taken in zip(on.kinds, each, strict=True))
     return request.profile.global_batch * max(each) / on.ranks, request.profile.global_batch / together

@@ -98,7 +98,9 @@ def step_seconds(step: CostInputs, samples: Number) -> dict[str, Number]:
     layers = step.stage_layers
     found = pipeline(step, size, micro_batches, layers * whole.total, layers * whole.weight).seconds
     terms |= {name: value + 0.0 * size for name, value in found.items()}
-    terms |= {name: value + 0.0 * size for name, value in step.experts(samples, micro_batches).seconds.items()}
+    if step.request.expert_ranks > 1:
+        exchanged = step.experts(samples, micro_batches).seconds
+        terms |= {name: value + 0.0 * size for name, value in exchanged.items()}
     terms |= _once(step, last)
     if not step.cuda:  # a GPU's host runs ahead
         issue = step.on.factors.issue * device_model.issue_seconds(step.kind.table.device)
@@ -283,8 +285,9 @@ def gathering(step: CostInputs, layer: Pass, work: Work) -> dict[Prefetch, Numbe
     found = weights(step, request.layer_parameters / layouts.tp)
     gather, scatter = found["all_gather"], found["reduce_scatter"]
     backward = layer.backward + layer.recompute
-    waited = _same_links(step) * layer.sequence / (2 + (np.asarray(work.again) > 0))
-    after = _after_attention(step, work)
+    # Whether ranks that share a sequence and ranks that split parameters are as far apart as each other.
+    within = [np.asarray(ranks) * layouts.tp <= step.on.per_node for ranks in (layouts.sp, layouts.params)]
+    waited = (within[0] == within[1]) * layer.sequence / (2 + (np.asarray(work.again) > 0))
 
     def beside(taken: Number, window: Number) -> Number:
         contested = np.minimum(taken, waited)
@@ -296,19 +299,13 @@ def gathering(step: CostInputs, layer: Pass, work: Work) -> dict[Prefetch, Numbe
         "none": 2 * gather + scattered,
     }
     if request.profile.heads:
+        after = _after_attention(step, work)
         contested = np.minimum(scatter, waited)
         both = contested + _awaited(step, gather + scatter - contested, backward)
         late = _awaited(step, gather, after * backward)
         by_start["attention"] = _awaited(step, gather, after * layer.forward) + np.maximum(both, late)
     pinned = request.pin.prefetch
     return by_start if pinned is None or pinned not in by_start else {pinned: by_start[pinned]}
-
-
-def _same_links(step: CostInputs) -> Any:
-    """Whether ranks that share a sequence and ranks that split parameters are as far apart as each other."""
-    layouts, machine = step.layouts, step.on.per_node
-    within = [np.asarray(ranks) * layouts.tp <= machine for ranks in (layouts.sp, layouts.params)]
-    return within[0] == within[1]
 
 
 def _after_attention(step: CostInputs, work: Work) -> Number:

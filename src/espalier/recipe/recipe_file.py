@@ -84,12 +84,12 @@ def changed(before: config.Recipe, after: config.Recipe) -> list[tuple[str, Any,
 
 def meaning(recipe: config.Recipe) -> dict[str, Any]:
     """The options that say what a run means, by key: without those that say how it is carried out."""
-    return {key: value for key, value in leaves(to_table(recipe)) if not _is_resumable(key)}
-
-
-def _is_resumable(key: str) -> bool:
-    cache = key.startswith("data.") and key.endswith(".cache")
-    return cache or any(key == free or key.startswith(free + ".") for free in config.RESUMABLE)
+    resumable = tuple(f"{free}." for free in config.RESUMABLE)
+    return {
+        key: value
+        for key, value in leaves(to_table(recipe))
+        if not f"{key}.".startswith(resumable) and not (key.startswith("data.") and key.endswith(".cache"))
+    }
 
 
 # --- reading -----------------------------------------------------------------------------------------------------

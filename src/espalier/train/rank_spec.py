@@ -133,18 +133,17 @@ def store(place: RankSpec, timeout: float) -> Any:
 
     address = place.host, place.port
     if address not in _stores:
-        _stores[address] = _served(place, timeout) if place.serves else _reached(place, timeout)
+        if place.serves:
+            # Where it listens on all addresses it connects by loopback, whatever others call this host.
+            listens = place.listen_fd >= 0
+            descriptor = place.listen_fd if listens else _listener(place).detach()
+            host = place.host if listens else "127.0.0.1"
+            served = store_client.connect(host, place.port, timeout, is_master=True, master_listen_fd=descriptor)
+            _stores[address] = served
+        else:
+            _stores[address] = _reached(place, timeout)
     _stores[address].set_timeout(timedelta(seconds=timeout))
     return _stores[address]
-
-
-def _served(place: RankSpec, timeout: float) -> Any:
-    """The store that this process serves. Where it listens on all addresses it connects by loopback, whatever others
-    call this host."""
-    listens = place.listen_fd >= 0
-    descriptor = place.listen_fd if listens else _listener(place).detach()
-    host = place.host if listens else "127.0.0.1"
-    return store_client.connect(host, place.port, timeout, is_master=True, master_listen_fd=descriptor)
 
 
 def _listener(place: RankSpec) -> socket.socket:

@@ -284,11 +284,6 @@ def _composed(all_claims: frozenset[Claim]) -> compose.Composition | compose.Ref
     return compose.compose(all_claims, known=KNOWN)
 
 
-def accepts(recipe: Recipe, plan: Plan, claim: Claim) -> bool:
-    """Whether `claim` can stand beside the mechanisms of a plan."""
-    return refusal(recipe, plan, claim) is None
-
-
 def require_beside(recipe: Recipe, plan: Plan, claim: Claim) -> None:
     """Raises UserError, with the reason, where `claim` cannot stand beside the mechanisms of a plan."""
     compose.require([*claims(recipe, plan), claim], known=KNOWN)
@@ -296,6 +291,6 @@ def require_beside(recipe: Recipe, plan: Plan, claim: Claim) -> None:
 
 def recovery(recipe: Recipe, plan: Plan) -> Literal["", "alike", "rounds"]:
     """How ranks that are left after a failure go on: see the claims above; empty: they start again."""
-    if accepts(recipe, plan, STAY_ALIKE):
+    if refusal(recipe, plan, STAY_ALIKE) is None:
         return "alike"
-    return "rounds" if accepts(recipe, plan, STAY_BY_ROUNDS) else ""
+    return "rounds" if refusal(recipe, plan, STAY_BY_ROUNDS) is None else ""

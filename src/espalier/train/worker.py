@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import signal
 import statistics
@@ -185,14 +184,6 @@ def measured(trainer: Trainer | None, setting: RankSetup) -> dict[str, float]:
     return {**trainer.built.sharding.bytes_held(), "optimizer": states, "peak": peak}
 
 
-def _write_rate(setting: RankSetup) -> float:
-    """Bytes/s that this rank writes of a checkpoint at most: its share of its machine's."""
-    if setting.recipe.checkpoint.rate is None:
-        return math.inf
-    nodes = [rank.node for rank in setting.plan.ranks]
-    return units.rate(setting.recipe.checkpoint.rate, "checkpoint.rate") / nodes.count(nodes[setting.place.rank])
-
-
 def _checkpoints(trainer: Trainer, folder: Path) -> Checkpoints:
     """The checkpoints of the run in `folder`, for all trainers together."""
     setting = trainer.setting
@@ -204,7 +195,10 @@ def _checkpoints(trainer: Trainer, folder: Path) -> Checkpoints:
         group=saving_group(trainer.mesh.trainers),
         on_event=setting.emit,
     )
-    saved.trust, saved.rate = setting.trust, _write_rate(setting)
+    saved.trust = setting.trust
+    if options.rate is not None:  # of a machine, which its ranks share
+        nodes = [rank.node for rank in setting.plan.ranks]
+        saved.rate = units.rate(options.rate, "checkpoint.rate") / nodes.count(nodes[setting.place.rank])
     if saved.team.rank == 0:  # which judges; at this path another host may have the folder of another run
         saved.run = run_identity.read(folder)
     return saved
