@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from functools import partial
 from pathlib import Path
@@ -132,8 +131,14 @@ def test_the_run_does_what_was_chosen_as_if_it_had_been_asked_for_and_keeps_it_w
     """Also with one rank. A pass over batches of four nodes has several, which are slower here than they are told."""
     if pins == "drawn":
         monkeypatch.setattr(halo_parallel, "SAMPLED", 4)
-        told = itertools.cycle([1.0, 0.1])
-        monkeypatch.setattr(drawn_batches, "seconds", lambda plan: next(told))
+        choose = drawn_batches.choose
+
+        def seconds(batches, plan):
+            return 0.1 if batches.fanout else 1.0
+
+        monkeypatch.setattr(
+            drawn_batches, "choose", lambda recipe, drawn, planned, tried: choose(recipe, drawn, planned, seconds)
+        )
     asked = recipe(tmp_path, path, "pin = { ranks = 2, threads = 1 }").name
     cluster(tmp_path, 1)
     more = ["plan.cluster=hosts.toml"]
