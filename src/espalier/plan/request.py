@@ -106,7 +106,7 @@ class Request:
         ep: ranks over which experts are spread, as chosen; 0: not chosen.
         offload: what waits outside the device; free: bytes of the disk that it may wait on; None: not known.
         crossings: how each class of traffic that is encoded crosses the links.
-        outer: copies of what a rank moves that rounds keep (`mechanisms.local_rounds.overlap_cost`).
+        outer: copies of what a rank moves that rounds keep (`mechanisms.local_rounds.cost`).
         factors: what a calibration says of the coefficients.
         refuses: why whoever trains cannot run a plan; None where it can. Without it all plans can be run.
         request_of: the request of another recipe on the same data; None: its model cannot be made anew.
