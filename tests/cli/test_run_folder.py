@@ -383,7 +383,7 @@ def kept(home: Path, name: str) -> kept_graph.KeptGraph:
 
 def reopened(home: Path, name: str, folder: Path) -> GraphWorkload:
     recipe = run_open._with_data(runs.find(home / "runs" / name).read(), str(folder))
-    return open_graph(recipe, kept=kept(home, name))
+    return open_graph(recipe, run_graph=kept(home, name))
 
 
 RENAMED = [

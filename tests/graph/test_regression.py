@@ -346,7 +346,7 @@ def test_other_data_is_read_as_the_run_read_its_own(tmp_path):
     recipe = recipe_of()
     data = (msgspec.structs.replace(recipe.data[0], path=str(tmp_path / "other.npz")),)
     recipe = msgspec.structs.replace(recipe, data=data)
-    workload = open_graph(recipe, kept=kept_graph.read(tmp_path))
+    workload = open_graph(recipe, run_graph=kept_graph.read(tmp_path))
     np.testing.assert_array_equal(workload.graph.labels[:, 0], np.arange(60)[_order(workload)])
     assert open_graph(recipe).graph.kind == "classes"
 
