@@ -63,6 +63,8 @@ def test_wordnet_has_its_117659_synsets(tmp_path, monkeypatch):
     try:
         graph = wordnet.load()
     except UserError as error:
+        if "neither installed nor to be had" not in str(error):
+            raise  # the database is there and was not read
         pytest.skip(str(error))
     assert (graph.nodes, graph.edges) == (117_659, 2 * 183_789)
     assert int((graph.degrees() == 0).sum()) == 1_009

@@ -170,8 +170,8 @@ class CostInputs:
         load = ExpertLoad(request.profile.width, request.compute, request.recipe.comm.experts == "int8")
         tokens = samples * request.profile.tokens_per_sample / np.asarray(layouts.sp) / rounds
         again = float(layouts.recompute != "none")
-        one = expert_cost(load, expected(tokens, request.experts.active, sizes), self.wire, again, layouts.tp)
-        return one.times(rounds * self.stage_layers)
+        layer = expert_cost(load, expected(tokens, request.experts.active, sizes), self.wire, again, layouts.tp)
+        return layer.times(rounds * self.stage_layers)
 
     @cached_property
     def division(self) -> Division:

@@ -36,33 +36,33 @@ def why(request: Request, found: Found, option: Option) -> list[str]:
     """The sentences that defend an option against the others that were priced."""
     layout = option.layout
     fastest = found.options[0] if found.options else option
-    said = [f"{request.pin.ranks} ranks were asked for."] if (request.pin.ranks or 0) > 1 else []
-    said.append(f"It is the best of {units.plural(found.priced, 'layout')} that were priced.")
+    sentences = [f"{request.pin.ranks} ranks were asked for."] if (request.pin.ranks or 0) > 1 else []
+    sentences.append(f"It is the best of {units.plural(found.priced, 'layout')} that were priced.")
     if fastest is not option and fastest.seconds < option.seconds:
-        said.append(_passed_over(found, fastest, option))
+        sentences.append(_passed_over(found, fastest, option))
     if request.offload != RESIDENT:
         names = ("optimizer states", "parameters", "activations")
         kinds = " and ".join(name for name in names if name.split()[0] in str(request.offload))
         why = "it was set" if request.pin.offload else "with all on their devices nothing fits"
-        said.append(f"{kinds[0].upper()}{kinds[1:]} wait outside the devices between uses: {why}.")
+        sentences.append(f"{kinds[0].upper()}{kinds[1:]} wait outside the devices between uses: {why}.")
     if option.fits and request.offload.parameters == "device":
-        said += _states(request, found, option)
-        said += _gathers(request, option) if layout.params > 1 else _pieces(request, option)
-        said += _cuts(request, found, option)
+        sentences += _states(request, found, option)
+        sentences += _gathers(request, option) if layout.params > 1 else _pieces(request, option)
+        sentences += _cuts(request, found, option)
     used = int(layout.world)
     able = [place for place in option.cluster.devices() if request.precision in place.table.device.flops]
     if used < len(able) and not request.pin.ranks:
-        said.append(_left_out(found, option, able))
+        sentences.append(_left_out(found, option, able))
     if option.shares is not None:
-        told = " and ".join(str(share) for share in option.shares)
-        said.append(f"Devices differ in speed: ranks have up to {told} samples, by their speed.")
+        listed = " and ".join(str(share) for share in option.shares)
+        sentences.append(f"Devices differ in speed: ranks have up to {listed} samples, by their speed.")
     elif option.speeds is not None:
-        told = " and ".join(f"{speed:.2f}" for speed in option.speeds)
-        said.append(f"Devices differ in speed: ranks have {told} of the mean number of tokens, by their speed.")
+        listed = " and ".join(f"{speed:.2f}" for speed in option.speeds)
+        sentences.append(f"Devices differ in speed: ranks have {listed} of the mean number of tokens, by their speed.")
     elif len({id(place.table.device) for place in seats(option.cluster, used)}) > 1 and not option.cluster.same_speed:
-        said.append("Devices differ in speed and shares are equal, so the slowest sets the step.")
-    said += _crowded(option)
-    return said
+        sentences.append("Devices differ in speed and shares are equal, so the slowest sets the step.")
+    sentences += _crowded(option)
+    return sentences
 
 
 def _left_out(found: Found, option: Option, places: Sequence[Place]) -> str:

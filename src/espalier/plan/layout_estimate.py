@@ -170,40 +170,42 @@ def sent(step: CostInputs, samples: int, nodes: Sequence[int]) -> dict[str, floa
     rounds = -(-samples // int(layout.micro_batch))
     if request.offload == NODE:
         return {"gradients": optimizer_node.pushed(request)}
-    found = dict(cost(step.summed, step.division, rounds=rounds).sent)
+    sent_bytes = dict(cost(step.summed, step.division, rounds=rounds).sent)
     if request.crossings and step.states.sizes and not np.any(step.states.cut):
         codecs = placement_plan.codecs(exchanges(request.crossings))
         chosen = Shards(int(layout.params), int(layout.grads), int(layout.optimizer))
-        found = dict(wire_bytes(step.states, chosen, nodes, codecs, rounds=rounds))
+        sent_bytes = dict(wire_bytes(step.states, chosen, nodes, codecs, rounds=rounds))
     if request.offload.parameters in ("host", "disk"):
         gathered = ring_bytes("all_gather", float(np.max(step.sharded["params"])), int(layout.dp))
-        found["parameters"] = (1 + offload.again(request)) * gathered
-    found |= {name: size for name, size in step_time.pipeline(step, 1, samples).sent.items() if size}
+        sent_bytes["parameters"] = (1 + offload.again(request)) * gathered
+    sent_bytes |= {name: size for name, size in step_time.pipeline(step, 1, samples).sent.items() if size}
     if request.expert_ranks > 1:
-        found |= step.experts(samples, rounds).sent
+        sent_bytes |= step.experts(samples, rounds).sent
     world = int(layout.world)
     totals = TOTALS + world + task_totals(profile.tasks)
     steering = TOTAL_BYTES * placement_plan.control_values(profile.tensors, world, totals)
-    found["control"] = ring_bytes("all_reduce", steering, world)
+    sent_bytes["control"] = ring_bytes("all_reduce", steering, world)
     floats, whole = profile.running
-    found["parameters"] += (request.bytes_each * floats + 8 * whole) * (world > 1)
+    sent_bytes["parameters"] += (request.bytes_each * floats + 8 * whole) * (world > 1)
     if layout.tp * layout.pp > 1:  # totals and norm go to the whole replica, flags to those of the same part
         flags = TOTAL_BYTES * placement_plan.control_values(profile.tensors, layout.shards, 0)
         whole = ring_bytes("all_reduce", TOTAL_BYTES * (1 + totals), world)
-        found["control"] = whole + ring_bytes("all_reduce", flags, layout.shards)
+        sent_bytes["control"] = whole + ring_bytes("all_reduce", flags, layout.shards)
     if profile.width and layout.tp > 1:
         load = step_time.tensor_load(step, samples * profile.tokens_per_sample / layout.sp, step.stage_layers)
-        found["activations"] = found.get("activations", 0.0) + tensor_cost.cost(load).sent[tensor_cost.ACTIVATIONS]
+        sent_bytes["activations"] = (
+            sent_bytes.get("activations", 0.0) + tensor_cost.cost(load).sent[tensor_cost.ACTIVATIONS]
+        )
         norms = (2 * step.stage_layers + 1) * profile.width * step.storage.grads
-        found["gradients"] += ring_bytes("all_reduce", norms, layout.tp) * (rounds if layout.grads > 1 else 1)
-        found["gradients"] += ring_bytes("all_reduce", norms * (1 - 1 / layout.tp), layout.shards)
+        sent_bytes["gradients"] += ring_bytes("all_reduce", norms, layout.tp) * (rounds if layout.grads > 1 else 1)
+        sent_bytes["gradients"] += ring_bytes("all_reduce", norms * (1 - 1 / layout.tp), layout.shards)
     if int(layout.sp) > 1:
         tokens = samples * profile.tokens_per_sample / layout.sp
         exchanged = step.sequence(tokens).sent
-        found |= {name: found.get(name, 0.0) + step.stage_layers * size for name, size in exchanged.items()}
+        sent_bytes |= {name: sent_bytes.get(name, 0.0) + step.stage_layers * size for name, size in exchanged.items()}
     if request.expert_ranks > 1:  # how many rows each expert got, and how long each rank waited
-        found["control"] += ring_bytes("all_reduce", TOTAL_BYTES * (request.experts.total + world), world)
-    return {name: float(size) for name, size in found.items() if size or name != "parameters"}
+        sent_bytes["control"] += ring_bytes("all_reduce", TOTAL_BYTES * (request.experts.total + world), world)
+    return {name: float(size) for name, size in sent_bytes.items() if size or name != "parameters"}
 
 
 def scaled(predicted: Predicted, measured: float) -> Predicted:

@@ -223,8 +223,8 @@ def grid(algorithm: str, world: int, per_node: int, limits: Limits) -> Iterator[
         # Which ranks are neighbours matters only where both heads and context are cut, or rings are nested.
         matter = (arrays["cp"] > 1) & ((arrays["hp"] > 1) | (placement == "interleaved") & (arrays["window"] > 1))
         nested = (placement != "interleaved") | (arrays["cp"] % (2 * arrays["window"]) == 0)
-        kept = np.flatnonzero((matter | (placement == placements[0])) & nested)
-        chosen = {name: array[kept] for name, array in arrays.items()}
+        distinct = np.flatnonzero((matter | (placement == placements[0])) & nested)
+        chosen = {name: array[distinct] for name, array in arrays.items()}
         orders = list(limits.orders(chosen))
         if not orders:
             continue
@@ -277,26 +277,26 @@ class Limits:
     def cuts(self, algorithm: str, ranks: int) -> list[tuple[int, int, int, int]]:
         """(tensor, head, context ranks, ranks of an inner ring) of an algorithm."""
         if algorithm == "data":
-            found = [(1, 1, 1, 1)]
+            all_degrees = [(1, 1, 1, 1)]
         elif not self.profile.heads:
             tensor = self.profile.tensor
-            found = [(tensor, 1, 1, 1)] if ranks % tensor == 0 else []
+            all_degrees = [(tensor, 1, 1, 1)] if ranks % tensor == 0 else []
         elif algorithm == "isp":
-            found = [(1, *one) for sp in divisors(ranks) if sp > 1 for one in self._sequences(1, sp)]
+            all_degrees = [(1, *sequence) for sp in divisors(ranks) if sp > 1 for sequence in self._sequences(1, sp)]
         else:
             length = self.profile.tokens_per_sample
-            found = [
-                (tp, *one)
+            all_degrees = [
+                (tp, *sequence)
                 for tp in divisors(ranks)
                 if tp > 1 and self._heads(tp) and length % tp == 0
                 for sp in (divisors(ranks // tp) if self._long and tp <= self.per_node else (1,))
-                for one in self._sequences(tp, sp)
+                for sequence in self._sequences(tp, sp)
             ]
         pin = self.pin
         wanted = pin.tp, pin.hp, pin.cp, pin.window
         return [
             degrees
-            for degrees in found
+            for degrees in all_degrees
             if pin.sp in (None, degrees[1] * degrees[2])
             and all(value in (None, degree) for value, degree in zip(wanted, degrees, strict=True))
         ]

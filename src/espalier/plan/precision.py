@@ -118,9 +118,9 @@ def faster(request: Request, found: Found) -> list[str]:
     if name == request.precision or not all(device_model.has(device, name) for device in devices):
         return []
     on = replace(collective_time.fleet(option.cluster, int(layout.world), layout.threads), factors=request.factors)
-    here, there = (price(one, on, layout) for one in (request, request.changed(precision=name)))
-    times = max(float(one.step) for one in here) / max(float(one.step) for one in there)
+    own_prices, fast_prices = (price(question, on, layout) for question in (request, request.changed(precision=name)))
+    times = max(float(priced.step) for priced in own_prices) / max(float(priced.step) for priced in fast_prices)
     if times <= WORTH_SAYING:
         return []
-    fits = "" if all(float(one.over) <= 0 for one in there) else ", but would not fit"
+    fits = "" if all(float(priced.over) <= 0 for priced in fast_prices) else ", but would not fit"
     return [f"In {name} this layout would be {times:.2g} times as fast as in {request.precision}{fits}."]
