@@ -301,8 +301,10 @@ def window_size(layers: Sequence[FlatLayer], uses: Sequence[Sequence[int]], want
 
     Raises UserError where not even those fit: it says the least memory.
     """
-    needed = max(len(own) for own in uses)
-    largest, name = max((sum(4 * layers[index].numel for index in own), layers[own[-1]].name) for own in uses if own)
+    needed = max(len(used) for used in uses)
+    largest, name = max(
+        (sum(4 * layers[index].numel for index in used), layers[used[-1]].name) for used in uses if used
+    )
     least = 2 * largest
     if least > memory:
         raise UserError(

@@ -96,6 +96,6 @@ def _made(recipe: Recipe, workload: Workload) -> tuple[nn.Module, Optimizer]:
     return model, muon.build(options, owned_by(model), tables)
 
 
-def _same_shapes(given: Any, own: Any) -> dict[str, Tensor]:
-    """What of `given` has an entry of its shape in `own`."""
-    return {name: value for name, value in given.items() if name in own and value.shape == own[name].shape}
+def _same_shapes(given: Any, expected: Any) -> dict[str, Tensor]:
+    """What of `given` has an entry of its shape in `expected`."""
+    return {name: value for name, value in given.items() if name in expected and value.shape == expected[name].shape}

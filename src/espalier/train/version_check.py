@@ -50,7 +50,7 @@ def _version(name: str) -> str:
         return "not installed"
 
 
-def compare(own: Mapping[str, str], group: dist.ProcessGroup | None) -> None:
+def compare(identity: Mapping[str, str], group: dist.ProcessGroup | None) -> None:
     """Gathers every rank's identity over `group` and raises UserError on all ranks when they differ."""
     if group is None:
         return
@@ -60,7 +60,7 @@ def compare(own: Mapping[str, str], group: dist.ProcessGroup | None) -> None:
     if group.size() == 1:
         return
     with traffic(Traffic.CONTROL):
-        gathered = plain_collectives.all_gather(dict(own), group)
+        gathered = plain_collectives.all_gather(dict(identity), group)
     check(gathered)
 
 

@@ -126,10 +126,10 @@ class Follower:
         else:
             self.agent.start(attempt)
 
-    def _take(self, told: str) -> None:
+    def _take(self, encoded: str) -> None:
         """The next attempt is of another shape, of which this host may have no rank."""
         assert self.care.heard is not None, "who lets shapes be told makes them"
-        self._shape, shape = told, self.care.heard(told)
+        self._shape, shape = encoded, self.care.heard(encoded)
         self.agent.take(shape)
         self.team = self.team.shaped(shape)
         if not shape.copies:

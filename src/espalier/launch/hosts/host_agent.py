@@ -150,13 +150,15 @@ def meet(launcher: Launcher) -> RankSpec | None:
         _bind(network_interface.interface_of(order["address"], addresses))
         os.set_inheritable(met.socket.fileno(), True)
         return _place(asked, order["address"], met.port, met.socket.detach())
-    own = network_interface.addresses()
-    via = network_interface.chosen(asked["interface"], own, asked["host"])[0] if asked["interface"] else None
+    local_addresses = network_interface.addresses()
+    via = (
+        network_interface.chosen(asked["interface"], local_addresses, asked["host"])[0] if asked["interface"] else None
+    )
     reached = network_interface.reach(asked["addresses"], asked["port"], asked["word"], via)
     if reached is None:
-        launcher.tell("lost", addresses=[address.address for address in own])
+        launcher.tell("lost", addresses=[address.address for address in local_addresses])
         return None
-    _bind(network_interface.interface_of(reached[1], own))
+    _bind(network_interface.interface_of(reached[1], local_addresses))
     launcher.tell("reached", address=reached[0])
     return _place(asked, reached[0], asked["port"])
 

@@ -83,13 +83,13 @@ def lead(
     places: Sequence[RankSpec],
     team: HostMap,
     care: RestartOptions,
-    here: LocalAgent,
+    local_agent: LocalAgent,
     link: type[ControlLink] = ControlLink,
 ) -> list[Any]:
     """Runs all attempts of the run as the first host; what the ranks of this host returned. `link`: to the others."""
-    hosts = HostAgents(here, team, care, link)
+    hosts = HostAgents(local_agent, team, care, link)
     with hosts.listening():
-        returned = Supervisor(places, care, hosts, here.clock).run()
+        returned = Supervisor(places, care, hosts, local_agent.clock).run()
         return [returned[rank] for rank in hosts.team.own]
 
 
@@ -165,9 +165,9 @@ class HostAgents:
         link: what carries commands to the other hosts.
     """
 
-    def __init__(self, here: LocalAgent, team: HostMap, care: RestartOptions, link: type[ControlLink]) -> None:
-        self.here, self.team, self.care = here, team, care
-        self.signals, self.clock = here.signals, here.clock
+    def __init__(self, local_agent: LocalAgent, team: HostMap, care: RestartOptions, link: type[ControlLink]) -> None:
+        self.here, self.team, self.care = local_agent, team, care
+        self.signals, self.clock = local_agent.signals, local_agent.clock
         self.distant = dict[int, Distant]()
         self.children: list[Child] = []
         self.attempt = Attempt(0, (), Pulses(len(team.hosts), care.heartbeat))
@@ -338,8 +338,8 @@ class HostAgents:
         try:
             self._until_idle()
         finally:
-            for one in self.distant.values():
-                one.close()
+            for child in self.distant.values():
+                child.close()
             self.distant = {}
 
     def _until_idle(self) -> None:

@@ -168,9 +168,9 @@ class Crowd:
                 do=f"open TCP between the hosts in their firewalls (docs/hosts.md), or set launch.interface; "
                 f"launch.port = {self.options.port or 29500} makes the port a fixed one",
             )
-        for far, said in zip(others, answers, strict=True):
+        for far, answer in zip(others, answers, strict=True):
             rest = {"port": serving["port"], "word": "", "interface": self.options.interface}
-            far.reached = {"is": "reach", "addresses": [said["address"]], **rest}
+            far.reached = {"is": "reach", "addresses": [answer["address"]], **rest}
         first.tell({"is": "met", "address": answers[0]["address"]})
 
     def seat(self, far: Far) -> Told:
@@ -384,8 +384,8 @@ def _agree(fars: Sequence[Far], greetings: Sequence[Told]) -> list[str]:
     compare(fars, [(far, greeting["identity"]) for far, greeting in zip(fars, greetings, strict=True)])
     now = time.time()
     notes = []
-    for far, said in zip(fars, greetings, strict=True):
-        ahead = said["time"] - now
+    for far, greeting in zip(fars, greetings, strict=True):
+        ahead = greeting["time"] - now
         if abs(ahead) > CLOCK_SECONDS:
             way = "ahead of" if ahead > 0 else "behind"
             notes.append(

@@ -262,12 +262,12 @@ class ControlLink:
         if not self._others:
             return
         for host, data in zip(self._others, store.multi_get([self._key(other) for other in self._others]), strict=True):
-            said, before = unseal(self._line.token, self._key(host), data), self._last.get(host, b"")
-            if said is None or not self._follows(host, before, said):
+            received, before = unseal(self._line.token, self._key(host), data), self._last.get(host, b"")
+            if received is None or not self._follows(host, before, received):
                 continue
-            self._last[host] = said
-            if said[_HEAD.size :] != before[_HEAD.size :]:
-                self._said[host] = self._decoder.decode(said[_HEAD.size :])
+            self._last[host] = received
+            if received[_HEAD.size :] != before[_HEAD.size :]:
+                self._said[host] = self._decoder.decode(received[_HEAD.size :])
                 self._news(host, self._said[host])
                 self._came.set()
             self._at[host] = time.monotonic()  # last: who looks at what was heard knows what it was

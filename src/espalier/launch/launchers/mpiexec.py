@@ -81,8 +81,8 @@ def _met(rank: int, world: int, local_ranks: int) -> _Meeting:
     listen_fd = -1
     if rank == 0:
         listener = socket.create_server(("", 0), backlog=1024)
-        own = [address.address for address in network_interface.addresses()]
-        meeting = (["127.0.0.1"] if local_ranks == world else own, listener.getsockname()[1])
+        local_addresses = [address.address for address in network_interface.addresses()]
+        meeting = (["127.0.0.1"] if local_ranks == world else local_addresses, listener.getsockname()[1])
         listen_fd = listener.detach()
     addresses, port = meeting if comm is None else comm.bcast(meeting, 0)
     return _Meeting("127.0.0.1" if rank == 0 else _answering(addresses, port), port, listen_fd)

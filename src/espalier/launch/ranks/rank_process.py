@@ -236,16 +236,16 @@ def endings(children: Sequence[Child], every: float) -> Iterator[Child | None]:
                     by_fd[fd] = child
                     poller.register(fd, select.POLLIN)
         for fd, _ in poller.poll(round(1000 * every)):
-            found = by_fd.get(fd)
-            if found is None or (fd == found.pipe and found.receive()):
+            ready_child = by_fd.get(fd)
+            if ready_child is None or (fd == ready_child.pipe and ready_child.receive()):
                 continue
-            ended = fd == found.pidfd
-            for descriptor in (found.pidfd, found.pipe) if ended else (fd,):
+            ended = fd == ready_child.pidfd
+            for descriptor in (ready_child.pidfd, ready_child.pipe) if ended else (fd,):
                 if by_fd.pop(descriptor, None) is not None:
                     poller.unregister(descriptor)
             if ended:
-                found.reap()
-                yield found
+                ready_child.reap()
+                yield ready_child
         yield None
 
 
