@@ -96,8 +96,8 @@ def step_seconds(step: CostInputs, samples: Number) -> dict[str, Number]:
         last = {name: np.where(rest > 0, part[name], stage[name]) for name in stage}
     micro_batches = full + (rest > 0)
     layers = step.stage_layers
-    found = pipeline(step, size, micro_batches, layers * whole.total, layers * whole.weight).seconds
-    terms |= {name: value + 0.0 * size for name, value in found.items()}
+    stage_seconds = pipeline(step, size, micro_batches, layers * whole.total, layers * whole.weight).seconds
+    terms |= {name: value + 0.0 * size for name, value in stage_seconds.items()}
     if step.request.expert_ranks > 1:
         exchanged = step.experts(samples, micro_batches).seconds
         terms |= {name: value + 0.0 * size for name, value in exchanged.items()}
@@ -117,13 +117,13 @@ def _elsewhere(step: CostInputs, terms: Mapping[str, Number], rounds: Number) ->
         without = dict.fromkeys(("all_reduce", "refresh", "optimizer"), 0.0 * passes)
         return {**without, "offload": optimizer_node.seconds(step.request, step.on, step.kind, passes)}
     way, backward, again = step.request.offload, terms["backward"] + terms["recompute"], offload.again(step.request)
-    beside = offload_cost.Beside(terms["optimizer"], terms["forward"], backward, step.stage_layers, rounds, again)
+    work = offload_cost.Beside(terms["optimizer"], terms["forward"], backward, step.stage_layers, rounds, again)
     rate = offload.rate(step.kind, offload.tier_of(way))
-    found = {"offload": offload_cost.seconds(step.waiting, rate, beside)}
+    replaced = {"offload": offload_cost.seconds(step.waiting, rate, work)}
     if way.parameters in ("host", "disk"):
         gathered = step.wire("all_gather", step.sharded["params"], step.layouts.dp, 1, "parameters")
-        found["weights"] = (1 + beside.again) * gathered
-    return found
+        replaced["weights"] = (1 + work.again) * gathered
+    return replaced
 
 
 # --- one micro-batch ---------------------------------------------------------------------------------------------
@@ -145,13 +145,15 @@ def compute(step: CostInputs, work: Work) -> Pass:
     factors = step.on.factors
 
     def products(chosen: Sequence[Product]) -> Number:
-        return sum((device_model.product_seconds(device, precision, one, setting, factors) for one in chosen), 0.0)
+        return sum(
+            (device_model.product_seconds(device, precision, product, setting, factors) for product in chosen), 0.0
+        )
 
     moved = device_model.moved_seconds(device, work.moved, setting, factors)
     attention = core_seconds(step, work)
     dense = products(work.products) + attention
     forward = dense + moved
-    both = [product for one in work.products for product in device_model.backward(one)]
+    both = [gradient for product in work.products for gradient in device_model.backward(product)]
     back = (
         device_model.moved_seconds(device, work.moved_back, setting, factors) if work.moved_back is not None else None
     )
@@ -183,20 +185,20 @@ def prefetch(step: CostInputs, size: Number) -> dict[Prefetch, float]:
     anatomy = step.request.profile.anatomy(size, step.layouts.recompute, step.request.precision, step.cut)
     layer = _exchanged(step, compute(step, anatomy.layer), anatomy)
     rest = float(layer.total - layer.weights)
-    found = {start: rest + float(taken) for start, taken in gathering(step, layer, anatomy.layer).items()}
-    most = max(found.values())
+    by_start = {start: rest + float(taken) for start, taken in gathering(step, layer, anatomy.layer).items()}
+    most = max(by_start.values())
     return dict(
-        sorted(found.items(), key=lambda one: round(one[1] / most, 6))
+        sorted(by_start.items(), key=lambda item: round(item[1] / most, 6))
     )  # equal ones in the order of `gathering`
 
 
-def _together(step: CostInputs, one: Pass) -> Pass:
-    """`one` with the host's time beside the device's: on a GPU the host runs ahead, also of exchanges, so only what the
-    device waits for counts."""
+def _together(step: CostInputs, part: Pass) -> Pass:
+    """`part` with the host's time beside the device's: on a GPU the host runs ahead, also of exchanges, so only what
+    the device waits for counts."""
     if not step.cuda:
-        return one
-    busy = one.total - one.launch
-    return replace(one, launch=(busy**TOGETHER + one.launch**TOGETHER) ** (1 / TOGETHER) - busy)
+        return part
+    busy = part.total - part.launch
+    return replace(part, launch=(busy**TOGETHER + part.launch**TOGETHER) ** (1 / TOGETHER) - busy)
 
 
 def _exchanged(step: CostInputs, layer: Pass, anatomy: Anatomy) -> Pass:
@@ -216,17 +218,16 @@ def _exchanged(step: CostInputs, layer: Pass, anatomy: Anatomy) -> Pass:
 
 def tensor_seconds(step: CostInputs, stream: Number, again: Number) -> Number:
     """Seconds that a layer's tensor ranks exchange: transfers of `stream` bytes, as many as `plan.axes.tensor`
-    says. Other
-    trainers recompute to the layer's end (Buff, section 2.5)."""
+    says. Other trainers recompute to the layer's end (Buff, section 2.5)."""
     layouts = step.layouts
     repeated = 3 if step.request.system.storage is None else 4
     times = tensor_cost.of_layer(again, layouts.algorithm == "fsp", step.request.system.sequence_parallel, repeated)
 
-    def one(operation: collective_time.Operation) -> Number:
+    def exchange(operation: collective_time.Operation) -> Number:
         return step.awaited(operation, stream, layouts.tp, 1, tensor_cost.ACTIVATIONS)
 
-    pairs = times.gathers * one("all_gather") + times.scatters * one("reduce_scatter")
-    return pairs + times.reductions * one("all_reduce")
+    pairs = times.gathers * exchange("all_gather") + times.scatters * exchange("reduce_scatter")
+    return pairs + times.reductions * exchange("all_reduce")
 
 
 def ends_seconds(step: CostInputs, tokens: Number) -> Number:
@@ -264,13 +265,13 @@ def sequence_seconds(step: CostInputs, work: Work) -> Number:
 def weights(step: CostInputs, parameters: Number) -> Mapping[str, Number]:
     """Seconds of gathering `parameters` parameters of one layer once, and of scattering their gradients, in every
     micro-batch."""
-    one = replace(step.states, sizes=(), elements=parameters, layers=1, layer=0, outside=0, largest=0)
-    found = cost(one, step.division, wire=step.wire).seconds
-    scatter, layouts = found["scatter"], step.layouts
+    layer = replace(step.states, sizes=(), elements=parameters, layers=1, layer=0, outside=0, largest=0)
+    seconds = cost(layer, step.division, wire=step.wire).seconds
+    scatter, layouts = seconds["scatter"], step.layouts
     if step.request.system.refresh == "broadcast":
         tensors = step.request.profile.tensors / max(1, step.request.profile.layers)
         scatter = _owner_by_owner(step, step.storage.grads * parameters, layouts.grads, layouts.tp, tensors)
-    return {"all_gather": found["gather"] / 2, "reduce_scatter": scatter}
+    return {"all_gather": seconds["gather"] / 2, "reduce_scatter": scatter}
 
 
 def gathering(step: CostInputs, layer: Pass, work: Work) -> dict[Prefetch, Number]:
@@ -282,8 +283,8 @@ def gathering(step: CostInputs, layer: Pass, work: Work) -> dict[Prefetch, Numbe
     begin with the block in any case.
     """
     request, layouts = step.request, step.layouts
-    found = weights(step, request.layer_parameters / layouts.tp)
-    gather, scatter = found["all_gather"], found["reduce_scatter"]
+    transfers = weights(step, request.layer_parameters / layouts.tp)
+    gather, scatter = transfers["all_gather"], transfers["reduce_scatter"]
     backward = layer.backward + layer.recompute
     # Whether ranks that share a sequence and ranks that split parameters are as far apart as each other.
     within = [np.asarray(ranks) * layouts.tp <= step.on.per_node for ranks in (layouts.sp, layouts.params)]
@@ -319,8 +320,8 @@ def _owner_by_owner(step: CostInputs, size: Number, ranks: Number, stride: Numbe
     """Seconds of `size` bytes that come from their owners by a broadcast each, or go to them by a reduction each:
     tensors are owned whole, so that there are no more owners than tensors."""
     owners = np.minimum(ranks, max(1.0, tensors))
-    one = collective_time.seconds("broadcast", size / owners, ranks, stride, step.on)
-    return owners * (one + collective_time.chained(ranks, step.on))
+    broadcast = collective_time.seconds("broadcast", size / owners, ranks, stride, step.on)
+    return owners * (broadcast + collective_time.chained(ranks, step.on))
 
 
 def _exposed(step: CostInputs, taken: Number, window: Number, pieces: Number = 1, late: bool = False) -> Number:
@@ -380,10 +381,10 @@ def pipeline(
 def _once(step: CostInputs, last: Mapping[str, Number]) -> dict[str, Number]:
     """Gradients, optimizer and refreshed parameters: what happens once a step, on the last micro-batch."""
     backward = last["backward"] + last["recompute"]
-    found = gradients(step)
-    reduce = found["seconds"] + 0.0 * backward
+    summed = gradients(step)
+    reduce = summed["seconds"] + 0.0 * backward
     if step.request.system.overlap:
-        reduce = _exposed(step, found["seconds"], backward, np.maximum(1, found["units"]), late=True)
+        reduce = _exposed(step, summed["seconds"], backward, np.maximum(1, summed["units"]), late=True)
     return {
         "all_reduce": reduce,
         "refresh": _awaited(step, refresh(step), last["forward"]),
@@ -396,7 +397,7 @@ def gradients(step: CostInputs) -> dict[str, Number]:
     from the gradients' shards to the optimizer's, then summed over that shard's replicas."""
     layouts = step.layouts
     if step.request.system.refresh != "broadcast":
-        units = sum(one.units for one in volumes(step.summed, step.division))
+        units = sum(volume.units for volume in volumes(step.summed, step.division))
         return {"seconds": step.exchanged.seconds["reduce"], "units": units}
     size = step.storage.grads * step.stage_parameters / layouts.grads
     units = np.maximum(1, np.ceil(size / step.bucket_bytes))
@@ -442,7 +443,7 @@ def _orthogonal(step: CostInputs, shape: tuple[int, int], count: int) -> float:
     products = [Product(*size, times) for size in sizes]
     setting: Any = step.kind.setting
     return float(
-        sum(device_model.product_seconds(device, precision, one, setting, step.on.factors) for one in products)
+        sum(device_model.product_seconds(device, precision, product, setting, step.on.factors) for product in products)
     )
 
 
@@ -450,7 +451,7 @@ def sources(step: CostInputs) -> dict[str, str]:
     """Where each part's number comes from."""
     device, on = step.kind.table.device, step.on
     links = [("inside", on.inside)] + ([("between", on.between)] if on.between is not None else [])
-    told = "; ".join(f"{n}: {k.bandwidth:.3g} bytes/s, {k.latency:.2g} s per hop ({k.source})" for n, k in links)
+    listed = "; ".join(f"{n}: {k.bandwidth:.3g} bytes/s, {k.latency:.2g} s per hop ({k.source})" for n, k in links)
     return {
         "forward": f"products, attention and memory traffic on {device.name}: {device_model.describe(device)}",
         "backward": f"two products for each, attention x{device_model.ATTENTION_BACKWARD}, "
@@ -465,7 +466,7 @@ def sources(step: CostInputs) -> dict[str, str]:
         "pipeline": "(stages - 1) micro-batches of one stage (1F1B), divided by its chunks",
         "send": f"activations from stage to stage, and {STALL * 1e6:g} µs for each hand-over (assumed)",
         "all_reduce": "launch + hops x latency + 2(n-1)/n bytes/bandwidth per bucket, less what backward "
-        f"hides; {told}",
+        f"hides; {listed}",
         "refresh": "gathers of updated parameters, on GPUs less what the next forward hides",
         "optimizer": f"memory traffic: {ADAM_BYTES} bytes per AdamW parameter, {MUON_BYTES} per Muon parameter and its "
         f"{NEWTON_SCHULZ} iterations of 3 products, {CLIP_BYTES} for clipping",

@@ -64,10 +64,12 @@ def sent_bytes(load: ExpertLoad, others: Sequence[Routed], forwards: float = 1.0
 def _ways(load: ExpertLoad, others: Sequence[Routed]) -> tuple[Number, Number, Number]:
     """Bytes to experts forward and backward, and of answers in either pass."""
     there: Number = sum(
-        2 * COUNT_BYTES * one.experts + COUNT_BYTES * one.again + load.fresh * one.fresh for one in others
+        2 * COUNT_BYTES * routed.experts + COUNT_BYTES * routed.again + load.fresh * routed.fresh for routed in others
     )
-    again: Number = sum(load.element_bytes * (one.fresh + one.again) + load.fresh * one.fresh for one in others)
-    return there, again, sum(load.row * one.answers for one in others)
+    again: Number = sum(
+        load.element_bytes * (routed.fresh + routed.again) + load.fresh * routed.fresh for routed in others
+    )
+    return there, again, sum(load.row * routed.answers for routed in others)
 
 
 def cost(
@@ -110,17 +112,19 @@ def placed(
             f"{len(loads)} experts do not fit into memory for {sum(room)}.",
             do="more ranks (plan.pin.ep), or plan.pin.offload for states that wait elsewhere",
         )
-    found: list[list[int]] = [[] for _ in rates]
+    placement: list[list[int]] = [[] for _ in rates]
     work = [0.0] * len(rates)
-    for expert in sorted(range(len(loads)), key=lambda one: -loads[one]):
-        free = [rank for rank in range(len(rates)) if len(found[rank]) < room[rank]]
-        rank = min(free, key=lambda one: ((work[one] + loads[expert]) / rates[one], -rates[one]))
-        found[rank].append(expert)
+    for expert in sorted(range(len(loads)), key=lambda number: -loads[number]):
+        free = [rank for rank in range(len(rates)) if len(placement[rank]) < room[rank]]
+        rank = min(
+            free, key=lambda candidate: ((work[candidate] + loads[expert]) / rates[candidate], -rates[candidate])
+        )
+        placement[rank].append(expert)
         work[rank] += loads[expert]
     if len(set(loads)) == 1:  # alike: consecutive numbers
-        ends = list(accumulate(map(len, found), initial=0))
+        ends = list(accumulate(map(len, placement), initial=0))
         return tuple(tuple(range(first, last)) for first, last in pairwise(ends))
-    return tuple(tuple(sorted(one)) for one in found)
+    return tuple(tuple(sorted(experts)) for experts in placement)
 
 
 def expected(tokens: Number, active: int, sizes: Sequence[int], me: int = 0) -> list[Routed]:
@@ -128,11 +132,11 @@ def expected(tokens: Number, active: int, sizes: Sequence[int], me: int = 0) -> 
 
     A token has an expert on a rank of n experts out of E with probability 1 - C(E - n, k) / C(E, k).
     """
-    every, found = sum(sizes), []
+    every, routed = sum(sizes), []
     for rank, size in enumerate(sizes):
         if rank == me:
             continue
         entries, answers = tokens * active * size / every, tokens * active * sizes[me] / every
         fresh = tokens * (1 - comb(every - size, active) / comb(every, active))
-        found.append(Routed(size, fresh, entries - fresh, answers))
-    return found
+        routed.append(Routed(size, fresh, entries - fresh, answers))
+    return routed

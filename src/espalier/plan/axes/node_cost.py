@@ -48,16 +48,16 @@ class Layers:
         """Of each turn of `order` the layers that stay until they are needed again: the last of forward are the first
         of backward, as far as a window of so many layers has room (`train.layer_window`)."""
         turns = self.order
-        size = max(window, *(len(own) for _, own in turns))
-        ahead, busy = [layer for _, own in turns for layer in own], list[int]()
+        size = max(window, *(len(used) for _, used in turns))
+        ahead, busy = [layer for _, used in turns for layer in used], list[int]()
         staying: list[tuple[int, ...]] = []
-        for _, own in turns:
-            for layer in own:
+        for _, used in turns:
+            for layer in used:
                 if layer not in busy:
                     ahead.remove(layer)
                     busy.append(layer)
             stay = []
-            for layer in own:
+            for layer in used:
                 others = [other for other in busy if other != layer]
                 before = ahead[: ahead.index(layer)] if layer in ahead else []
                 if layer in ahead and len({*before} - {*others}) + len(others) < size:
@@ -73,8 +73,8 @@ class Layers:
     def pulls(self, window: int) -> Any:
         """How often each layer is pulled in a step: [layers]."""
         pulls = np.zeros(len(self.numel), dtype=np.int64)
-        for (_, own), stay in zip(self.order, self.kept(window), strict=True):
-            pulls[list(own)] += 1
+        for (_, used), stay in zip(self.order, self.kept(window), strict=True):
+            pulls[list(used)] += 1
             pulls[list(stay)] -= 1
         return pulls
 
@@ -121,23 +121,23 @@ def seconds(layers: Layers, compute: Number, rates: Rates, wire: Sequence[float]
     """
     sizes, last = np.asarray(layers.numel, dtype=float), len(layers.uses) - 1
     node, down = min(rates.disk / STATE_BYTES, rates.adam), min(rates.link, rates.disk / readers)
-    work = np.array([sum(sizes[[*own]]) * (piece not in layers.lookups) for piece, own in enumerate(layers.uses)])
+    work = np.array([sum(sizes[[*used]]) * (piece not in layers.lookups) for piece, used in enumerate(layers.uses)])
     each = work * np.where(np.arange(last + 1) == last, 0.75, 1.0)
     share = each / max(each.sum(), 1.0)
     pulled = computed = pushed = 0.0 * compute
     released, sent, left = [pulled] * WINDOW, [pushed] * PUSHES, [pulled] * len(sizes)
     loaded: tuple[int, ...] = ()
     pulls = 0
-    for turn, ((piece, own), stay) in enumerate(zip(layers.order, layers.kept(WINDOW), strict=True)):
-        for layer in own:
+    for turn, ((piece, used), stay) in enumerate(zip(layers.order, layers.kept(WINDOW), strict=True)):
+        for layer in used:
             if layer not in loaded:
                 began = np.maximum(np.maximum(pulled, released[pulls]), left[layer])
                 pulled = began + wire[0] * sizes[layer] / down
                 pulls += 1
         part = 1.0 if piece == last else 0.25 if turn < last else 0.75
         computed = np.maximum(computed, pulled) + compute * share[piece] * part
-        loaded = (*(layer for layer in loaded if layer not in own), *stay)
-        for layer in own:
+        loaded = (*(layer for layer in loaded if layer not in used), *stay)
+        for layer in used:
             left[layer] = computed
             released += [computed] * (layer not in stay)
         for layer in layers.uses[piece] if turn >= last else ():

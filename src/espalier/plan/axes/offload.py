@@ -45,13 +45,13 @@ def kept(request: Request, room: float, waiting: Mapping[str, Number]) -> Number
 def rate(kind: DeviceGroup, tier: Tier, free: float | None = None) -> TierRate:
     """Of a rank on such a device, when all ranks of its machine use the tier at once; `free`: bytes of its disk."""
     table, cuda = kind.table, kind.table.device.kind == "cuda"
-    beside = min(table.devices, kind.ranks) if cuda else kind.setting.processes
+    ranks = min(table.devices, kind.ranks) if cuda else kind.setting.processes
     link = COPY_SHARE * (table.inside.bandwidth if "PCI" in table.inside.source else PCIE) if cuda else math.inf
     if tier == "host":
-        return TierRate(link, link, HOST_MEMORY * table.memory / beside if table.memory else math.inf)
+        return TierRate(link, link, HOST_MEMORY * table.memory / ranks if table.memory else math.inf)
     disk = table.disks[0]
-    room = math.inf if free is None else SCRATCH * free / beside
-    return TierRate(min(link, disk.read / beside), min(link, disk.write / beside), room)
+    room = math.inf if free is None else SCRATCH * free / ranks
+    return TierRate(min(link, disk.read / ranks), min(link, disk.write / ranks), room)
 
 
 def ways(request: Request, cluster: Cluster) -> list[Offload]:
@@ -67,7 +67,7 @@ def ways(request: Request, cluster: Cluster) -> list[Offload]:
     nodes = [NODE] * (pinned in (None, "node") and bool(holding) and all(table.disks for table in holding))
     made = [Offload(optimizer=tier) for tier in tiers]
     if request.profile.heads and request.recompute in (None, "block") and not (cuda and pinned):
-        made += [Offload(optimizer=one, activations=tier) for tier in tiers for one in ("device", tier)]
+        made += [Offload(optimizer=place, activations=tier) for tier in tiers for place in ("device", tier)]
     return [*made, *(Offload(optimizer=tier, parameters=tier) for tier in tiers), *nodes]
 
 
@@ -102,8 +102,8 @@ def again(request: Request) -> float:
 
 def resident(away: Mapping[str, Number], sharded: Mapping[str, Number]) -> dict[str, Number]:
     """Bytes of sharded states on the device, by kind: what does not wait elsewhere, and buffers of what does."""
-    found = {name: 0.0 * size if name in away else size for name, size in sharded.items()}
-    return {**found, "buffers": buffers(away)}
+    on_device = {name: 0.0 * size if name in away else size for name, size in sharded.items()}
+    return {**on_device, "buffers": buffers(away)}
 
 
 def lacking(over: Number, away: Mapping[str, Number], kind: DeviceGroup, request: Request) -> Number:

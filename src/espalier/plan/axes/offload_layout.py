@@ -58,14 +58,14 @@ class Elements(NamedTuple):
 def extents(given: Elements, rows: int, chunk: int | None = CHUNK, offset: int = 0) -> list[StateExtent]:
     """The extents of parameters, one after the other from byte `offset` on. `chunk`: bytes of an extent at most; None:
     each parameter has an extent of its own."""
-    found: list[StateExtent] = []
+    state_extents: list[StateExtent] = []
     limit = None if chunk is None else max(PAGE, chunk // rows // PAGE * PAGE) // given.itemsize
     for pieces in _alone(given) if limit is None else _filled(given, limit):
         last = pieces[-1]
         end = (last.at + last.stop - last.start) * given.itemsize
-        found.append(StateExtent(tuple(pieces), offset, rows, end))
-        offset += found[-1].bytes
-    return found
+        state_extents.append(StateExtent(tuple(pieces), offset, rows, end))
+        offset += state_extents[-1].bytes
+    return state_extents
 
 
 def _alone(given: Elements) -> Iterator[list[StatePiece]]:

@@ -41,7 +41,7 @@ class Moved(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Beside:
+class HidingWork:
     """What hides reads and writes of a step.
 
     Attributes:
@@ -82,17 +82,18 @@ def saved(away: Mapping[str, Number], rounds: Number) -> Moved:
 def moved(away: Mapping[str, Number], rounds: Number = 1, again: Number = 1.0) -> Moved:
     """All of a step."""
     parts = walked(away), passed(away, again), saved(away, rounds)
-    return Moved(sum(one.read for one in parts), sum(one.written for one in parts))
+    return Moved(sum(part.read for part in parts), sum(part.written for part in parts))
 
 
-def activations(kept: Number, layers: Number) -> Number:
-    """Bytes of a micro-batch on disk, of which each of `layers` blocks keeps `kept`: what all but the last give."""
-    return kept * (layers - 1)
+def activations(block_bytes: Number, layers: Number) -> Number:
+    """Bytes of a micro-batch on disk, of which each of `layers` blocks keeps `block_bytes`: what all but the last
+    give."""
+    return block_bytes * (layers - 1)
 
 
-def activations_held(kept: Number, layers: Number) -> Number:
+def activations_held(block_bytes: Number, layers: Number) -> Number:
     """Bytes of these in memory."""
-    return kept * np.minimum(layers, HELD)
+    return block_bytes * np.minimum(layers, HELD)
 
 
 def buffers(away: Mapping[str, Number]) -> Number:
@@ -100,19 +101,19 @@ def buffers(away: Mapping[str, Number]) -> Number:
     return np.minimum(walked(away).read, BUFFERS * CHUNK)
 
 
-def seconds(away: Mapping[str, Number], speed: TierRate, beside: Beside) -> Number:
+def seconds(away: Mapping[str, Number], speed: TierRate, hiding: HidingWork) -> Number:
     """Seconds by which a step gets longer: the optimizer's walk goes at the pace of the slowest of reading, moving and
     writing, and begins with a read and ends with a write; passes wait for what they do not hide, and for the first
     layer."""
-    step, values, kept = walked(away), passed(away, beside.again), saved(away, beside.rounds)
+    step, values, activation_bytes = walked(away), passed(away, hiding.again), saved(away, hiding.rounds)
     read, write = step.read / speed.read, step.written / speed.write
     pieces = np.maximum(1, np.ceil(step.read / CHUNK))
-    taken = np.maximum(0.0, np.maximum(read, write) - beside.optimizer) + (read + write) / pieces
+    taken = np.maximum(0.0, np.maximum(read, write) - hiding.optimizer) + (read + write) / pieces
     if "params" in away:
         fetched = values.read / speed.read + values.written / speed.write
-        taken = taken + np.maximum(fetched - beside.forward - beside.backward, fetched / beside.layers)
+        taken = taken + np.maximum(fetched - hiding.forward - hiding.backward, fetched / hiding.layers)
     if "activations" in away:
-        out, back = kept.written / speed.write, kept.read / speed.read
-        layers = np.maximum(1, beside.layers - 1)
-        taken = taken + np.maximum(out - beside.forward, 0.0) + np.maximum(back - beside.backward, back / layers)
+        out, back = activation_bytes.written / speed.write, activation_bytes.read / speed.read
+        layers = np.maximum(1, hiding.layers - 1)
+        taken = taken + np.maximum(out - hiding.forward, 0.0) + np.maximum(back - hiding.backward, back / layers)
     return taken

@@ -131,14 +131,14 @@ def place(factors: ShardFactors, nodes: Sequence[int]) -> Placement:
         factors.optimizer // factors.grads,
         ranks // factors.optimizer,
     )
-    each, stride, found = per_node(nodes), 1, []
+    each, stride, axes = per_node(nodes), 1, []
     for state, size in zip(STATES, sizes, strict=True):
         near = int(inside(size, stride, each))
         for part in (near, size // near):
             if part > 1:
-                found.append(Axis(state, part, stride))
+                axes.append(Axis(state, part, stride))
             stride *= part
-    return Placement(ranks, factors, tuple(found), by_level=1 < each < ranks)
+    return Placement(ranks, factors, tuple(axes), by_level=1 < each < ranks)
 
 
 def per_node(nodes: Sequence[int]) -> int:

@@ -134,21 +134,25 @@ class PlannedExchange(Protocol):
 def codecs(exchanges: Iterable[PlannedExchange], strict: bool = False) -> dict[tuple[str, str], str]:
     """The codecs that a plan's exchanges ask for, by class and level; `strict`: ones that stop at NaN."""
     return {
-        (one.traffic, level): one.codec.removesuffix("!") + "!" if strict else one.codec
-        for one in exchanges
-        for level in (("inside", "between") if one.level == "all" else (one.level,))
-        if one.codec != "exact"
+        (exchange.traffic, level): exchange.codec.removesuffix("!") + "!" if strict else exchange.codec
+        for exchange in exchanges
+        for level in (("inside", "between") if exchange.level == "all" else (exchange.level,))
+        if exchange.codec != "exact"
     }
 
 
 def claim(units: Iterable[PlannedUnit]) -> Claim:
     """What the units of a plan bring."""
     units = tuple(units)
-    found = SPLIT if any(len(unit.optimizer) > 1 and not unit.whole for unit in units) else WHOLE
+    optimizer_claim = SPLIT if any(len(unit.optimizer) > 1 and not unit.whole for unit in units) else WHOLE
     cut = any(len(ranks) > 1 for unit in units for ranks in (unit.params, unit.grads, unit.optimizer))
     gathered = {"parameters are gathered"} if any(len(unit.params) > 1 for unit in units) else set()
     scattered = {"gradients are scattered"} if any(len(unit.grads) > 1 for unit in units) else set()
-    return replace(found, changes=found.changes | {"states are cut"} | gathered | scattered) if cut else found
+    return (
+        replace(optimizer_claim, changes=optimizer_claim.changes | {"states are cut"} | gathered | scattered)
+        if cut
+        else optimizer_claim
+    )
 
 
 class ParameterGroup(NamedTuple):
@@ -164,11 +168,11 @@ class ParameterGroup(NamedTuple):
 
 def groups(chosen: Sequence[ShardFactors], blocks: Sequence[int | None], kinds: Sequence[Any]) -> list[ParameterGroup]:
     """The group of each parameter, in the model's order."""
-    found, before = [], 0
-    for one, block, kind in zip(chosen, blocks, kinds, strict=True):
+    parameter_groups, before = [], 0
+    for factors, block, kind in zip(chosen, blocks, kinds, strict=True):
         before = before if block is None else block + 1
-        found.append(ParameterGroup(one, None if one.params == 1 else (block, before), kind))
-    return found
+        parameter_groups.append(ParameterGroup(factors, None if factors.params == 1 else (block, before), kind))
+    return parameter_groups
 
 
 def units(

@@ -80,25 +80,25 @@ def cost(load: SequenceLoad, grid: SequenceGrid, wire: Wire | None = None) -> Co
     """What one micro-batch adds to a step of each rank.
 
     Returns:
-        `sent`: `keys_values` and `activations` in the ledger's bytes. `held`: `keys_values` on their way.
+        `sent`: `keys_values` and `activations` in the ledger's bytes. `memory_bytes`: `keys_values` on their way.
         `seconds`: `heads`, the all-to-alls, and `ring`, transfers that attention does not hide.
     """
     hp, cp, w, rings = np.asarray(grid.heads), np.asarray(grid.context), np.asarray(grid.window), grid.windows
-    width, own = load.head_size * load.element_bytes, load.tokens / (hp * cp)
+    width, local_tokens = load.head_size * load.element_bytes, load.tokens / (hp * cp)
     keys = np.maximum(load.kv_heads, hp)
     rounds = {"none": (1, 1, 2), "selective": (1, 2, 3), "block": (2, 2, 3)}[load.recompute]
     forwards, inward, exchanges = rounds
-    queries, triples = own * load.heads * width, own * (load.heads + 2 * keys) * width
+    queries, triples = local_tokens * load.heads * width, local_tokens * (load.heads + 2 * keys) * width
     # Forward q, k, v in and out back; backward the same; what is computed again goes in again, and its result back.
     whole = (inward + 1) * triples + exchanges * queries
     share = (hp - 1) / hp
-    block = 2 * own * keys * width
+    block = 2 * local_tokens * keys * width
     wider = np.maximum(4, load.element_bytes) / load.element_bytes
     carried = block * (forwards + 1 + wider) * (rings * (w - 1) + rings - 1)
     sent = {KEYS_VALUES: load.layers * carried, ACTIVATIONS: load.layers * whole * share}
-    held = {KEYS_VALUES: np.where(cp > 1, block * (3 + 3 * wider), 0.0)}
+    memory_bytes = {KEYS_VALUES: np.where(cp > 1, block * (3 + 3 * wider), 0.0)}
     if wire is None:
-        return Cost(sent=sent, held=held)
+        return Cost(sent=sent, held=memory_bytes)
     row, near, far = grid.strides
 
     def hidden(work: Number, size: Number) -> Number:
@@ -113,4 +113,4 @@ def cost(load: SequenceLoad, grid: SequenceGrid, wire: Wire | None = None) -> Co
     switch = switch + wire("all_to_all", queries, hp, row, ACTIVATIONS) * exchanges
     ring = forwards * hidden(load.seconds, block) + hidden(BACKWARD * load.seconds, block * (1 + wider))
     seconds = {"heads": load.layers * np.where(hp > 1, switch, 0.0), "ring": load.layers * np.maximum(0.0, ring)}
-    return Cost(seconds=seconds, held=held, sent=sent)
+    return Cost(seconds=seconds, held=memory_bytes, sent=sent)

@@ -172,8 +172,8 @@ class Lengths:
         """The units of each kind."""
         if rules.owners > 1:  # whole pieces are dealt anew for other owners
             return self._kept(rules)
-        found = self._kept(rules._replace(multiple=1))
-        return tuple(one._replace(lengths=-(-one.lengths // rules.multiple) * rules.multiple) for one in found)
+        kinds = self._kept(rules._replace(multiple=1))
+        return tuple(units._replace(lengths=-(-units.lengths // rules.multiple) * rules.multiple) for units in kinds)
 
     def _kept(self, rules: Rules) -> tuple[Units, ...]:
         if rules not in self._known:
@@ -181,25 +181,27 @@ class Lengths:
         return self._known[rules]
 
     def _kinds(self, rules: Rules) -> Iterator[Units]:
-        sizes, found = self.sizes, self._groups(rules)
-        last = max((one.gathered[1] for one in found if one.gathered), default=0)
+        sizes, parameter_groups = self.sizes, self._groups(rules)
+        last = max((group.gathered[1] for group in parameter_groups if group.gathered), default=0)
         kinds: dict[tuple[bool, int], list[tuple[int, bool]]] = {}
         for unit in self.arranged(rules):
-            one, group = sizes[unit.indices[0]], found[unit.indices[0]]
+            sized, group = sizes[unit.indices[0]], parameter_groups[unit.indices[0]]
             stays = group.gathered is not None and (group.gathered[0] is None or group.gathered[1] == last)
-            kinds.setdefault((one.kind[1], one.element_bytes), []).append((unit.length, stays))
+            kinds.setdefault((sized.kind[1], sized.element_bytes), []).append((unit.length, stays))
         for kind, rows in kinds.items():
             yield Units(*kind, *map(np.array, zip(*rows, strict=True)))
 
     def _groups(self, rules: Rules) -> list[ParameterGroup]:
         shards = ShardFactors(params=2 if rules.gathered else 1)
-        return groups([shards] * len(self.sizes), [one.block for one in self.sizes], [one.kind for one in self.sizes])
+        return groups(
+            [shards] * len(self.sizes), [sized.block for sized in self.sizes], [sized.kind for sized in self.sizes]
+        )
 
     def arranged(self, rules: Rules) -> list[Arranged]:
         """The units themselves."""
         pieces = [
-            Piece(one.elements, one.element_bytes, group, self.whole and one.matrix and rules.owners > 1)
-            for one, group in zip(self.sizes, self._groups(rules), strict=True)
+            Piece(sized.elements, sized.element_bytes, group, self.whole and sized.matrix and rules.owners > 1)
+            for sized, group in zip(self.sizes, self._groups(rules), strict=True)
         ]
         rule = BucketRule(rules.multiple, rules.owners, 0 if rules.gathered else rules.limit)
         return arrange(pieces, lambda group: rule)
@@ -233,13 +235,13 @@ def _arranged(states: StateSizes, division: Division) -> list[Volume]:
     )
     rows, at = _alike(np.stack([gathered, multiple, owners, limit]).reshape(4, -1) * ~cut.reshape(-1))
     table = [known.of(Rules(bool(row[0]), *map(int, row[1:]))) if row[1] else () for row in rows]
-    found = []
+    by_kind = []
     for kind in dict.fromkeys((units.low, units.element_bytes) for row in table for units in row):
         sums = np.array([_sums(row, kind) for row in table])
         storage = states.storage if kind[0] or states.exact is None else states.exact
         shaped = (sums[at, column].reshape(cut.shape) for column in range(4))
-        found.append(Volume(storage.times(kind[1] / states.width), *shaped))
-    return found
+        by_kind.append(Volume(storage.times(kind[1] / states.width), *shaped))
+    return by_kind
 
 
 def _alike(columns: np.ndarray[Any, Any]) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
@@ -288,28 +290,34 @@ def cost(states: StateSizes, division: Division, *, rounds: Number = 1, wire: Wi
         `seconds`, nothing hidden: `gather` (sharded parameters) and `scatter` (sharded gradients) of all micro-batches,
         `reduce` (the step's gradients) and `refresh` (moved parameters).
     """
-    found = volumes(states, division)
+    state_volumes = volumes(states, division)
     seconds: dict[str, Number] = {}
     sent: dict[str, Number] = {GRADIENTS: 0.0, PARAMETERS: 0.0}
-    for one in exchanges(found, division, rounds):
-        sent[one.traffic] = sent[one.traffic] + ring_bytes(one.operation, one.size, one.ranks)
+    for exchange in exchanges(state_volumes, division, rounds):
+        sent[exchange.traffic] = sent[exchange.traffic] + ring_bytes(exchange.operation, exchange.size, exchange.ranks)
         if wire is not None:
-            calls = np.maximum(1, one.calls)
-            taken = calls * wire(one.operation, one.size / calls, one.ranks, one.stride, one.traffic)
-            seconds[one.part] = seconds.get(one.part, 0.0) + taken
-    return Cost(seconds=seconds, held=held(states, division, found), sent=sent)
+            calls = np.maximum(1, exchange.calls)
+            taken = calls * wire(
+                exchange.operation, exchange.size / calls, exchange.ranks, exchange.stride, exchange.traffic
+            )
+            seconds[exchange.part] = seconds.get(exchange.part, 0.0) + taken
+    return Cost(seconds=seconds, held=held(states, division, state_volumes), sent=sent)
 
 
-def exchanges(found: Sequence[Volume], division: Division, rounds: Number = 1) -> Iterator[GroupTraffic]:
-    """Everything that a step sends of `found`. Axes that go on from one another count as one: in all a rank sends the
-    bytes of one flat collective (see `plan.axes.placement`)."""
+def exchanges(state_volumes: Sequence[Volume], division: Division, rounds: Number = 1) -> Iterator[GroupTraffic]:
+    """Everything that a step sends of `state_volumes`. Axes that go on from one another count as one: in all a rank
+    sends the bytes of one flat collective (see `plan.axes.placement`)."""
     params, grads = np.asarray(division.params), np.asarray(division.grads)
     optimizer, stride = np.asarray(division.optimizer), np.asarray(division.stride)
     replicas = np.asarray(division.ranks) // optimizer
-    for one in found:
-        size, back, units = one.elements * one.storage.grads, one.elements * one.storage.params, one.units
-        gathered = 2 * back - one.staying * one.storage.params
-        times = 2 * units - one.staying_units
+    for volume in state_volumes:
+        size, back, units = (
+            volume.elements * volume.storage.grads,
+            volume.elements * volume.storage.params,
+            volume.units,
+        )
+        gathered = 2 * back - volume.staying * volume.storage.params
+        times = 2 * units - volume.staying_units
         yield GroupTraffic("gather", PARAMETERS, "all_gather", rounds * gathered, rounds * times, params, stride)
         yield GroupTraffic("scatter", GRADIENTS, "reduce_scatter", rounds * size, rounds * units, grads, stride)
         away = (optimizer // grads, stride * grads)
@@ -319,12 +327,12 @@ def exchanges(found: Sequence[Volume], division: Division, rounds: Number = 1) -
         yield GroupTraffic("refresh", PARAMETERS, "all_gather", back / params, units, *home)
 
 
-def held(states: StateSizes, division: Division, found: Sequence[Volume]) -> dict[str, Number]:
+def held(states: StateSizes, division: Division, state_volumes: Sequence[Volume]) -> dict[str, Number]:
     """Bytes on a rank by kind (AMSP, section 2.4): the states, where these are sharded two whole layers of parameters
     and of gradients on their way (the one at work and the next) and what is outside the layers, which stays from
     forward to backward, gradients in buckets, and what codecs keep back."""
     params, grads = np.asarray(division.params), np.asarray(division.grads)
-    whole = [sum(one.storage[state] * one.elements for one in found) for state in range(3)]
+    whole = [sum(volume.storage[state] * volume.elements for volume in state_volumes) for state in range(3)]
     layers, storage = 2 * states.layer, states.storage
     gathered = np.where(params > 1, (layers + states.outside) * storage.params, 0.0)
     gathered = gathered + np.where(grads > 1, np.maximum(layers, states.outside) * storage.grads, 0.0)
@@ -338,15 +346,19 @@ def held(states: StateSizes, division: Division, found: Sequence[Volume]) -> dic
     }
     if states.lossy:
         rounds_off = np.asarray(division.ranks) > (division.each if states.lossy == "between" else 1)
-        kept = sum(np.maximum(FEEDBACK_BYTES, one.storage.grads) * one.elements for one in found)
-        result["feedback"] = rounds_off * kept
+        feedback = sum(np.maximum(FEEDBACK_BYTES, volume.storage.grads) * volume.elements for volume in state_volumes)
+        result["feedback"] = rounds_off * feedback
     return result
 
 
 def refreshed(states: StateSizes, division: Division) -> Number:
     """Bytes of bringing moved parameters back to everybody, once."""
-    found = exchanges(volumes(states, division), division)
-    return sum(ring_bytes(one.operation, one.size, one.ranks) for one in found if one.part == "refresh")
+    traffic = exchanges(volumes(states, division), division)
+    return sum(
+        ring_bytes(exchange.operation, exchange.size, exchange.ranks)
+        for exchange in traffic
+        if exchange.part == "refresh"
+    )
 
 
 # --- one layout ---------------------------------------------------------------------------------------------------
@@ -357,15 +369,15 @@ def owned(
 ) -> list[int]:
     """Elements that the optimizer of the first rank moves, tensor by tensor in its order."""
     if len(nodes) == 1:
-        return [one.elements for one in sizes]
-    found = []
+        return [sized.elements for sized in sizes]
+    moved = []
     _, rules = placed(chosen, nodes, whole, bucket_bytes)
     for unit in lengths(tuple(sizes), whole).arranged(rules):
         end = unit.length // chosen.optimizer
         for index, offset in zip(unit.indices, unit.offsets, strict=True):
             if offset < end:
-                found.append(min(offset + sizes[index].elements, end) - offset)
-    return found
+                moved.append(min(offset + sizes[index].elements, end) - offset)
+    return moved
 
 
 def placed(chosen: ShardFactors, nodes: Sequence[int], whole: bool, bucket_bytes: int) -> tuple[Placement, Rules]:
@@ -442,5 +454,5 @@ class _Way(NamedTuple):
         if self.name is None:
             return plain
         chosen = codec(self.name)
-        found = compressed_collectives.sent_bytes(chosen, operation, elements, (0, self.ranks), int(self.width))
-        return np.where(elements * self.width < compressed_collectives.SMALL, plain, found)
+        coded = compressed_collectives.sent_bytes(chosen, operation, elements, (0, self.ranks), int(self.width))
+        return np.where(elements * self.width < compressed_collectives.SMALL, plain, coded)
