@@ -82,9 +82,9 @@ class _Words(dict[str, Any]):
             raise UserError(f"there is no {where!r}.", do=f'"{where}": {{…}}, as in docs/planner.md')
         if value is not None and not isinstance(value, dict):
             raise UserError(f"{where} is not a table.", do=f'"{where}": {{…}}')
-        found = cls((key, one) for key, one in (value or {}).items() if one is not None)
-        found.where = where
-        return found
+        words = cls((key, entry) for key, entry in (value or {}).items() if entry is not None)
+        words.where = where
+        return words
 
     @property
     def text(self) -> bytes:
@@ -123,7 +123,7 @@ class _Words(dict[str, Any]):
 def refuse_misspelled(words: Mapping[str, Any], known: Iterable[str], where: str, notes: set[str]) -> None:
     """Raises UserError for a misspelled key; a foreign one is left out, and said in `notes`."""
     for key in (key for key in words if key not in known):
-        close = difflib.get_close_matches(key, [one for one in known if one not in words], n=1, cutoff=0.8)
+        close = difflib.get_close_matches(key, [name for name in known if name not in words], n=1, cutoff=0.8)
         if close:
             raise UserError(f"unknown key {where}.{key}.", do=f"did you mean {where}.{close[0]}?")
         notes.add(f"{where}.{key} is not known here and was left out")
@@ -166,7 +166,7 @@ class Descriptions:
         recompute = layout.get("recompute", train.get("recompute", "none"))
         layouts = replace(layouts, recompute=meant("recompute", recompute, RECOMPUTES))
         _check_possible(model, cluster, layouts, precision)
-        practice = stack_words.practice({key: said[key] for said in (layout, train) for key in said})
+        practice = stack_words.practice({key: words[key] for words in (layout, train) for key in words})
         request = self._request(model, train, layouts, (samples, sequence, precision), practice)
         seconds, peak = measured.number("step_seconds"), measured.number("peak_gib")
         ended = measured.flag("out_of_memory", False) if "out_of_memory" in measured else None
@@ -191,8 +191,10 @@ class Descriptions:
             model.size, sequence, gated=model.gated, fused=fused, eager=eager,
             sequence_parallel=practice.sequence_parallel, loss=practice.loss,
         )  # fmt: skip
-        said = train.get("optimizer", "adamw")
-        optimizer = meant("train.optimizer", said.get("kind", "adamw") if isinstance(said, dict) else said, OPTIMIZERS)
+        given = train.get("optimizer", "adamw")
+        optimizer = meant(
+            "train.optimizer", given.get("kind", "adamw") if isinstance(given, dict) else given, OPTIMIZERS
+        )
         megatron = layouts.tp * layouts.pp > 1 and layouts.params == 1 and precision in ("fp16", "bf16")
         key = (decoder, samples, precision, compiled, optimizer, megatron, practice)
         if key not in self._requests:
@@ -205,8 +207,8 @@ class Descriptions:
             self._requests[key] = stack_words.practised(made, replace(practice, kernel=kernel))
         return self._requests[key]
 
-    def _model(self, said: _Words) -> _Model:
-        words = {key: value for key, value in said.items() if key in _RECIPE_MODEL}
+    def _model(self, model_words: _Words) -> _Model:
+        words = {key: value for key, value in model_words.items() if key in _RECIPE_MODEL}
         if words.get("kind", "gpt") not in ("gpt", "moe"):
             raise UserError(f"model.kind = {words['kind']!r} is not possible.", do='"gpt" or "moe"')
         if "depth" not in words and "shape" not in words:
@@ -214,18 +216,18 @@ class Descriptions:
         width, heads = words.get("width"), words.get("heads")
         plain = words.get("kv_heads", heads) == heads
         classic = plain and isinstance(width, int) and words.get("feed_forward") == 4 * width
-        gated = said.flag("gated", not classic)
+        gated = model_words.flag("gated", not classic)
         if "vocabulary" not in words and "shape" not in words:
             words["vocabulary"] = VOCABULARIES[gated]
             self.notes.add(f"model.vocabulary is missing: {words['vocabulary']:,} assumed")
         words.setdefault("kind", "gpt")
         resolved, _ = defaults.resolve(recipe_file.from_table({"model": words}, "the row"))
         assert isinstance(resolved.model, config.Gpt | config.Moe)
-        return _Model(decoder_shapes.sizes(resolved.model), gated, said)
+        return _Model(decoder_shapes.sizes(resolved.model), gated, model_words)
 
-    def _precision(self, said: Any, cluster: Cluster) -> str:
-        if said not in (None, AUTO):
-            return meant("precision", str(said), PRECISIONS)
+    def _precision(self, precision: Any, cluster: Cluster) -> str:
+        if precision not in (None, AUTO):
+            return meant("precision", str(precision), PRECISIONS)
         name = fast(cluster.nodes[0].device)[0]
         self.notes.add(f"precision is missing: {name} assumed")
         return name
@@ -239,8 +241,8 @@ class Descriptions:
         raise UserError("train.sequence is missing.", do="tokens of one sample, such as train.sequence = 2048")
 
 
-def _cluster(said: _Words) -> Cluster:
-    words = recipe_file.without_none(dict(said))
+def _cluster(cluster_words: _Words) -> Cluster:
+    words = recipe_file.without_none(dict(cluster_words))
     if isinstance(words.get("nodes"), dict):
         words["nodes"] = [words["nodes"]]
     try:
@@ -308,24 +310,24 @@ def _layout(words: _Words, samples: int | None, cluster: Cluster, notes: set[str
         shard=_shard(words, dict.fromkeys(STATES, 1) | dict.fromkeys(sharded, dp * sp), dp * sp),
         micro_batch=micro_batch, cp=cp, interleave=chunks,
     )  # fmt: skip
-    found = of_view(view)
+    layouts = of_view(view)
     if words.count("ep", 1) > 1:
         notes.add("layout.ep: experts are priced as if every rank held all of them")
     if gpus(cluster):
-        return found, samples
-    return replace(found, threads=max(1, cluster.nodes[0].cores // -(-ranks // devices))), samples
+        return layouts, samples
+    return replace(layouts, threads=max(1, cluster.nodes[0].cores // -(-ranks // devices))), samples
 
 
 def _algorithm(words: _Words) -> tuple[str | None, tuple[str, ...]]:
     """Our name of the algorithm (None: not said), and the states it splits by itself."""
-    said = words.get("algorithm")
-    if said is None:
+    given = words.get("algorithm")
+    if given is None:
         return None, ()
-    name = str(said).lower().replace("_", "-").replace(" ", "-")
+    name = str(given).lower().replace("_", "-").replace(" ", "-")
     if name not in NAMES:
         near = nearest(name, NAMES)
         raise UserError(
-            f"layout.algorithm = {said!r} is not known.",
+            f"layout.algorithm = {given!r} is not known.",
             why=f"the algorithms are {', '.join(ALGORITHMS)}; names of other systems: "
             + ", ".join(other for other in NAMES if other not in ALGORITHMS),
             do=f'layout.algorithm = "{near}"' if near else "leave it out",
@@ -365,21 +367,21 @@ def _same_group(words: _Words, algorithm: str | None, devices: int) -> bool:
 
 def _shard(words: _Words, default: dict[str, int], ranks: int) -> dict[str, int]:
     """Over how many ranks each state is split: what is absent, as little as nesting allows."""
-    said = words.get("shard")
-    if said is None:
+    given = words.get("shard")
+    if given is None:
         return default
-    if not isinstance(said, dict):
+    if not isinstance(given, dict):
         do = '"shard": {"params": 1, "grads": 1, "optimizer": 8}'
-        raise UserError(f"layout.shard = {said!r} is not a table.", do=do)
-    shard = _Words.of({"layout.shard": said}, "layout.shard")
+        raise UserError(f"layout.shard = {given!r} is not a table.", do=do)
+    shard = _Words.of({"layout.shard": given}, "layout.shard")
     refuse_misspelled(shard, STATES, "layout.shard", set())
     # Ranks that were counted twice (see `_same_group`) are no shards of their own.
     twice = ranks * words.count("sp", 1)
-    found, least = {}, 1
+    shards, least = {}, 1
     for state in STATES:
         value = shard.count(state, least)
-        least = found[state] = ranks if value == twice and state in shard else value
-    return found
+        least = shards[state] = ranks if value == twice and state in shard else value
+    return shards
 
 
 def _micro_batch(words: _Words, samples: int | None, dp: int, notes: set[str]) -> tuple[int, int]:

@@ -81,24 +81,24 @@ def predict(
     rows: Sequence[Measurement], factors: CostFactors = PLAIN, progress: Progress | None = None
 ) -> list[Prediction]:
     """What each measured layout should take, in the order of `rows`; `progress(done, total)` is called as it goes."""
-    found: list[Prediction | None] = [None] * len(rows)
+    predictions: list[Prediction | None] = [None] * len(rows)
     done = 0
     for chosen, request, on, layouts in Batch(rows).groups:
         costs = price(request, replace(on, factors=factors), layouts)
         n, memory = len(chosen), rows[chosen[0]].memory
-        steps = np.array([np.broadcast_to(one.step, n) for one in costs])
-        peaks = np.array([np.broadcast_to(one.counted(memory), n) for one in costs])
-        over = np.array([np.broadcast_to(one.peak - one.limit, n) for one in costs])
+        steps = np.array([np.broadcast_to(priced.step, n) for priced in costs])
+        peaks = np.array([np.broadcast_to(priced.counted(memory), n) for priced in costs])
+        over = np.array([np.broadcast_to(priced.peak - priced.limit, n) for priced in costs])
         slowest = steps.argmax(axis=0)
-        terms = [{name: np.broadcast_to(value, n) for name, value in one.seconds.items()} for one in costs]
+        terms = [{name: np.broadcast_to(value, n) for name, value in priced.seconds.items()} for priced in costs]
         for at, index in enumerate(chosen):
             parts = {name: float(value[at]) for name, value in terms[slowest[at]].items()}
             seconds, peak = float(steps[:, at].max()), float(peaks[:, at].max())
-            found[index] = Prediction(seconds, peak, float(over[:, at].max()), parts)
+            predictions[index] = Prediction(seconds, peak, float(over[:, at].max()), parts)
         done += n
         if progress:
             progress(done, len(rows))
-    return [one for one in found if one is not None]
+    return [prediction for prediction in predictions if prediction is not None]
 
 
 def check_units(table: MeasuredTable) -> None:
@@ -106,8 +106,8 @@ def check_units(table: MeasuredTable) -> None:
     rows, predicted = table.measurements, predict(table.measurements)
     unit = "milliseconds" if table.form == "csv" else "seconds"
     for name, unit_, values, measured in (
-        ("step times", unit, [one.seconds for one in predicted], [row.step_seconds for row in rows]),
-        ("peaks of memory", "GiB", [one.peak for one in predicted], [row.peak_bytes for row in rows]),
+        ("step times", unit, [prediction.seconds for prediction in predicted], [row.step_seconds for row in rows]),
+        ("peaks of memory", "GiB", [prediction.peak for prediction in predicted], [row.peak_bytes for row in rows]),
     ):
         pairs = [(p, m) for p, m in zip(values, measured, strict=True) if m is not None]
         if pairs:
@@ -120,7 +120,7 @@ def score(
 ) -> Scores:
     """The predictions of `calibration` against what `rows` measured; `predictions` saves making them again."""
     runs = [row.measurement for row in rows]
-    found = predict(runs, calibration.factors) if predictions is None else predictions
+    predicted = predict(runs, calibration.factors) if predictions is None else predictions
     ran = [at for at, run in enumerate(runs) if not run.out_of_memory]
     taken = {at: seconds for at in ran if (seconds := runs[at].step_seconds) is not None}
     peaks = {at: peak for at in ran if (peak := runs[at].peak_bytes) is not None}
@@ -129,15 +129,15 @@ def score(
     return Scores(
         rows=len(rows),
         timed=len(taken),
-        **_times([found[at].seconds for at in taken], list(taken.values())),
-        covered=_covered([(taken[at] / found[at].seconds, band(rows[at], calibration)) for at in taken]),
-        **_regrets(rows, found, taken),
+        **_times([predicted[at].seconds for at in taken], list(taken.values())),
+        covered=_covered([(taken[at] / predicted[at].seconds, band(rows[at], calibration)) for at in taken]),
+        **_regrets(rows, predicted, taken),
         memory_rows=len(peaks),
-        memory_mape=_mape([found[at].peak for at in peaks], list(peaks.values())),
+        memory_mape=_mape([predicted[at].peak for at in peaks], list(peaks.values())),
         labelled=len(ended),
-        false_fits=sum(found[at].fits and out for at, out in ended.items()),
-        false_misfits=sum(not found[at].fits and not out for at, out in ended.items()),
-        chosen_out_of_memory=_chosen_out_of_memory(rows, found),
+        false_fits=sum(predicted[at].fits and out for at, out in ended.items()),
+        false_misfits=sum(not predicted[at].fits and not out for at, out in ended.items()),
+        chosen_out_of_memory=_chosen_out_of_memory(rows, predicted),
     )
 
 
@@ -145,9 +145,9 @@ def _mape(predicted: Sequence[float], measured: Sequence[float]) -> float | None
     return float(np.mean(np.abs(np.divide(predicted, measured) - 1))) if predicted else None
 
 
-def _covered(found: Sequence[tuple[float, tuple[float, float]]]) -> float | None:
+def _covered(pairs: Sequence[tuple[float, tuple[float, float]]]) -> float | None:
     """The share of measured over predicted times that lie in their bands."""
-    return float(np.mean([low <= ratio <= high for ratio, (low, high) in found])) if found else None
+    return float(np.mean([low <= ratio <= high for ratio, (low, high) in pairs])) if pairs else None
 
 
 def _times(predicted: Sequence[float], measured: Sequence[float]) -> dict[str, Any]:
@@ -168,10 +168,10 @@ def _times(predicted: Sequence[float], measured: Sequence[float]) -> dict[str, A
 
 def _groups(rows: Sequence[MeasuredRow]) -> list[list[int]]:
     """Indices of rows whose times can be compared."""
-    found: dict[Any, list[int]] = {}
+    groups: dict[Any, list[int]] = {}
     for index, row in enumerate(rows):
-        found.setdefault(row.group, []).append(index)
-    return list(found.values())
+        groups.setdefault(row.group, []).append(index)
+    return list(groups.values())
 
 
 def _regrets(
@@ -186,12 +186,12 @@ def _regrets(
         all_.append(taken[chosen] / min(taken[index] for index in timed) - 1)
         if len(timed) >= SMALLEST_GROUP:
             larger.append(all_[-1])
-    found: dict[str, Any] = {"groups": len(all_), "groups_of_three": len(larger)}
+    regrets: dict[str, Any] = {"groups": len(all_), "groups_of_three": len(larger)}
     if all_:
-        found |= {"mean_regret": float(np.mean(all_)), "largest_regret": max(all_)}
+        regrets |= {"mean_regret": float(np.mean(all_)), "largest_regret": max(all_)}
     if larger:
-        found |= {"regret_of_three": float(np.mean(larger)), "regret_interval": interval(larger)}
-    return found
+        regrets |= {"regret_of_three": float(np.mean(larger)), "regret_interval": interval(larger)}
+    return regrets
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
@@ -216,15 +216,16 @@ def beside(table: MeasuredTable, predictions: Sequence[Prediction], calibration:
     pairs = list(zip(table.rows, predictions, strict=True))
     if table.form == "jsonl":
         lines = [
-            msgspec.json.encode({**row.given, "predicted": _words(one, band(row, calibration))}) for row, one in pairs
+            msgspec.json.encode({**row.given, "predicted": _words(prediction, band(row, calibration))})
+            for row, prediction in pairs
         ]
         return b"\n".join((*lines, b"")).decode()
     columns = [*(name for name in table.columns if name != PREDICTED), PREDICTED]
     text = io.StringIO()
     writer = csv.DictWriter(text, columns, lineterminator="\n")
     writer.writeheader()
-    for row, one in pairs:
-        writer.writerow({**row.given, PREDICTED: f"{one.seconds * 1000:.6g}"})
+    for row, prediction in pairs:
+        writer.writerow({**row.given, PREDICTED: f"{prediction.seconds * 1000:.6g}"})
     return text.getvalue()
 
 
@@ -234,13 +235,13 @@ def band(row: MeasuredRow, calibration: Calibration) -> tuple[float, float]:
     return calibration.on(run.cluster, int(run.layout.world), run.stack).band
 
 
-def _words(one: Prediction, around: tuple[float, float]) -> dict[str, Any]:
+def _words(prediction: Prediction, around: tuple[float, float]) -> dict[str, Any]:
     low, high = around
     return {
-        "step_seconds": one.seconds,
-        "low": one.seconds * low,
-        "high": one.seconds * high,
-        "peak_gib": one.peak / 2**30,
-        "fits": one.fits,
-        "terms": one.terms,
+        "step_seconds": prediction.seconds,
+        "low": prediction.seconds * low,
+        "high": prediction.seconds * high,
+        "peak_gib": prediction.peak / 2**30,
+        "fits": prediction.fits,
+        "terms": prediction.terms,
     }

@@ -94,11 +94,11 @@ class Practice:
 
 def meant(name: str, value: Any, known: Mapping[Any, str]) -> str:
     """Our word for `value` in any of its spellings. Raises UserError with the nearest."""
-    said = value.lower().replace("_", "-").replace(" ", "-") if isinstance(value, str) else value
-    if isinstance(said, str | bool) and said in known:
-        return known[said]
+    word = value.lower().replace("_", "-").replace(" ", "-") if isinstance(value, str) else value
+    if isinstance(word, str | bool) and word in known:
+        return known[word]
     ours = list(dict.fromkeys(known.values()))
-    near = nearest(str(said), [one for one in known if isinstance(one, str)]) or ours[0]
+    near = nearest(str(word), [spelling for spelling in known if isinstance(spelling, str)]) or ours[0]
     raise UserError(f"{name} = {value!r} is not known.", do=f'"{near}"; one of {", ".join(ours)}')
 
 

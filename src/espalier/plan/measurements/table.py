@@ -79,7 +79,7 @@ class MeasuredTable:
 
 def read(path: str | Path) -> MeasuredTable:
     """The measurements in a file. Raises UserError naming file, line and key."""
-    lines = [(n, one) for n, one in enumerate(_text(path).split("\n"), 1) if one.strip() and one.lstrip()[0] != "#"]
+    lines = [(n, line) for n, line in enumerate(_text(path).split("\n"), 1) if line.strip() and line.lstrip()[0] != "#"]
     if not lines:
         raise UserError(f"{path} holds no measurement.", do=FORMATS)
     first = lines[0][1].lstrip()
@@ -167,21 +167,21 @@ def _csv(path: str, lines: list[tuple[int, str]]) -> MeasuredTable:
     return MeasuredTable(path, "csv", tuple(columns), tuple(rows), tuple(sorted(descriptions.notes)))
 
 
-def _record(at: _Gpt, said: Mapping[str, Any]) -> dict[str, Any]:
+def _record(at: _Gpt, given: Mapping[str, Any]) -> dict[str, Any]:
     """The row as a JSON line says it."""
-    assumed = {key: value for key, value in _ASSUMED.items() if "executor" not in said or key not in _HABITS}
-    words = {**assumed, **said}
-    found: dict[str, Any] = {table: {key: words[key] for key in keys if key in words} for table, keys in MORE.items()}
-    place, row, each = found.pop("cluster"), found.pop("row"), int(words["per_node"])
+    assumed = {key: value for key, value in _ASSUMED.items() if "executor" not in given or key not in _HABITS}
+    words = {**assumed, **given}
+    record: dict[str, Any] = {table: {key: words[key] for key in keys if key in words} for table, keys in MORE.items()}
+    place, row, each = record.pop("cluster"), record.pop("row"), int(words["per_node"])
     count, devices = (1, at.gpus) if at.gpus <= each else (-(-at.gpus // each), each)
-    found["model"] = {"depth": at.layers, "width": at.hidden, "heads": at.heads, "feed_forward": 4 * at.hidden,
-                      **found["model"]}  # fmt: skip
-    found["layout"] |= {"dp": at.dp, "tp": at.tp, "pp": at.pp, "micro_batch": at.micro_batch}
-    found["train"] |= {"sequence": at.seq, "batch_tokens": at.seq * at.global_batch}
-    found["measured"] |= {"step_seconds": _seconds(str(words.get(MEASURED, "")))}
+    record["model"] = {"depth": at.layers, "width": at.hidden, "heads": at.heads, "feed_forward": 4 * at.hidden,
+                      **record["model"]}  # fmt: skip
+    record["layout"] |= {"dp": at.dp, "tp": at.tp, "pp": at.pp, "micro_batch": at.micro_batch}
+    record["train"] |= {"sequence": at.seq, "batch_tokens": at.seq * at.global_batch}
+    record["measured"] |= {"step_seconds": _seconds(str(words.get(MEASURED, "")))}
     links = {"between": place["between"]} if count > 1 else {}
     nodes = {"device": place["device"], "count": count, "devices": devices}
-    return {**found, **row, "cluster": {"nodes": [nodes], "links": links}}
+    return {**record, **row, "cluster": {"nodes": [nodes], "links": links}}
 
 
 def _value(text: str) -> Any:
@@ -195,7 +195,7 @@ def _value(text: str) -> Any:
 
 
 def _check_columns(columns: list[str], text: str) -> None:
-    missing = [name for name in COLUMNS if name not in {RENAMED.get(one, one) for one in columns}]
+    missing = [name for name in COLUMNS if name not in {RENAMED.get(column, column) for column in columns}]
     twice = [name for name, count in Counter(columns).items() if count > 1]
     if twice and not all(_is_number(name) for name in columns):
         raise UserError(f"column {twice[0]!r} comes twice.", do="give each column a name of its own")
