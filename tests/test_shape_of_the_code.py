@@ -54,7 +54,7 @@ Packed Part Schedule Table _Saved
 BARE = {"one", "found", "told", "said", "kept", "beside", "held", "here", "its", "own"}
 """Words that do not say what a variable holds."""
 
-BARE_BINDINGS = 341
+BARE_BINDINGS = 20
 """How many variables and parameters of `src` are still named so. Lower it with each renaming."""
 
 COMPILED = {"jit", "njit", "vectorize", "guvectorize", "intrinsic", "overload"}

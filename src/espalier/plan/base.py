@@ -298,8 +298,8 @@ class Predicted(PlanStruct, frozen=True):
     @property
     def state_bytes(self) -> dict[str, float]:
         """Bytes of parameters and of optimizer states, wherever they are."""
-        held, away = self.memory_bytes, self.waiting_bytes
-        return {kind: held.get(kind, 0.0) + away.get(kind, 0.0) for kind in ("params", "optimizer")}
+        resident, away = self.memory_bytes, self.waiting_bytes
+        return {kind: resident.get(kind, 0.0) + away.get(kind, 0.0) for kind in ("params", "optimizer")}
 
     def longer(self, term: str, seconds: float) -> Predicted:
         """A step that takes so many seconds more, for what `term` names."""
@@ -400,8 +400,8 @@ class Plan(PlanStruct, frozen=True):
     def unequal(self) -> bool:
         """Whether its pipelines are cut at different layers, or share matrices over unequal numbers of ranks."""
         cuts: dict[int, set[tuple[int, int, int]]] = {}
-        for one in self.stages:
-            cuts.setdefault(one.pipeline, set()).add((*one.layers, one.tensor))
+        for stage in self.stages:
+            cuts.setdefault(stage.pipeline, set()).add((*stage.layers, stage.tensor))
         return any(cut != cuts[min(cuts)] for cut in cuts.values())
 
     @property
@@ -444,7 +444,7 @@ class Plan(PlanStruct, frozen=True):
             dp=copies * len(stage.ranks or trainers) // (stage.tensor * stage.sequence),
             tp=stage.tensor,
             sp=stage.sequence,
-            pp=len({one.layers for one in stages}) // self.interleave,
+            pp=len({stage.layers for stage in stages}) // self.interleave,
             cp=stage.context,
             window=stage.window,
             placement=self.placement,
@@ -466,11 +466,13 @@ class Plan(PlanStruct, frozen=True):
         return layout
 
 
-def dumps(plan: Plan, **beside: Plan | dict[str, str]) -> str:
-    """The plan as indented JSON with its derived `layout`; equal plans give equal text. `beside`: more, by name."""
+def dumps(plan: Plan, **others: Plan | dict[str, str]) -> str:
+    """The plan as indented JSON with its derived `layout`; equal plans give equal text. `others`: more, by name."""
     tables = {
-        name: {**msgspec.to_builtins(one), "layout": msgspec.to_builtins(one.layout)} if isinstance(one, Plan) else one
-        for name, one in {"": plan, **beside}.items()
+        name: {**msgspec.to_builtins(value), "layout": msgspec.to_builtins(value.layout)}
+        if isinstance(value, Plan)
+        else value
+        for name, value in {"": plan, **others}.items()
     }
     table = tables.pop("") | tables
     return msgspec.json.format(msgspec.json.encode(table, order="deterministic"), indent=2).decode() + "\n"
@@ -544,10 +546,10 @@ def _cells(plan: Plan, origin: str) -> list[Cell]:
         raise nonsense(origin, f"its stages do not hold every trainer {times}")
     for stage in plan.stages:
         _check_stage(plan, stage, origin)
-    found = []
+    shared_cells = []
     for number in sorted({stage.pipeline for stage in plan.stages}):
         columns: list[tuple[int, ...]] = []
-        for stage in (one for one in plan.stages if one.pipeline == number):
+        for stage in (stage for stage in plan.stages if stage.pipeline == number):
             width = stage.tensor * stage.sequence
             cells = [stage.ranks[first : first + width] for first in range(0, len(stage.ranks), width)]
             if columns and len(columns) != len(cells):
@@ -556,10 +558,10 @@ def _cells(plan: Plan, origin: str) -> list[Cell]:
         for cell in columns:
             shares = {plan.ranks[index].share for index in cell}
             if len(shares) > 1:
-                told = " and ".join(f"{start} to {stop}" for start, stop in sorted(shares))
-                raise nonsense(origin, f"ranks {cell[0]} to {cell[-1]} compute one sample together and have {told}")
-            found.append((shares.pop(), cell))
-    return found
+                listed = " and ".join(f"{start} to {stop}" for start, stop in sorted(shares))
+                raise nonsense(origin, f"ranks {cell[0]} to {cell[-1]} compute one sample together and have {listed}")
+            shared_cells.append((shares.pop(), cell))
+    return shared_cells
 
 
 def _check_stage(plan: Plan, stage: Stage, origin: str) -> None:
@@ -569,8 +571,8 @@ def _check_stage(plan: Plan, stage: Stage, origin: str) -> None:
         why = f"tensor {stage.tensor} x heads {stage.heads} x context {stage.context} does not divide the stage's "
         raise nonsense(origin, f"{why}{len(stage.ranks)} ranks")
     if stage.speeds and (len(stage.speeds) != stage.sequence or not 0 < min(stage.speeds) <= max(stage.speeds) < inf):
-        told = f"{len(stage.speeds)} speeds, the lowest {min(stage.speeds):g}"
-        raise nonsense(origin, f"a stage has {told}, for {stage.sequence} ranks that share a sequence")
+        words = f"{len(stage.speeds)} speeds, the lowest {min(stage.speeds):g}"
+        raise nonsense(origin, f"a stage has {words}, for {stage.sequence} ranks that share a sequence")
     rings = stage.window * (2 if plan.placement == "interleaved" and stage.context > 1 else 1)
     if stage.context % rings:
         raise nonsense(origin, f"inner rings of {stage.window} ranks do not divide a context of {stage.context} ranks")

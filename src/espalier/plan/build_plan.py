@@ -13,7 +13,7 @@ from espalier.plan.request import Request, exchanges
 from espalier.plan.search import Found, Option
 
 
-def make(request: Request, found: Found, option: Option, calibration: Calibration = DATASHEET) -> Plan:
+def make(request: Request, result: Found, option: Option, calibration: Calibration = DATASHEET) -> Plan:
     """The plan of an option, with reasons and what the others lose."""
     predicted = predict(request, option, calibration)
     layout = option.layout
@@ -45,8 +45,8 @@ def make(request: Request, found: Found, option: Option, calibration: Calibratio
         precision=request.precision,
         compile=request.recipe.train.compile,
         predicted=predicted,
-        why=tuple(explain.why(request, found, option)),
-        runners_up=tuple(explain.runners_up(request, found, option)),
+        why=tuple(explain.why(request, result, option)),
+        runners_up=tuple(explain.runners_up(request, result, option)),
     )
     for each in choice.asked(request, option.cluster):
         plan = each.placed(plan, request, option)

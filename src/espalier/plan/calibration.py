@@ -120,8 +120,8 @@ class Calibration(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     def doubt(self, stack: str) -> str:
         """What to say of predictions for a stack that was not measured; empty where there is nothing to say."""
         measured = " and ".join(self.stacks)
-        told = f"Calibrated on {measured}, not on {stack}: predictions may be worse, and their bands are wider."
-        return told if self.foreign(stack) else ""
+        sentence = f"Calibrated on {measured}, not on {stack}: predictions may be worse, and their bands are wider."
+        return sentence if self.foreign(stack) else ""
 
     @property
     def band(self) -> tuple[float, float]:
@@ -161,18 +161,18 @@ class Batch:
 
     def seconds(self, factors: CostFactors) -> Any:
         """Seconds of every measurement [rows], without the bytes."""
-        found = np.zeros(self.size)
+        seconds = np.zeros(self.size)
         for chosen, request, on, layouts in self.groups:
-            found[chosen] = slowest(request, replace(on, factors=factors), layouts)
-        return found
+            seconds[chosen] = slowest(request, replace(on, factors=factors), layouts)
+        return seconds
 
     def predict(self, factors: CostFactors) -> tuple[Any, Any, Any]:
         """(seconds, peak bytes as they were counted, bytes beyond the limit) of every measurement, each [rows]."""
-        found = np.zeros((3, self.size))
+        predicted = np.zeros((3, self.size))
         for chosen, request, on, layouts in self.groups:
             priced = grid(request, replace(on, factors=factors), layouts, self.rows[chosen[0]].memory)
-            found[:, chosen] = priced.seconds, priced.peak, priced.over
-        return found[0], found[1], found[2]
+            predicted[:, chosen] = priced.seconds, priced.peak, priced.over
+        return predicted[0], predicted[1], predicted[2]
 
 
 def _together(rows: Sequence[Measurement]) -> tuple[Request, collective_time.Fleet, Layouts]:
@@ -204,9 +204,9 @@ def calibrate(measurements: Sequence[Measurement], source: str = "measurements")
     if not timed and not full:
         raise UserError("There is no measured step to calibrate on.", do="rows with a measured time or peak memory")
     times: dict[str, Any] = _times(timed) if timed else {"factors": {}, "errors": {}, "spread": UNCALIBRATED}
-    held = _held(full) if full else {}
+    memory_factor = _held(full) if full else {}
     return Calibration(
-        factors=PLAIN.changed(**times["factors"], **held),
+        factors=PLAIN.changed(**times["factors"], **memory_factor),
         errors=times["errors"],
         spread=times["spread"],
         rows=len(timed),

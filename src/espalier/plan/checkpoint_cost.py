@@ -30,23 +30,23 @@ def paced(plan: Plan, options: Checkpoint, cluster: Cluster) -> Plan:
     if options.every != "auto" or plan.predicted is None or plan.offload == NODE:
         return plan  # the files of optimizer nodes are the checkpoint
     state = sum(plan.predicted.state_bytes.values())
-    beside = max(Counter(rank.node for rank in plan.ranks).values())  # that copy at once on one machine
+    ranks = max(Counter(rank.node for rank in plan.ranks).values())  # that copy at once on one machine
     bandwidth = min(place.table.device.memory_bandwidth for place in cluster.devices())  # of reading plus writing
-    seconds = state / PCIE if gpus(cluster) else 2 * state * beside / bandwidth
+    seconds = state / PCIE if gpus(cluster) else 2 * state * ranks / bandwidth
     step = plan.predicted.step_seconds
     disks = [disk.write for node in cluster.nodes for disk in node.disks if disk.write]
     machines = len({rank.node for rank in plan.ranks})
     limits = [units.rate(options.rate, "checkpoint.rate") * machines] if options.rate else []
     written = checkpoint_bytes(plan) / min([*disks, *limits], default=math.inf)
     writer = "checkpoint.rate" if limits and limits[0] < min(disks, default=math.inf) else "the disk"
-    found = save_interval.choose(seconds, written, step, young_daly.ASSUMED)
-    often = "every step" if found.steps == 1 else f"every {found.steps} steps"
+    interval = save_interval.choose(seconds, written, step, young_daly.ASSUMED)
+    often = "every step" if interval.steps == 1 else f"every {interval.steps} steps"
     why = (
         f"A checkpoint {often} at first: a copy of {units.show_size(state)} should take {units.show_seconds(seconds)}, "
         + (f"{writer} writes one in {units.show_seconds(written)}, " if written else "")
         + "and one failure an hour is assumed; what saves really cost corrects it."
     )
-    rule = AdaptiveRule(name=NAME, start=float(found.steps), low=LEAST, high=MOST, signal="cost of a save, failures")
+    rule = AdaptiveRule(name=NAME, start=float(interval.steps), low=LEAST, high=MOST, signal="cost of a save, failures")
     return plan.changed(rules=(*plan.rules, rule), why=(*plan.why, why))
 
 
@@ -65,10 +65,10 @@ def refuse_full(plan: Plan, options: Checkpoint, folder: Path) -> None:
     place = Path(options.target).expanduser() if options.target else folder
     if options.target and "://" in options.target:
         return  # not a disk of this machine
-    there = next(one for one in (place, *place.absolute().parents) if one.exists())
-    held = sum(file.stat().st_size for file in place.rglob("*") if file.is_file()) if there == place else 0
+    there = next(path for path in (place, *place.absolute().parents) if path.exists())
+    present = sum(file.stat().st_size for file in place.rglob("*") if file.is_file()) if there == place else 0
     free = shutil.disk_usage(there).free
-    if (lacking := count * size - held - free) > 0:
+    if (lacking := count * size - present - free) > 0:
         raise UserError(
             f"The checkpoints in {place} need {units.show_size(lacking)} ({lacking:,.0f} bytes) more than is free.",
             why=f"{count} of {units.show_size(size)} each: checkpoint.keep = {options.keep}"
@@ -97,21 +97,21 @@ def with_copies(plan: Plan, memory: int | str, cluster: Cluster) -> Plan:
     taken = f"{count} cop{'y' if count == 1 else 'ies'} of a rank's state (faults.memory): {units.show_size(size)}"
     if gpus(cluster):
         return _with(plan, f"{taken} of the host's memory, none of the GPU's.")
-    here = max(Counter(rank.node for rank in plan.ranks).values())
+    ranks = max(Counter(rank.node for rank in plan.ranks).values())
     if isinstance(given, str):
         least = min(place.table.device.memory for place in cluster.devices())
-        allowed = max(0.0, least - here * predicted.memory_bytes["peak"]) / 4 / here
+        allowed = max(0.0, least - ranks * predicted.memory_bytes["peak"]) / 4 / ranks
     else:
-        allowed = given / here
+        allowed = given / ranks
     room = predicted.memory_limit - predicted.memory_bytes["peak"]
     if size > allowed:
         return _with(plan, f"No copies in memory: {taken}, a rank may use {units.show_size(allowed)} for them.")
     if size > room:
         left = f"{units.show_size(max(0.0, room))} of the limit are left; faults.memory=0 keeps none"
         return _with(plan, f"Copies in memory come on top of the peak: {taken}, {left}.")
-    held = {**predicted.memory_bytes, COPIES: size, "peak": predicted.memory_bytes["peak"] + size}
+    memory_bytes = {**predicted.memory_bytes, COPIES: size, "peak": predicted.memory_bytes["peak"] + size}
     sources = {**predicted.sources, COPIES: "parameters and optimizer states, once for each copy in memory"}
-    predicted = predicted.changed(memory_bytes=held, sources=sources)
+    predicted = predicted.changed(memory_bytes=memory_bytes, sources=sources)
     return _with(plan, f"{taken} of memory.", predicted)
 
 

@@ -92,7 +92,7 @@ def seats(cluster: Cluster, ranks: int) -> list[Place]:
     gpus = [place for place in places if place.table.device.kind == "cuda"]
     assert ranks <= len(gpus) or not gpus, "planners refuse more ranks than GPUs"
     each, over = divmod(ranks, len(places))
-    taken = gpus[:ranks] or [one for index, one in enumerate(places) for _ in range(each + (index < over))]
+    taken = gpus[:ranks] or [place for index, place in enumerate(places) for _ in range(each + (index < over))]
     if not cluster.pairs:
         return taken
     turn = {machine: index for index, machine in enumerate(cluster.ring)}
@@ -136,20 +136,20 @@ def fleet(cluster: Cluster, ranks: int, threads: int = 1) -> Fleet:
     on_device = Counter(place.rank for place in placed)
     on_node = Counter(place.node for place in placed)
     used = sorted(on_device)
-    found: dict[tuple[int, int], list[Any]] = {}
+    by_kind: dict[tuple[int, int], list[Any]] = {}
     for place, kind in zip(placed, kinds(placed), strict=True):
-        found.setdefault(kind, [place.table, 0])[1] += 1
-    said = []
-    for (_, processes), (table, count) in found.items():
+        by_kind.setdefault(kind, [place.table, 0])[1] += 1
+    groups = []
+    for (_, processes), (table, count) in by_kind.items():
         cores = table.cores or threads * processes
         setting = DeviceUse() if table.device.kind == "cuda" else DeviceUse(threads, processes, cores)
-        said.append(DeviceGroup(table, setting, count))
+        groups.append(DeviceGroup(table, setting, count))
     across = len(on_node) > 1
     return Fleet(
         ranks=ranks,
         nodes=len(on_node),
         per_node=min(on_node.values()),
-        kinds=tuple(said),
+        kinds=tuple(groups),
         inside=reached(cluster.slowest(used, "inside"), "inside"),
         between=reached(cluster.slowest(used, "between"), "between") if across else None,
         optimizers=cluster.optimizers,
@@ -230,7 +230,7 @@ def _at_once(operation: Operation, size: Number, ranks: Number, stride: Number, 
     call = on.factors.call
     near = on.factors.inside * bytes_ / on.inside.bandwidth
     hops = _hops(operation, group, members, on)
-    found = near + call * (on.inside.launch + hops[0] * on.inside.latency)
+    taken = near + call * (on.inside.launch + hops[0] * on.inside.latency)
     if on.between is not None:
         far = on.factors.between * bytes_ * _sharing(operation, members, stride, on) / on.between.bandwidth
         if operation == "all_to_all":
@@ -240,8 +240,8 @@ def _at_once(operation: Operation, size: Number, ranks: Number, stride: Number, 
         )
         if operation == "all_reduce" and on.cuda:
             apart = np.minimum(apart, _tree(size, group, members, stride, on))
-        found = np.where(crossing, apart, found)
-    return np.where((group > 1) & (size > 0), found, 0.0)
+        taken = np.where(crossing, apart, taken)
+    return np.where((group > 1) & (size > 0), taken, 0.0)
 
 
 def _tree(size: Number, group: Number, members: Number, stride: Number, on: Fleet) -> Number:

@@ -76,20 +76,20 @@ def compose(claims: Iterable[Claim], known: Iterable[Claim] = ()) -> Composition
     """
     present = _by_name(claims)
     catalogue = {**_by_name(known), **present}
-    found = _clash(present) or _unmet(present, catalogue) or _sorted(present)
-    if isinstance(found, Composition):
-        return found
-    return Refusal(found.reason, found.pair, found.instead or _instead(found.pair, present, catalogue))
+    outcome = _clash(present) or _unmet(present, catalogue) or _sorted(present)
+    if isinstance(outcome, Composition):
+        return outcome
+    return Refusal(outcome.reason, outcome.pair, outcome.instead or _instead(outcome.pair, present, catalogue))
 
 
 def require(claims: Iterable[Claim], known: Iterable[Claim] = ()) -> tuple[str, ...]:
     """The names of `claims` in order. Raises UserError with the reason and the nearest choice when refused."""
-    found = compose(claims, known)
-    if isinstance(found, Composition):
-        return found.names
-    left, right = found.pair
+    outcome = compose(claims, known)
+    if isinstance(outcome, Composition):
+        return outcome.names
+    left, right = outcome.pair
     what = f"{left} cannot run as planned." if left == right else f"{left} and {right} cannot run together."
-    raise UserError(what, why=found.reason, do=found.instead)
+    raise UserError(what, why=outcome.reason, do=outcome.instead)
 
 
 def _by_name(claims: Iterable[Claim]) -> dict[str, Claim]:

@@ -194,12 +194,12 @@ class CostInputs:
     def awaited(self, operation: Any, size: Number, ranks: Number, stride: Number, traffic: str) -> Number:
         """Seconds of a collective amid a layer's computation: where ranks share cores, each of its ranks waits for a
         core in turn; GPUs of several machines wait for the last one to come (`MEETING`)."""
-        found = self.wire(operation, size, ranks, stride, traffic)
+        taken = self.wire(operation, size, ranks, stride, traffic)
         if not self.cuda:
             turns = TURN * (1 / self.kind.setting.share - 1)
-            return found + np.where(np.asarray(found) > 0, turns, 0.0)
+            return taken + np.where(np.asarray(taken) > 0, turns, 0.0)
         apart = (np.asarray(ranks) * stride > self.on.per_node) & (self.on.between is not None)
-        return found + np.where(apart & (np.asarray(found) > 0), self.on.factors.call * MEETING, 0.0)
+        return taken + np.where(apart & (np.asarray(taken) > 0), self.on.factors.call * MEETING, 0.0)
 
     def sequence(self, tokens: Number, attention: Number = 0.0) -> Cost:
         """What ranks that share a sequence exchange in one layer of a micro-batch of `tokens` tokens of each rank.
@@ -232,17 +232,17 @@ class CostInputs:
     @cached_property
     def waiting(self) -> Mapping[str, Number]:
         """Bytes of sharded states that wait outside the device, by kind."""
-        found = offload.waiting(self.request.offload, self.sharded)
+        waiting = offload.waiting(self.request.offload, self.sharded)
         if self.request.offload.parameters in ("host", "disk"):  # each rank has a share of all
-            found = {kind: size / np.asarray(self.layouts.dp) for kind, size in found.items()}
+            waiting = {kind: size / np.asarray(self.layouts.dp) for kind, size in waiting.items()}
         if self.request.offload.activations != "device":
             each = -(-self.request.profile.global_batch // np.asarray(self.layouts.dp))
             size = np.minimum(np.maximum(1, np.asarray(self.layouts.micro_batch)), each)
             anatomy = self.request.profile.anatomy(size, self.layouts.recompute, self.request.precision, self.cut)
-            found["activations"] = offload_cost.activations(anatomy.layer.kept, self.stage_layers)
-        if "optimizer" in found:
-            found["optimizer"] = found["optimizer"] - self.kept
-        return found
+            waiting["activations"] = offload_cost.activations(anatomy.layer.kept, self.stage_layers)
+        if "optimizer" in waiting:
+            waiting["optimizer"] = waiting["optimizer"] - self.kept
+        return waiting
 
     def lacking(self, over: Number) -> Number:
         """Bytes that a rank and its machine lack, where the device has `over` too many."""
@@ -251,23 +251,23 @@ class CostInputs:
     @property
     def _resident(self) -> Mapping[str, Number]:
         """Bytes of sharded states by kind, without those that wait."""
-        way, found = self.request.offload, self.sharded
+        way, sizes = self.request.offload, self.sharded
         if offload.windowed(way):
-            found = {name: 0.0 * size for name, size in found.items()}
-            found["window"] = optimizer_node.held(self.request) + found["params"]
+            sizes = {name: 0.0 * size for name, size in sizes.items()}
+            sizes["window"] = optimizer_node.held(self.request) + sizes["params"]
         if way == offload.NODE:
-            return found
-        held = offload.resident(self.waiting, found)
-        return {**held, "optimizer": held["optimizer"] + self.kept}
+            return sizes
+        resident = offload.resident(self.waiting, sizes)
+        return {**resident, "optimizer": resident["optimizer"] + self.kept}
 
     @cached_property
     def held(self) -> Mapping[str, Number]:
         """Bytes of sharded states on a rank by kind, with what rounds keep beside them."""
-        found = self._resident if self.request.offload != RESIDENT else cost(self.states, self.division).held
+        sizes = self._resident if self.request.offload != RESIDENT else cost(self.states, self.division).held
         if not self.request.outer:
-            return found
-        moved = sum(one.elements for one in volumes(self.states, self.division)) / self.division.optimizer
-        return {**found, "outer": self.request.outer * self.request.bytes_each * moved}
+            return sizes
+        moved = sum(volume.elements for volume in volumes(self.states, self.division)) / self.division.optimizer
+        return {**sizes, "outer": self.request.outer * self.request.bytes_each * moved}
 
     @cached_property
     def exchanged(self) -> Cost:

@@ -77,10 +77,10 @@ def product_seconds(
     device: Device, precision: str, product: Product, setting: DeviceUse, factors: CostFactors = PLAIN
 ) -> Number:
     """Seconds of all `count` products on one rank."""
-    one = 2.0 * np.asarray(product.rows, dtype=float) * product.inner * product.columns
+    flops = 2.0 * np.asarray(product.rows, dtype=float) * product.inner * product.columns
     if any(rate.what == "product" for rate in device.rates):
         sizes = (product.rows, product.inner, product.columns)
-        each = factors.product * one / _measured(device, "product", precision, sizes, setting)
+        each = factors.product * flops / _measured(device, "product", precision, sizes, setting)
     elif device.peak and device.kind == "cuda":
         sizes = (product.rows, product.columns, product.inner)
         # A module's products are counted as FLOP alone, with 1 for sizes that nobody knows: these lose nothing.
@@ -88,10 +88,10 @@ def product_seconds(
             (np.asarray(size) > 1) * lost / np.maximum(1, size) for lost, size in zip(SMALL, sizes, strict=True)
         )
         speed = _peak(device, precision) * share(device, "product", precision)
-        each = factors.product * one / speed * (1 + factors.small * small * min(1.0, speed / FILLED))
+        each = factors.product * flops / speed * (1 + factors.small * small * min(1.0, speed / FILLED))
     else:
-        each = factors.product * one / (_peak(device, precision) / _ranks(device, setting))
-    return np.where(one > 0, each * product.count, 0.0)[()]
+        each = factors.product * flops / (_peak(device, precision) / _ranks(device, setting))
+    return np.where(flops > 0, each * product.count, 0.0)[()]
 
 
 def backward(product: Product) -> tuple[Product, ...]:
@@ -135,14 +135,14 @@ def moved_seconds(device: Device, moved: Number, setting: DeviceUse, factors: Co
 def share(device: Device, what: str, precision: str = "") -> float:
     """The share of its peak that a named device sustains in large `product`s in a precision, or in `attention`."""
     assumed = PRODUCT_SHARE if what == "product" else ATTENTION_SHARE[device.kind]
-    found = device.sustained.get(what, assumed)
-    return device.sustained.get(precision, found) if what == "product" else found
+    general = device.sustained.get(what, assumed)
+    return device.sustained.get(precision, general) if what == "product" else general
 
 
 def sustained(device: Device, precision: str) -> float:
     """FLOP/s that a device sustains in large products; 0 where it has no rate for the precision."""
-    found = device.flops.get(precision, 0.0)
-    return found * share(device, "product", precision) if device.peak else found
+    rate = device.flops.get(precision, 0.0)
+    return rate * share(device, "product", precision) if device.peak else rate
 
 
 def issue_seconds(device: Device) -> float:
@@ -199,10 +199,10 @@ def _measured(
     device: Device, what: str, precision: str, sizes: tuple[Number, Number, Number], setting: DeviceUse
 ) -> Number:
     """FLOP/s of one rank, between the measurements of that precision (of fp32, scaled, when it has none)."""
-    kept = [rate for rate in device.rates if rate.what == what]
-    base = precision if any(rate.precision == precision for rate in kept) else kept[0].precision
+    rates = [rate for rate in device.rates if rate.what == what]
+    base = precision if any(rate.precision == precision for rate in rates) else rates[0].precision
     scale = 1.0 if base == precision else _peak(device, precision) / _peak(device, base)
-    rows = [rate for rate in kept if rate.precision == base]
+    rows = [rate for rate in rates if rate.precision == base]
     points = np.log2([[r.rows, r.inner, r.columns, r.threads, r.processes] for r in rows])
     low, high = points[:, :3].min(axis=0), points[:, :3].max(axis=0)
     asked = np.broadcast_arrays(*(np.log2(np.maximum(np.asarray(size, dtype=float), 1.0)) for size in sizes))
@@ -210,8 +210,8 @@ def _measured(
     used = np.broadcast_to(np.log2([setting.threads, setting.processes]), (*inside.shape[:-1], 2))
     stretch = np.array([1.0, 1.0, 1.0, SETTING_WEIGHT, SETTING_WEIGHT])
     per_thread = np.log2([r.flops / r.threads for r in rows])
-    found = _between(points * stretch, per_thread, np.concatenate([inside, used], axis=-1) * stretch)
-    return found * setting.threads * setting.share * scale
+    flops = _between(points * stretch, per_thread, np.concatenate([inside, used], axis=-1) * stretch)
+    return flops * setting.threads * setting.share * scale
 
 
 def _between(points: Any, values: Any, asked: Any) -> Number:

@@ -32,27 +32,27 @@ def label(layout: Layouts) -> str:
     return str(space.view(layout, 1, ""))
 
 
-def why(request: Request, found: Found, option: Option) -> list[str]:
+def why(request: Request, result: Found, option: Option) -> list[str]:
     """The sentences that defend an option against the others that were priced."""
     layout = option.layout
-    fastest = found.options[0] if found.options else option
+    fastest = result.options[0] if result.options else option
     sentences = [f"{request.pin.ranks} ranks were asked for."] if (request.pin.ranks or 0) > 1 else []
-    sentences.append(f"It is the best of {units.plural(found.priced, 'layout')} that were priced.")
+    sentences.append(f"It is the best of {units.plural(result.priced, 'layout')} that were priced.")
     if fastest is not option and fastest.seconds < option.seconds:
-        sentences.append(_passed_over(found, fastest, option))
+        sentences.append(_passed_over(result, fastest, option))
     if request.offload != RESIDENT:
         names = ("optimizer states", "parameters", "activations")
         kinds = " and ".join(name for name in names if name.split()[0] in str(request.offload))
         why = "it was set" if request.pin.offload else "with all on their devices nothing fits"
         sentences.append(f"{kinds[0].upper()}{kinds[1:]} wait outside the devices between uses: {why}.")
     if option.fits and request.offload.parameters == "device":
-        sentences += _states(request, found, option)
+        sentences += _states(request, result, option)
         sentences += _gathers(request, option) if layout.params > 1 else _pieces(request, option)
-        sentences += _cuts(request, found, option)
+        sentences += _cuts(request, result, option)
     used = int(layout.world)
     able = [place for place in option.cluster.devices() if request.precision in place.table.device.flops]
     if used < len(able) and not request.pin.ranks:
-        sentences.append(_left_out(found, option, able))
+        sentences.append(_left_out(result, option, able))
     if option.shares is not None:
         listed = " and ".join(str(share) for share in option.shares)
         sentences.append(f"Devices differ in speed: ranks have up to {listed} samples, by their speed.")
@@ -65,21 +65,21 @@ def why(request: Request, found: Found, option: Option) -> list[str]:
     return sentences
 
 
-def _left_out(found: Found, option: Option, places: Sequence[Place]) -> str:
+def _left_out(result: Found, option: Option, places: Sequence[Place]) -> str:
     """Those of `places` that a plan does not use, and what it would lose with them, over which link."""
     used = seats(option.cluster, int(option.layout.world))
     left = Counter(place.table.device.name for place in places)
     left -= Counter(place.table.device.name for place in used)
     names = " and ".join(f"{count} {name}" for name, count in left.items())
-    whole = found.best(lambda one: one.layout.world == len(places))
-    beside = "no plan uses them" if whole is None else f"with all, {_change(whole.seconds, option.seconds)}"
+    whole = result.best(lambda other: other.layout.world == len(places))
+    loss = "no plan uses them" if whole is None else f"with all, {_change(whole.seconds, option.seconds)}"
     if whole is not None and option.cluster.machines > len({place.node for place in used}):
         between = option.cluster.slowest([place.rank for place in places], "between")
-        beside += f" over {plan_summary.link_words(between, 'between')}"
-    return f"{left.total()} of {len(places)} devices are left out ({names}): {beside}."
+        loss += f" over {plan_summary.link_words(between, 'between')}"
+    return f"{left.total()} of {len(places)} devices are left out ({names}): {loss}."
 
 
-def _states(request: Request, found: Found, option: Option) -> list[str]:
+def _states(request: Request, result: Found, option: Option) -> list[str]:
     layout = option.layout
     if layout.shards == 1:
         return []
@@ -87,7 +87,7 @@ def _states(request: Request, found: Found, option: Option) -> list[str]:
         return ["States are replicated: they fit, and nothing is gathered."]
     over = {"parameters": layout.params, "gradients": layout.grads, "optimizer": layout.optimizer}
     factors = ", ".join(f"{name} over {ranks} ranks" for name, ranks in over.items() if ranks > 1)
-    looser = found.best(lambda one: one.layout.optimizer == 1 and _same_cut(one.layout, layout))
+    looser = result.best(lambda other: other.layout.optimizer == 1 and _same_cut(other.layout, layout))
     if request.pin.shard is not None:
         why = "plan.pin.shard was set"
     elif looser is None:
@@ -145,30 +145,30 @@ def _gathers(request: Request, option: Option) -> list[str]:
     return [f"Weights of a block are gathered {_STARTS[chosen]} {why}."]
 
 
-def _same_cut(one: Layouts, other: Layouts) -> bool:
-    return (one.tp, one.sp, one.pp, one.world) == (other.tp, other.sp, other.pp, other.world)
+def _same_cut(layout: Layouts, other: Layouts) -> bool:
+    return (layout.tp, layout.sp, layout.pp, layout.world) == (other.tp, other.sp, other.pp, other.world)
 
 
-def _cuts(request: Request, found: Found, option: Option) -> list[str]:
-    layout, said = option.layout, []
+def _cuts(request: Request, result: Found, option: Option) -> list[str]:
+    layout, sentences = option.layout, []
     for field, name in (
         ("tp", f"Matrices cut over {layout.tp} ranks ({layout.algorithm})"),
         ("sp", _sequence(layout) if layout.sp > 1 else ""),
         ("pp", f"{layout.pp} pipeline stages"),
     ):
         if getattr(layout, field) > 1:
-            why = "it was set" if getattr(request.pin, field) is not None else _without_it(found, option, field, 1)
-            said.append(f"{name}: {why}.")
+            why = "it was set" if getattr(request.pin, field) is not None else _without_it(result, option, field, 1)
+            sentences.append(f"{name}: {why}.")
     if request.pin.micro_batch is not None:
-        said.append(f"Micro-batch {layout.micro_batch}: it was set.")
+        sentences.append(f"Micro-batch {layout.micro_batch}: it was set.")
     if request.recompute:
-        said.append(f"Recompute {layout.recompute}: it was set.")
+        sentences.append(f"Recompute {layout.recompute}: it was set.")
     elif request.offload.activations != "device":
-        said.append("Activations are recomputed (block): what blocks give to the next waits on disk.")
+        sentences.append("Activations are recomputed (block): what blocks give to the next waits on disk.")
     elif layout.recompute != "none":
-        why = _without_it(found, option, "recompute", "none")
-        said.append(f"Activations are recomputed ({layout.recompute}): {why}.")
-    return said
+        why = _without_it(result, option, "recompute", "none")
+        sentences.append(f"Activations are recomputed ({layout.recompute}): {why}.")
+    return sentences
 
 
 def _sequence(layout: Layouts) -> str:
@@ -178,19 +178,19 @@ def _sequence(layout: Layouts) -> str:
     return f"Sequences cut over {layout.sp} ranks ({' x '.join(parts)}{rings})"
 
 
-def _without_it(found: Found, option: Option, field: str, value: Any) -> str:
+def _without_it(result: Found, option: Option, field: str, value: Any) -> str:
     """What the best layout whose `field` has that plain `value` loses."""
-    without = found.best(lambda one: getattr(one.layout, field) == value)
+    without = result.best(lambda other: getattr(other.layout, field) == value)
     nothing = f"nothing fits in {units.show_size(option.peak - option.over)}"
     return "without, " + (nothing if without is None else _change(without.seconds, option.seconds))
 
 
-def _passed_over(found: Found, fastest: Option, option: Option) -> str:
+def _passed_over(result: Found, fastest: Option, option: Option) -> str:
     """Why the fastest by estimate is not the plan."""
     gain = _gain(option, fastest)
-    tie = f"a tie (within {found.tie:.0%}), and this plan {_preferred(option, fastest)}"
+    tie = f"a tie (within {result.tie:.0%}), and this plan {_preferred(option, fastest)}"
     faster = f"{label(fastest.layout)} is {_faster(gain)} by estimate"
-    return f"{faster}, but {_STAY_WHOLE}." if gain > found.tie else f"{faster}: {tie}."
+    return f"{faster}, but {_STAY_WHOLE}." if gain > result.tie else f"{faster}: {tie}."
 
 
 def _preferred(option: Option, other: Option) -> str:
@@ -226,61 +226,63 @@ def _crowded(option: Option) -> list[str]:
     cluster, layout = option.cluster, option.layout
     cores = min(max(1, table.cores) for table in cluster.nodes)
     nodes = [place.node for place in seats(cluster, int(layout.world))]
-    here = max(Counter(nodes).values())
-    if gpus(cluster) or here * layout.threads <= cores:
+    ranks = max(Counter(nodes).values())
+    if gpus(cluster) or ranks * layout.threads <= cores:
         return []
-    return [f"{here} ranks x {layout.threads} threads share {cores} cores."]
+    return [f"{ranks} ranks x {layout.threads} threads share {cores} cores."]
 
 
 def seating(cluster: Cluster) -> list[str]:
     """The remarks when ranks do not sit on machines in the order of the cluster file, or not on all of them."""
-    said, asked = [], tuple(range(cluster.machines))
+    remarks, asked = [], tuple(range(cluster.machines))
     if cluster.ring != asked:
-        ours, plain = (machine_order.crossings(cluster.links, one) for one in (cluster.ring, asked))
+        ours, plain = (machine_order.crossings(cluster.links, ring) for ring in (cluster.ring, asked))
         machines = ", ".join(map(str, cluster.ring))
-        said += [
+        remarks += [
             f"Ranks follow machines {machines}: a ring crosses the slowest links {ours} times, in their order {plain}."
         ]
     if gpus(cluster) and any(table.device.kind == "cpu" for table in cluster.nodes):
-        said.append("Machines without a GPU are left out.")
-    return said
+        remarks.append("Machines without a GPU are left out.")
+    return remarks
 
 
-def slower(there: float, here: float) -> str:
-    """How much longer `there` takes than `here`, in words."""
-    percent = round(100 * (there / here - 1))
+def slower(seconds: float, reference: float) -> str:
+    """How much longer `seconds` takes than `reference`, in words."""
+    percent = round(100 * (seconds / reference - 1))
     if percent == 0:
         return "as fast"
     if percent >= 100:
-        times = there / here
+        times = seconds / reference
         return f"{round(times, 1):g}x slower" if times < 10 else f"{times:,.0f}x slower"
     return f"{percent} % slower" if percent > 0 else f"{-percent} % faster"
 
 
-def _change(there: float, here: float) -> str:
+def _change(seconds: float, reference: float) -> str:
     """How much longer the best plan without something takes. Trials and ties are stronger than an estimate."""
-    return f"{'it' if there > 1.005 * here else 'by estimate it'} is {slower(there, here)}"
+    return f"{'it' if seconds > 1.005 * reference else 'by estimate it'} is {slower(seconds, reference)}"
 
 
 # --- what the others lose ----------------------------------------------------------------------------------------
 
 
-def runners_up(request: Request, found: Found, option: Option) -> list[RunnerUp]:
+def runners_up(request: Request, result: Found, option: Option) -> list[RunnerUp]:
     """The best plan of each other kind (algorithm, pipeline, sharding, recomputation), fastest first."""
     first: dict[tuple[Any, ...], Option] = {}
-    for one in (option, *found.options):
-        layout = one.layout
+    for candidate in (option, *result.options):
+        layout = candidate.layout
         sharded = (layout.params > 1, layout.grads > 1, layout.optimizer > 1)
-        first.setdefault((layout.algorithm, layout.pp > 1, sharded, layout.recompute, layout.world), one)
+        first.setdefault((layout.algorithm, layout.pp > 1, sharded, layout.recompute, layout.world), candidate)
         if len(first) > RUNNERS_UP:
             break
-    return [_runner_up(request, one, option, found.tie) for one in list(first.values())[1:]]
+    return [_runner_up(request, candidate, option, result.tie) for candidate in list(first.values())[1:]]
 
 
-def _runner_up(request: Request, one: Option, best: Option, tie: float) -> RunnerUp:
-    layout = one.layout
-    slower, gain, more = _gain(one, best), _gain(best, one), one.peak - best.peak
-    mechanisms, mode, exchanged = (here > there for here, there in zip(layout.key(), best.layout.key(), strict=True))
+def _runner_up(request: Request, candidate: Option, best: Option, tie: float) -> RunnerUp:
+    layout = candidate.layout
+    slower, gain, more = _gain(candidate, best), _gain(best, candidate), candidate.peak - best.peak
+    mechanisms, mode, exchanged = (
+        key > best_key for key, best_key in zip(layout.key(), best.layout.key(), strict=True)
+    )
     worse = "exchanges states in every micro-batch" if exchanged else "holds more"
     worse = "is more complex" if mechanisms else "recomputes more" if mode else worse
     why = f", within the tie, but {worse}" if gain <= tie else f" by estimate, but {_STAY_WHOLE}"
@@ -292,7 +294,7 @@ def _runner_up(request: Request, one: Option, best: Option, tie: float) -> Runne
         layout=space.view(layout, -(-samples // layout.micro_batch), request.precision),
         ranks=int(layout.world),
         threads=layout.threads,
-        step_seconds=one.seconds,
-        peak_bytes=one.peak,
+        step_seconds=candidate.seconds,
+        peak_bytes=candidate.peak,
         loses=loses,
     )

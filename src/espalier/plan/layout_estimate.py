@@ -88,28 +88,28 @@ def samples_each(request: Request, layouts: Layouts) -> Number:
 
 def price(request: Request, on: Fleet, layouts: Layouts, shares: Shares = EQUAL, kept: Number = 0.0) -> list[Priced]:
     """Prices `layouts` on every kind of rank of a fleet."""
-    found = []
+    costs = []
     samples_of, speeds = shares.samples, shares.speeds
     for index, kind in enumerate(on.kinds):
         samples = samples_each(request, layouts) if samples_of is None else np.asarray(samples_of[index])
         step = CostInputs(request, on, kind, layouts, 1.0 if speeds is None else np.asarray(speeds[index]), kept)
         size = np.minimum(np.maximum(1, np.asarray(layouts.micro_batch)), samples)
-        held = memory_model.held(step, size, -(-samples // size))
-        limit, peak = memory_model.limit(kind, request), sum(held.values())
-        one = Priced(step_time.step_seconds(step, samples), held, limit, peak, peak - limit)
+        memory_bytes = memory_model.held(step, size, -(-samples // size))
+        limit, peak = memory_model.limit(kind, request), sum(memory_bytes.values())
+        priced = Priced(step_time.step_seconds(step, samples), memory_bytes, limit, peak, peak - limit)
         if request.offload != RESIDENT:
-            one = replace(one, over=step.lacking(one.over), waiting=step.waiting)
-        found.append(one)
-    return found
+            priced = replace(priced, over=step.lacking(priced.over), waiting=step.waiting)
+        costs.append(priced)
+    return costs
 
 
 def grid(request: Request, on: Fleet, layouts: Layouts, memory: str = "device") -> Grid:
     """Prices arrays of layouts at once; the slowest and the tightest device count. `memory`: as `Priced.counted`."""
     costs = price(request, on, layouts)
     return Grid(
-        np.max([one.step for one in costs], axis=0),
-        np.max([one.counted(memory) for one in costs], axis=0),
-        np.max([one.over for one in costs], axis=0),
+        np.max([priced.step for priced in costs], axis=0),
+        np.max([priced.counted(memory) for priced in costs], axis=0),
+        np.max([priced.over for priced in costs], axis=0),
     )
 
 
@@ -134,15 +134,15 @@ def estimate(
     if ranks == 1 and not on.cuda and (waiting := costs[0].waiting):
         kept = offload.kept(request, -float(costs[0].over), waiting)
         costs = price(request, on, layout, shares, kept)
-    slow = int(np.argmax([float(one.step) for one in costs]))
-    tight = costs[int(np.argmin([-float(one.over) for one in costs]))]
+    slow = int(np.argmax([float(priced.step) for priced in costs]))
+    tight = costs[int(np.argmin([-float(priced.over) for priced in costs]))]
     terms = {name: float(value) for name, value in costs[slow].seconds.items()}
     kinds = {name: float(value) for name, value in tight.held.items()}
     step = sum(terms.values())
     tokens = request.profile.global_batch * request.profile.tokens_per_sample
     made = CostInputs(request, on, on.kinds[slow], layout)
     most = int(samples_each(request, layout)) if shares.samples is None else int(np.max(shares.samples))
-    peak = sum(device_model.peak(one, request.precision) for one in devices(cluster, ranks).values())
+    peak = sum(device_model.peak(device, request.precision) for device in devices(cluster, ranks).values())
     nodes = [0 if on.cuda else place.node for place in seats(cluster, ranks)]
     return Predicted(
         step_seconds=step,

@@ -84,7 +84,7 @@ class Layouts:
         """The layouts at some indices (or one index) of the arrays."""
         arrays = np.broadcast_arrays(*(getattr(self, name) for name in ARRAYS))
         picked = (array.reshape(-1)[chosen] for array in arrays)
-        plain = (one.item() if np.ndim(one) == 0 else one for one in picked)
+        plain = (value.item() if np.ndim(value) == 0 else value for value in picked)
         return replace(self, **dict(zip(ARRAYS, plain, strict=True)))
 
     def each(self, chosen: Any) -> list[Layouts]:
@@ -111,7 +111,7 @@ class Layouts:
 
 
 ONE = ("algorithm", "recompute", "threads", "placement")
-ARRAYS = tuple(one.name for one in fields(Layouts) if one.name not in ONE)
+ARRAYS = tuple(field.name for field in fields(Layouts) if field.name not in ONE)
 """The fields that may be arrays."""
 
 
@@ -179,7 +179,7 @@ def chains(ranks: int, per_node: int) -> np.ndarray[Any, np.dtype[np.int64]]:
     inside = {d for d in divisors(ranks) if per_node % d == 0}
     node = max(inside)
     candidates = sorted(inside | {node * d for d in divisors(ranks // node)} | {ranks})
-    found = [
+    nested = [
         (params, grads, optimizer)
         for optimizer in candidates
         for grads in candidates
@@ -187,7 +187,7 @@ def chains(ranks: int, per_node: int) -> np.ndarray[Any, np.dtype[np.int64]]:
         for params in candidates
         if grads % params == 0
     ]
-    return np.array(found, dtype=np.int64).reshape(-1, 3)
+    return np.array(nested, dtype=np.int64).reshape(-1, 3)
 
 
 def grid(algorithm: str, world: int, per_node: int, limits: Limits) -> Iterator[Layouts]:
@@ -203,15 +203,15 @@ def grid(algorithm: str, world: int, per_node: int, limits: Limits) -> Iterator[
             factors = limits.factors(chains(dp * sp, max(1, per_node // tp)), dp * sp)
             if not len(factors):
                 continue
-            one = np.empty((len(factors), len(sizes), 10), dtype=np.int64)
-            one[..., :6] = (dp, tp, hp, cp, window, pp)
-            one[..., 6:9] = factors[:, None, :]
-            one[..., 9] = sizes[None, :]
+            block = np.empty((len(factors), len(sizes), 10), dtype=np.int64)
+            block[..., :6] = (dp, tp, hp, cp, window, pp)
+            block[..., 6:9] = factors[:, None, :]
+            block[..., 9] = sizes[None, :]
             # Sharded gradients and tokens of experts are exchanged in every micro-batch, so the smallest share needs
             # a sample for each.
             most, fewest = -(-limits.profile.global_batch // dp), limits.profile.global_batch // dp
             shared = ((factors[:, None, 1] > 1) | (limits.experts > 1)) & (-(-most // sizes) > fewest)[None, :]
-            rows.append(one[~shared])
+            rows.append(block[~shared])
     table = np.concatenate(rows).T if rows else np.empty((10, 0))
     if not table.size:
         return
@@ -344,12 +344,12 @@ class Limits:
             sizes = sorted({*(2**k for k in range(share.bit_length()) if 2**k <= share), share})
         return [size for size in sizes if rounds is None or -(-share // size) == rounds]
 
-    def factors(self, found: np.ndarray[Any, Any], ranks: int) -> np.ndarray[Any, Any]:
+    def factors(self, factors: np.ndarray[Any, Any], ranks: int) -> np.ndarray[Any, Any]:
         """Of nested factors those that pins and redundancy allow."""
-        keep = ranks // found[:, 2] >= self.redundancy
+        keep = ranks // factors[:, 2] >= self.redundancy
         if self.experts > 1:
-            keep = keep & (ranks % self.experts == 0) & (found[:, 1] == 1)
+            keep = keep & (ranks % self.experts == 0) & (factors[:, 1] == 1)
         for column, name in enumerate(("params", "grads", "optimizer")):
             if (wanted := getattr(self.pin.shard, name, None)) is not None:
-                keep = keep & (found[:, column] == wanted)
-        return found[keep]
+                keep = keep & (factors[:, column] == wanted)
+        return factors[keep]

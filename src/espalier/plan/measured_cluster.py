@@ -26,9 +26,9 @@ class Speeds:
     slower: tuple[float, ...]
     link: float = 1.0
 
-    def of(self, kept: Sequence[int]) -> Speeds:
+    def of(self, ranks: Sequence[int]) -> Speeds:
         """Of some of the ranks, in that order."""
-        return Speeds(tuple(self.slower[rank] for rank in kept), self.link)
+        return Speeds(tuple(self.slower[rank] for rank in ranks), self.link)
 
 
 def equalised(ratio: float) -> float:
@@ -37,29 +37,29 @@ def equalised(ratio: float) -> float:
 
 
 def measured(
-    cluster: Cluster, ranks: Sequence[plans.Rank], found: Speeds, places: Sequence[Place] | None = None
+    cluster: Cluster, ranks: Sequence[plans.Rank], speeds: Speeds, places: Sequence[Place] | None = None
 ) -> Cluster:
-    """A cluster of one device for each of `ranks`, as slow as `found` (in the same order). `places`: where they sit, on
-    one machine or several; None: all count as in one machine."""
+    """A cluster of one device for each of `ranks`, as slow as `speeds` (in the same order). `places`: where they sit,
+    on one machine or several; None: all count as in one machine."""
     apart = places is not None
     places = places or [_place(cluster, rank) for rank in ranks]
     used = [place.rank for place in places]
-    inside = _slower(cluster.slowest(used, "inside"), found.link)
+    inside = _slower(cluster.slowest(used, "inside"), speeds.link)
     tables = [
         _table(place.table, rank.threads, used.count(place.rank), slower).changed(
             name=f"machine {place.node if apart else 0}",
         )
-        for place, rank, slower in zip(places, ranks, found.slower, strict=True)
+        for place, rank, slower in zip(places, ranks, speeds.slower, strict=True)
     ]
     pairs = []
-    for (a, one), (b, other) in itertools.combinations(enumerate(places), 2):
-        if apart and one.node != other.node:
-            link = _slower(cluster.link(one.rank, other.rank), found.link)
+    for (a, place), (b, other) in itertools.combinations(enumerate(places), 2):
+        if apart and place.node != other.node:
+            link = _slower(cluster.link(place.rank, other.rank), speeds.link)
             share = link.share if link.measured else 0.0
             pairs.append(Pair(a, b, link.bandwidth, link.latency, link.launch, share))
     return Cluster(
         nodes=tuple(table.changed(inside=inside) for table in tables),
-        between=_slower(cluster.between, found.link) if apart and cluster.between else None,
+        between=_slower(cluster.between, speeds.link) if apart and cluster.between else None,
         pairs=tuple(pairs) if cluster.pairs else (),
         machine=cluster.machine,
     )
@@ -76,8 +76,8 @@ def seats(cluster: Cluster, plan: plans.Plan) -> list[Place]:
         if kind == "cuda":
             fitting = [place for place in fitting if place.slot == int(slot)]
         else:
-            beside = sum(other.node == rank.node and other.device == "cpu" for other in plan.ranks)
-            fastest = sorted(fitting, key=lambda place: -max(place.table.device.flops.values()))[:beside]
+            count = sum(other.node == rank.node and other.device == "cpu" for other in plan.ranks)
+            fastest = sorted(fitting, key=lambda place: -max(place.table.device.flops.values()))[:count]
             fitting = [place for place in fitting if place in fastest and place.rank not in taken] or fitting
         if not fitting:
             raise UserError(

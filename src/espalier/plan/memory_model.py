@@ -77,9 +77,9 @@ def stage(step: CostInputs, anatomy: Anatomy, micro_batches: Number, is_first: b
     """Of the first stage (or the last), with so many micro-batches in a step."""
     request, layouts, factors = step.request, step.layouts, step.on.factors
     pp, device = np.asarray(layouts.pp), step.kind.table.device
-    found = dict(step.held)
+    sizes = dict(step.held)
     for name, size in step.frozen.items():
-        found[name] = found.get(name, 0.0) + size
+        sizes[name] = sizes.get(name, 0.0) + size
     waiting = np.minimum(pipeline_cost.kept(pp, layouts.chunks) if is_first else 1, micro_batches)
     if has_window := request.offload.parameters != "device":  # all micro-batches of a layer, then the next
         waiting = micro_batches
@@ -87,7 +87,7 @@ def stage(step: CostInputs, anatomy: Anatomy, micro_batches: Number, is_first: b
     inputs = step.stage_layers * anatomy.layer.kept
     if request.offload.activations != "device":
         inputs = offload_cost.activations_held(anatomy.layer.kept, step.stage_layers)
-    kept = waiting * inputs + has_head * anatomy.rest.kept
+    activations = waiting * inputs + has_head * anatomy.rest.kept
     travelling: Number = 0.0
     if np.any(np.asarray(layouts.cp) > 1):
         travelling = step.sequence(anatomy.layer.tokens).held["keys_values"]
@@ -95,16 +95,16 @@ def stage(step: CostInputs, anatomy: Anatomy, micro_batches: Number, is_first: b
     temporaries = _temporaries(step) if request.system.temporaries else 0.0
     update = np.maximum(orthogonal_bytes(request), temporaries * step.stage_parameters / layouts.optimizer)
     update = 0.0 * update if has_window else update
-    found["activations"] = factors.held * kept
+    sizes["activations"] = factors.held * activations
     # The worst moment is in backward, or in the optimizer's step when no activation is held any more.
-    found["transient"] = np.maximum(factors.held * transient, update - factors.held * kept)
+    sizes["transient"] = np.maximum(factors.held * transient, update - factors.held * activations)
     if request.system.fsdp:
-        found["gathered"] = np.where(_fsdp(step) & (pp > 1), _resident(step), found["gathered"])
-    within = sum(found.values()) if step.cuda else found["activations"] + found["transient"]
-    found["slack"] = factors.held * SLACK[device.kind] * within
-    found["runtime"] = _runtime(device.runtime, step.on, layouts) + (0 if step.cuda else request.profile.loaded)
+        sizes["gathered"] = np.where(_fsdp(step) & (pp > 1), _resident(step), sizes["gathered"])
+    within = sum(sizes.values()) if step.cuda else sizes["activations"] + sizes["transient"]
+    sizes["slack"] = factors.held * SLACK[device.kind] * within
+    sizes["runtime"] = _runtime(device.runtime, step.on, layouts) + (0 if step.cuda else request.profile.loaded)
     zero = 0.0 * np.asarray(micro_batches)
-    return {name: value + zero for name, value in found.items()}
+    return {name: value + zero for name, value in sizes.items()}
 
 
 def _temporaries(step: CostInputs) -> Number:
@@ -150,7 +150,7 @@ def sources(request: Request, on: Fleet) -> Mapping[str, str]:
     """Where each kind's number comes from."""
     device, width = on.kinds[0].table.device, request.bytes_each
     low = " + 2 bytes of bf16 copies (sharded: bf16, masters with the optimizer)" if request.low else ""
-    found: dict[str, Any] = {
+    origins: dict[str, Any] = {
         "params": f"{width} bytes per parameter{low}",
         "grads": f"{width} bytes per trainable parameter",
         "optimizer_state": f"{2 * width} bytes per AdamW parameter, {width} per Muon parameter",
@@ -165,4 +165,4 @@ def sources(request: Request, on: Fleet) -> Mapping[str, str]:
         if device.kind == "cuda"
         else "a process with PyTorch and Espalier loaded",
     }
-    return found
+    return origins

@@ -49,12 +49,12 @@ def _rows(plan: Plan, measured: Mapping[str, float]) -> list[str]:
     predicted = {} if plan.predicted is None else dict(plan.predicted.memory_bytes)
     rows = []
     for kind in (*WORDS, "peak"):
-        there, here = predicted.get(kind), measured.get(kind)
-        if not (there or here):
+        planned, in_use = predicted.get(kind), measured.get(kind)
+        if not (planned or in_use):
             continue
-        told = "not known" if there is None else units.show_size(there)
-        seen = "not known" if here is None else units.show_size(here)
-        rows.append(f"{WORDS.get(kind, kind)} {told}, {seen}")
+        prediction = "not known" if planned is None else units.show_size(planned)
+        measurement = "not known" if in_use is None else units.show_size(in_use)
+        rows.append(f"{WORDS.get(kind, kind)} {prediction}, {measurement}")
     return rows
 
 
@@ -62,17 +62,17 @@ def _way_out(plan: Plan, peak: float) -> str:
     """The fastest plan that should hold less, and how to ask for it."""
     known = plan.predicted.memory_bytes.get("peak", 0.0) if plan.predicted is not None else 0.0
     ratio = peak / known if known else 1.0
-    less = [one for one in plan.runners_up if one.peak_bytes * ratio <= ROOM * peak]
+    less = [other for other in plan.runners_up if other.peak_bytes * ratio <= ROOM * peak]
     ask = f"plan.memory={ROOM * peak / 2**20:.0f}MiB"
     if not less:
         smaller = f"plan.pin.micro_batch={max(1, plan.micro_batch // 2)}" if plan.micro_batch > 1 else "a smaller model"
         return f"{ask} (the planner then looks for a plan within it), {smaller}, or more devices"
-    best = min(less, key=lambda one: one.step_seconds)
+    best = min(less, key=lambda other: other.step_seconds)
     return f"{ask}: {_described(best)} should hold {units.show_size(best.peak_bytes * ratio)} ({best.loses})"
 
 
-def _described(one: RunnerUp) -> str:
-    layout = one.layout
+def _described(runner_up: RunnerUp) -> str:
+    layout = runner_up.layout
     shard = "/".join(str(layout.shard.get(name, 1)) for name in ("params", "grads", "optimizer"))
     again = f", recompute {layout.recompute}" if layout.recompute != "none" else ""
-    return f"{one.ranks} ranks, shard {shard}, micro-batch {layout.micro_batch}{again}"
+    return f"{runner_up.ranks} ranks, shard {shard}, micro-batch {layout.micro_batch}{again}"

@@ -30,10 +30,12 @@ def sentences(plan: Plan, cluster: Cluster) -> tuple[str, ...]:
     if predicted is None:
         return ()
     kinds = [(size, kind) for kind, size in predicted.memory_bytes.items() if kind != "peak" and size]
-    told = ", ".join(f"{kind.replace('_', ' ')} {units.show_size(size)}" for size, kind in sorted(kinds, reverse=True))
-    held, limit = units.show_size(predicted.memory_bytes["peak"]), units.show_size(predicted.memory_limit)
+    listed = ", ".join(
+        f"{kind.replace('_', ' ')} {units.show_size(size)}" for size, kind in sorted(kinds, reverse=True)
+    )
+    peak, limit = units.show_size(predicted.memory_bytes["peak"]), units.show_size(predicted.memory_limit)
     each = "rank" if plan.ranks[0].device == "cpu" else "GPU"
-    memory = f"Memory per {each}: {held} of {limit} ({told})."
+    memory = f"Memory per {each}: {peak} of {limit} ({listed})."
     return (
         _headline(plan, predicted, cluster),
         *_waits(plan, predicted, cluster),
@@ -80,11 +82,11 @@ def _headline(plan: Plan, predicted: Predicted, cluster: Cluster) -> str:
         (True, f"micro-batch {layout.micro_batch}"),
         (layout.recompute != "none", f"recompute {layout.recompute}"),
     ]
-    told = ", ".join(words for holds, words in parts if holds)
+    summary = ", ".join(words for holds, words in parts if holds)
     band = f", give or take {predicted.spread:.0%}" if predicted.spread else ""
     ranks = units.plural(len(plan.trainers), "rank" if plan.ranks[0].device == "cpu" else "GPU")
-    told = f"{told[0].upper()}{told[1:]}, {plan.precision}, on {ranks}"
-    return f"{told}: {units.show_seconds(predicted.step_seconds)} a step{band} ({hardware(plan, cluster)})."
+    summary = f"{summary[0].upper()}{summary[1:]}, {plan.precision}, on {ranks}"
+    return f"{summary}: {units.show_seconds(predicted.step_seconds)} a step{band} ({hardware(plan, cluster)})."
 
 
 def hardware(plan: Plan, cluster: Cluster) -> str:
@@ -92,11 +94,11 @@ def hardware(plan: Plan, cluster: Cluster) -> str:
     places = {place.rank: place for place in places_of(plan, cluster)}.values()
     machines = len({place.node for place in places})
     where = f" in {machines:,} machines" if machines > 1 else " in one machine" if len(places) > 1 else ""
-    told = []
+    listed = []
     for (name, cores), count in Counter((place.table.device.name, place.table.cores) for place in places).items():
         many = "one" if count == 1 else f"{count:,}"
-        told.append(f"{many} processor{'s' * (count > 1)} of {cores} cores" if name == "cpu" else f"{many} {name}")
-    return ", ".join(told[:-1]) + " and " * (len(told) > 1) + told[-1] + where
+        listed.append(f"{many} processor{'s' * (count > 1)} of {cores} cores" if name == "cpu" else f"{many} {name}")
+    return ", ".join(listed[:-1]) + " and " * (len(listed) > 1) + listed[-1] + where
 
 
 def link_words(link: Link, level: Literal["inside", "between"]) -> str:
@@ -104,9 +106,10 @@ def link_words(link: Link, level: Literal["inside", "between"]) -> str:
     number, unit = units.show_bits(link.bandwidth).split()
     if level == "between":
         return f"{float(number):g} {unit} between machines"
-    clauses = [one.partition("(")[0].strip() for one in re.split("[;,]", link.source)]
+    clauses = [clause.partition("(")[0].strip() for clause in re.split("[;,]", link.source)]
     return next(
-        (one for one in clauses if "NVLink" in one or "PCI" in one), f"{float(number):g} {unit} inside a machine"
+        (clause for clause in clauses if "NVLink" in clause or "PCI" in clause),
+        f"{float(number):g} {unit} inside a machine",
     )
 
 
@@ -128,7 +131,7 @@ def places_of(plan: Plan, cluster: Cluster) -> list[Place]:
 
 def _waits(plan: Plan, predicted: Predicted, cluster: Cluster) -> list[str]:
     """What takes most of the step, and of each mechanism everything that it makes a step wait for."""
-    places, said, most = places_of(plan, cluster), [], (0.0, "")
+    places, costs, most = places_of(plan, cluster), [], (0.0, "")
     for what, names, groups in _mechanisms(plan):
         taken = {words: predicted.terms.get(name, 0.0) for name, words in names.items()}
         total = sum(taken.values())
@@ -137,8 +140,8 @@ def _waits(plan: Plan, predicted: Predicted, cluster: Cluster) -> list[str]:
         far = any(len({places[rank].node for rank in group}) > 1 for group in groups)
         level: Literal["inside", "between"] = "between" if far else "inside"
         link = link_words(cluster.slowest({places[rank].rank for group in groups for rank in group}, level), level)
-        told = ", ".join(f"{units.show_seconds(value)} {words}" for words, value in taken.items() if value)
-        said.append(f"{what} costs {told}, over {link}.")
+        listed = ", ".join(f"{units.show_seconds(value)} {words}" for words, value in taken.items() if value)
+        costs.append(f"{what} costs {listed}, over {link}.")
         most = max(most, (total, link))
     step, computing = predicted.step_seconds, sum(predicted.terms.get(name, 0.0) for name in COMPUTING)
     used = f", at {predicted.mfu:.0%} of the peak" if predicted.mfu else ""
@@ -147,7 +150,7 @@ def _waits(plan: Plan, predicted: Predicted, cluster: Cluster) -> list[str]:
     else:
         devices = " and ".join(dict.fromkeys(place.table.device.name for place in places)).replace("cpu", "processors")
         first = f"Computing in {plan.precision} on {devices} takes {computing / step:.0%} of the step{used}."
-    return [first, *said]
+    return [first, *costs]
 
 
 def _mechanisms(plan: Plan) -> Iterator[Waits]:
@@ -155,8 +158,8 @@ def _mechanisms(plan: Plan) -> Iterator[Waits]:
     stages = plan.stages or (Stage(ranks=plan.trainers),)
     stage = stages[0]
     width = stage.tensor * stage.sequence
-    cells = [one.ranks[first : first + width] for one in stages for first in range(0, len(one.ranks), width)]
-    alike = [one.ranks[first::width] for one in stages for first in range(width)]
+    cells = [each.ranks[first : first + width] for each in stages for first in range(0, len(each.ranks), width)]
+    alike = [each.ranks[first::width] for each in stages for first in range(width)]
     yield Waits("Cutting matrices", {"tensor": "for exchanges of activations"}, cells)
     yield Waits("Cutting sequences", {"sequence": "for exchanges in attention"}, cells)
     unit = plan.units[0]
@@ -166,8 +169,8 @@ def _mechanisms(plan: Plan) -> Iterator[Waits]:
     waiting = {"pipeline": "to fill and drain", "send": "for messages"}
     columns = [
         column
-        for number in dict.fromkeys(one.pipeline for one in stages)
-        for column in zip(*(one.ranks[:: one.tensor] for one in stages if one.pipeline == number), strict=False)
+        for number in dict.fromkeys(each.pipeline for each in stages)
+        for column in zip(*(each.ranks[:: each.tensor] for each in stages if each.pipeline == number), strict=False)
     ]
     yield Waits(f"The pipeline of {plan.layout.pp} stages", waiting, columns)
     for choice in choices.of(plan):

@@ -70,13 +70,13 @@ def reasons(plan: Plan, cluster: Cluster, others: dict[str, Found]) -> list[str]
     `others`: what was found in other precisions.
     """
     name = plan.precision
-    said = [_rates(name, min(collective_time.used(cluster, plan), key=lambda one: _rate(one, name)))]
+    sentences = [_rates(name, min(collective_time.used(cluster, plan), key=lambda device: _rate(device, name)))]
     lacking = Counter(place.table.device.name for place in cluster.devices() if not _rate(place.table.device, name))
     if lacking:
-        told = " and ".join(f"{count} x {kind}" for kind, count in lacking.items())
+        listed = " and ".join(f"{count} x {kind}" for kind, count in lacking.items())
         many = "is" if lacking.total() == 1 else "are"
-        said.append(f"{told} {many} left out: no {name} there{_told(plan, others)}.")
-    return said
+        sentences.append(f"{listed} {many} left out: no {name} there{_told(plan, others)}.")
+    return sentences
 
 
 def _rates(name: str, device: Device) -> str:
@@ -92,15 +92,15 @@ def _times(device: Device, name: str, other: str) -> str:
     return f"{_rate(device, name) / _rate(device, other):.2g}x"
 
 
-def with_all(found: Found) -> float | None:
+def with_all(result: Found) -> float | None:
     """Seconds of a step of the best plan that uses every device; None where none does."""
-    option = found.best(lambda one: one.layout.world == len(one.cluster.devices()))
+    option = result.best(lambda option: option.layout.world == len(option.cluster.devices()))
     return None if option is None else option.seconds
 
 
 def _told(plan: Plan, others: dict[str, Found]) -> str:
     """What the fastest plan takes that uses every device, in a precision that all have."""
-    there = {seconds: name for name, found in others.items() if (seconds := with_all(found)) is not None}
+    there = {seconds: name for name, result in others.items() if (seconds := with_all(result)) is not None}
     if not there or plan.predicted is None:
         return ""
     times = min(there) / plan.predicted.step_seconds
@@ -108,9 +108,9 @@ def _told(plan: Plan, others: dict[str, Found]) -> str:
     return f"; with all, in {there[min(there)]}, a step takes {taken}, {times:.2g} times as long"
 
 
-def faster(request: Request, found: Found) -> list[str]:
+def faster(request: Request, result: Found) -> list[str]:
     """How much faster the same layout would be in the fastest precision of its GPUs, where the plan has another."""
-    option = found.best()
+    option = result.best()
     if option is None or request.precision == "fp64":
         return []
     layout, devices = option.layout, collective_time.devices(option.cluster, int(option.layout.world)).values()

@@ -40,7 +40,7 @@ def _fastest(ask: Ask) -> PlanDecision:
     refusal: UserError | None = None
     for name in precision.candidates(ask.cluster):
         asked, best = ask.changed(precision=name), min(map(_rank, made), default=(True, 0.0))
-        known = ask.cluster.same_speed or any(precision.with_all(one.found) is not None for one in made)
+        known = ask.cluster.same_speed or any(precision.with_all(decision.found) is not None for decision in made)
         possible = search.fastest_possible
         if not best[0] and known and possible(asked.request, ask.cluster, ask.calibration) >= best[1]:
             continue
@@ -51,7 +51,7 @@ def _fastest(ask: Ask) -> PlanDecision:
     if not made and refusal is not None:
         raise refusal
     best_of = min(made, key=_rank)
-    others = {one.request.precision: one.found for one in made if one is not best_of}
+    others = {decision.request.precision: decision.found for decision in made if decision is not best_of}
     why = (*best_of.plan.why, *precision.reasons(best_of.plan, ask.cluster, others))
     return best_of.changed(why=why)
 

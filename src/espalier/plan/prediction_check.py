@@ -33,14 +33,14 @@ class PredictionCheck:
     def _told(self) -> dict[str, Any]:
         planned = self._predicted.step_seconds
         seconds, exposed = (
-            statistics.median(float(one.get(name) or 0.0) for one in self._seen[WARM:])
+            statistics.median(float(event.get(name) or 0.0) for event in self._seen[WARM:])
             for name in ("seconds", "exposed")
         )
         ratio = seconds / planned
-        said = f"steps take {show_seconds(seconds)}, planned were {show_seconds(planned)}"
-        found = {"step": self._seen[-1]["step"], "predicted": planned, "measured": seconds, "exposed": exposed}
+        sentence = f"steps take {show_seconds(seconds)}, planned were {show_seconds(planned)}"
+        fields = {"step": self._seen[-1]["step"], "predicted": planned, "measured": seconds, "exposed": exposed}
         if ratio <= max(SLOWER, 1 + 2 * (self._predicted.spread or 0.0)):
-            return {**found, "part": "", "what": f"{said} ({ratio - 1:+.0%})"}
+            return {**fields, "part": "", "what": f"{sentence} ({ratio - 1:+.0%})"}
         waits = sum(self._predicted.terms.get(term, 0.0) for term in EXCHANGES)
         if exposed - waits > (seconds - planned) / 2:
             part, do = (
@@ -51,4 +51,4 @@ class PredictionCheck:
         else:
             part, do = "computation", "see what else runs here (`top`), or measure anew with `espalier probe`"
             why = f"computation takes {show_seconds(seconds - exposed)}, planned were {show_seconds(planned - waits)}"
-        return {**found, "part": part, "what": f"{said} ({ratio:.1f} times as long): {why}. Try: {do}"}
+        return {**fields, "part": part, "what": f"{sentence} ({ratio:.1f} times as long): {why}. Try: {do}"}

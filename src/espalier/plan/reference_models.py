@@ -84,17 +84,17 @@ class ReferenceDecoder:
         moved, scores = self._moved(value, cut)
         core = 2.0 * tokens * self.sequence * size.width / tensor * (1 if self.fused else 2)
         products = (*projections, up, Product(rows, inner, size.width))
-        linear = sum(one.flops for one in products)
+        linear = sum(product.flops for product in products)
         # Selective: with written scores only the core is done again; with FlashAttention every other product.
         selective = linear / 2 if self.fused else core
         again = {"none": 0.0 * linear, "selective": selective, "block": linear + core}[recompute] / (linear + core)
-        kept = self._kept(value, cut)
+        saved = self._kept(value, cut)
         layer = Work(
             products=products,
             attention=core,
             moved=tokens * (moved + scores),
-            kept=tokens * kept[recompute],
-            transient=tokens * (kept["none"] - kept[recompute] if recompute != "none" else 0.0),
+            kept=tokens * saved[recompute],
+            transient=tokens * (saved["none"] - saved[recompute] if recompute != "none" else 0.0),
             again=again,
             samples=micro_batch,
             tokens=tokens,

@@ -44,9 +44,9 @@ class DoesNotFit(UserError):
     """No layout fits in memory. Exit code 2."""
 
 
-def refusal(request: Request, cluster: Cluster, found: Found) -> UserError:
+def refusal(request: Request, cluster: Cluster, result: Found) -> UserError:
     """The error when nothing fits: the least violating layout, its bytes by kind, and the cheapest changes."""
-    nearest = found.closest
+    nearest = result.closest
     if nearest is None:
         return _no_layout(request, cluster)
     predicted = estimate(request, nearest.cluster, nearest.layout)
@@ -58,7 +58,7 @@ def refusal(request: Request, cluster: Cluster, found: Found) -> UserError:
     return DoesNotFit(
         f"The model does not fit: rank {_fullest(request, nearest)} needs {units.show_size(nearest.peak)} and may use "
         f"{units.show_size(limit)}, {units.show_size(nearest.over)} are missing, most of it {ordered[0][0]}.",
-        why=f"the closest of {found.priced:,} layouts is {label(nearest.layout)} on {devices}: "
+        why=f"the closest of {result.priced:,} layouts is {label(nearest.layout)} on {devices}: "
         + ", ".join(f"{kind} {units.show_size(size)}" for kind, size in ordered),
         do=SEPARATOR.join([*cures(request, cluster, nearest), *([ABSENT] if gpus(cluster) else [])]),
     )
@@ -101,7 +101,11 @@ def _no_layout(request: Request, cluster: Cluster) -> UserError:
         there = sorted({_value(option.layout, name) for option in others.options})
         if not there:
             continue
-        near = min(there, key=lambda one: (abs(one - value), one)) if isinstance(value, int) else there[0]
+        near = (
+            min(there, key=lambda candidate: (abs(candidate - value), candidate))
+            if isinstance(value, int)
+            else there[0]
+        )
         return UserError(
             f"plan.pin.{name} = {value!r} leaves no layout on this cluster, with the other options as they are.",
             why="degrees multiply to the ranks, divide heads and sequence, and shards nest in dp x sp",
@@ -113,10 +117,10 @@ def _no_layout(request: Request, cluster: Cluster) -> UserError:
                 f"plan.{name} = {getattr(request.recipe.plan, name)} leaves no layout, with the pins as they are.",
                 do=f"another plan.{name}, or fewer pins",
             )
-    told = ", ".join(f"plan.pin.{name}" for name, _ in pins.given(request.pin))
+    listed = ", ".join(f"plan.pin.{name}" for name, _ in pins.given(request.pin))
     return UserError(
         "No layout satisfies all constraints.",
-        why="together the pins, the batch and the cluster allow none" + (f" ({told})" if told else ""),
+        why="together the pins, the batch and the cluster allow none" + (f" ({listed})" if listed else ""),
         do="leave some of them out, or a train.batch_tokens that the ranks can share",
     )
 
@@ -171,21 +175,21 @@ def _room_on_disk(request: Request, cluster: Cluster) -> Iterator[str]:
     """What the disk lacks, where states could wait there."""
     if request.free is None or request.pin.offload not in (None, "disk"):
         return
-    asked, found = search.anywhere(replace(request, free=None, offload=RESIDENT), cluster)
-    if (best := found.best()) and (short := lacking_on_disk(replace(asked, free=request.free), best)):
+    asked, result = search.anywhere(replace(request, free=None, offload=RESIDENT), cluster)
+    if (best := result.best()) and (short := lacking_on_disk(replace(asked, free=request.free), best)):
         cost = planned(replace(request, free=None, offload=RESIDENT), cluster)
         yield f"free {units.show_size(short)} of the disk, or --run FOLDER on another one ({cost})"
 
 
 def planned(request: Request, cluster: Cluster) -> str:
     """The seconds and bytes of the plan of `request`; empty where nothing fits."""
-    request, found = search.anywhere(request, cluster)
-    if (best := found.best()) is None:
+    request, result = search.anywhere(request, cluster)
+    if (best := result.best()) is None:
         return ""
-    held = f"{units.show_size(best.peak)} of {units.show_size(best.peak - best.over)}"
+    memory = f"{units.show_size(best.peak)} of {units.show_size(best.peak - best.over)}"
     if request.offload != RESIDENT:
-        held += f", {request.offload}: {units.show_size(away_on_machine(request, best))} a machine"
-    return f"{units.show_seconds(best.seconds)} a step, {held}"
+        memory += f", {request.offload}: {units.show_size(away_on_machine(request, best))} a machine"
+    return f"{units.show_seconds(best.seconds)} a step, {memory}"
 
 
 def away_on_machine(request: Request, option: Option) -> float:

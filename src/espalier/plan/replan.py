@@ -69,7 +69,7 @@ def planned_work(request: Request, cluster: Cluster, plan: Plan) -> tuple[float,
 
 def told(plans: Sequence[Plan]) -> str:
     """What ranks of the first plan hold in a few words of whoever has planned one of `plans`; empty: nobody has."""
-    replanner = next((found for plan in plans if (found := _replanner(plan)) is not None), None)
+    replanner = next((candidate for plan in plans if (candidate := _replanner(plan)) is not None), None)
     return "" if replanner is None else replanner.told(plans[0])
 
 
@@ -84,78 +84,78 @@ def equal(plan: Plan) -> Speeds:
     return Speeds((1.0,) * len(plan.ranks))
 
 
-def speeds(request: Request, cluster: Cluster, plan: Plan, own: Sequence[float]) -> Speeds:
-    """Of ranks that train and spend `own` seconds a step on their samples. Those that serve them count as equal."""
+def speeds(request: Request, cluster: Cluster, plan: Plan, busy: Sequence[float]) -> Speeds:
+    """Of ranks that train and spend `busy` seconds a step on their samples. Those that serve them count as equal."""
     if cut(plan):
-        return _relative(own, planned_work(request, cluster, plan))
-    each = [seconds / rank.samples for seconds, rank in zip(own, plan.trainer_ranks, strict=True)]
+        return _relative(busy, planned_work(request, cluster, plan))
+    each = [seconds / rank.samples for seconds, rank in zip(busy, plan.trainer_ranks, strict=True)]
     middle = statistics.median_low(each)
-    ratios = [one / middle if middle > 0 else 1.0 for one in each]
-    found = [1.0] * len(plan.ranks)
+    ratios = [taken / middle if middle > 0 else 1.0 for taken in each]
+    slower = [1.0] * len(plan.ranks)
     for rank, ratio in zip(plan.trainers, ratios, strict=True):
-        found[rank] = equalised(ratio)
-    return Speeds(tuple(found))
+        slower[rank] = equalised(ratio)
+    return Speeds(tuple(slower))
 
 
-def _relative(own: Sequence[float], planned: Sequence[float]) -> Speeds:
-    """Of ranks that compute `own` seconds a step: over what the plan lets each compute, which differs, and over the
+def _relative(busy: Sequence[float], planned: Sequence[float]) -> Speeds:
+    """Of ranks that compute `busy` seconds a step: over what the plan lets each compute, which differs, and over the
     rank in the middle. A rank without work counts as equal."""
-    ratios = [taken / expected if expected > 0 else 0.0 for taken, expected in zip(own, planned, strict=True)]
-    middle = statistics.median_low([one for one in ratios if one > 0] or [0.0])
-    return Speeds(tuple(equalised(one / middle) if one > 0 and middle > 0 else 1.0 for one in ratios))
+    ratios = [taken / expected if expected > 0 else 0.0 for taken, expected in zip(busy, planned, strict=True)]
+    middle = statistics.median_low([ratio for ratio in ratios if ratio > 0] or [0.0])
+    return Speeds(tuple(equalised(ratio / middle) if ratio > 0 and middle > 0 else 1.0 for ratio in ratios))
 
 
-def with_link(request: Request, cluster: Cluster, plan: Plan, found: Speeds, excess: float) -> Speeds:
-    """`found` with the factor on links that makes the plan's step `excess` seconds longer (0 or less: 1)."""
-    target = seconds(request, cluster, plan, found) + excess
+def with_link(request: Request, cluster: Cluster, plan: Plan, speeds: Speeds, excess: float) -> Speeds:
+    """`speeds` with the factor on links that makes the plan's step `excess` seconds longer (0 or less: 1)."""
+    target = seconds(request, cluster, plan, speeds) + excess
     if excess <= 0 or len(plan.ranks) == 1:
-        return found
+        return speeds
     low, high = 1.0, _MOST
     for _ in range(_FITTED):
         middle = (low * high) ** 0.5
-        slower = seconds(request, cluster, plan, replace(found, link=middle)) > target
+        slower = seconds(request, cluster, plan, replace(speeds, link=middle)) > target
         low, high = (low, middle) if slower else (middle, high)
-    return replace(found, link=low)
+    return replace(speeds, link=low)
 
 
-def seconds(request: Request, cluster: Cluster, plan: Plan, found: Speeds) -> float:
-    """Of a step of `plan` with the shares it has, by the cost model at the speeds `found`: its slowest rank's. Of
+def seconds(request: Request, cluster: Cluster, plan: Plan, speeds: Speeds) -> float:
+    """Of a step of `plan` with the shares it has, by the cost model at the `speeds`: its slowest rank's. Of
     workers of optimizer nodes in units of a usual worker's sample: links are as before."""
     if (replanner := _replanner(plan, request)) is not None:
-        return replanner.seconds(request, cluster, plan, found)
+        return replanner.seconds(request, cluster, plan, speeds)
     if _serving(plan):
-        return max(found.slower[rank] * (plan.ranks[rank].samples) for rank in plan.trainers)
+        return max(speeds.slower[rank] * (plan.ranks[rank].samples) for rank in plan.trainers)
     threads = plan.ranks[0].threads
-    on = collective_time.fleet(measured(cluster, plan.ranks, found), len(plan.ranks), threads)
+    on = collective_time.fleet(measured(cluster, plan.ranks, speeds), len(plan.ranks), threads)
     shares = [rank.samples for rank in plan.ranks]
     layout = replace(of_view(plan.layout), threads=threads)
     asked = request.changed(precision=plan.precision)
     costs = price(asked, replace(on, factors=request.factors), layout, Shares(shares))
-    return max(float(one.step) for one in costs)
+    return max(float(priced.step) for priced in costs)
 
 
-def plan_on(request: Request, cluster: Cluster, plan: Plan, kept: Sequence[int], found: Speeds) -> Plan:
-    """The best plan for the places of the ranks `kept` (of `plan`, in order), at the speeds `found` of all its ranks.
+def plan_on(request: Request, cluster: Cluster, plan: Plan, remaining: Sequence[int], speeds: Speeds) -> Plan:
+    """The best plan for the places of the ranks `remaining` (of `plan`, in order), at the `speeds` of all its ranks.
 
     Raises UserError where they cannot hold the run or share its batch.
     """
     if (replanner := _replanner(plan)) is not None:
-        return replanner.plan_on(request, cluster, plan, kept, found)
-    check_sharing(request, plan, kept)
+        return replanner.plan_on(request, cluster, plan, remaining, speeds)
+    check_sharing(request, plan, remaining)
     if _serving(plan):
-        return _shared(request, plan, kept, found)
-    ranks = [plan.ranks[rank] for rank in kept]
-    there = measured(cluster, ranks, found.of(kept))
+        return _shared(request, plan, remaining, speeds)
+    ranks = [plan.ranks[rank] for rank in remaining]
+    there = measured(cluster, ranks, speeds.of(remaining))
     pinned = Pin(
-        ranks=len(kept),
+        ranks=len(remaining),
         threads=ranks[0].threads,
         algorithm="data",
         pp=1,
-        micro_batch=min(plan.micro_batch, -(-request.profile.global_batch // len(kept))),
+        micro_batch=min(plan.micro_batch, -(-request.profile.global_batch // len(remaining))),
         recompute=cast("Recompute", plan.recompute),
         shard=ShardPin(params=1, grads=1, optimizer=1) if plan.replicated else None,
     )
-    freer = Pin(ranks=len(kept), threads=ranks[0].threads, algorithm="data", pp=1)
+    freer = Pin(ranks=len(remaining), threads=ranks[0].threads, algorithm="data", pp=1)
     asked = request.changed(precision=plan.precision, sync=EveryStep())
     for pin in (pinned, freer):
         decision = decide(asked.changed(pin=pin), there, Calibration(factors=request.factors))
@@ -164,14 +164,14 @@ def plan_on(request: Request, cluster: Cluster, plan: Plan, kept: Sequence[int],
     closest = decision.found.closest
     over = units.show_size(closest.over) if closest is not None else "some"
     raise UserError(
-        f"{units.plural(len(kept), 'rank')} cannot hold this run: {over} of memory is missing on each.",
+        f"{units.plural(len(remaining), 'rank')} cannot hold this run: {over} of memory is missing on each.",
         do="mend the place that was lost and run the same command, or a smaller model or micro-batch",
     )
 
 
-def check_sharing(request: Request, plan: Plan, kept: Sequence[int]) -> None:
-    """Raises UserError unless each of the ranks `kept` that train has a sample."""
-    sharing = len({*kept}.intersection(plan.trainers))
+def check_sharing(request: Request, plan: Plan, remaining: Sequence[int]) -> None:
+    """Raises UserError unless each of the ranks `remaining` that train has a sample."""
+    sharing = len({*remaining}.intersection(plan.trainers))
     if not sharing or sharing > request.profile.global_batch:
         raise UserError(
             f"A batch of {request.profile.global_batch} samples cannot be shared by {sharing} ranks.",
@@ -179,37 +179,38 @@ def check_sharing(request: Request, plan: Plan, kept: Sequence[int]) -> None:
         )
 
 
-def options(request: Request, cluster: Cluster, plan: Plan, found: Speeds) -> list[Replan]:
-    """Plans for the same run on the same places or without the slowest, at the speeds `found`; the fastest first."""
+def options(request: Request, cluster: Cluster, plan: Plan, speeds: Speeds) -> list[Replan]:
+    """Plans for the same run on the same places or without the slowest, at the `speeds`; the fastest first."""
     there = len(plan.trainers)
-    now = seconds(request, cluster, plan, found)
-    slowest = sorted(plan.trainers, key=lambda rank: (-found.slower[rank], -rank))
+    now = seconds(request, cluster, plan, speeds)
+    slowest = sorted(plan.trainers, key=lambda rank: (-speeds.slower[rank], -rank))
     made = []
     for count in sorted({*range(FEWER + 1), there // 2, there - 1}):
         if count >= there:
             continue
-        kept = (*sorted(slowest[count:]), *_serving(plan))
+        remaining = (*sorted(slowest[count:]), *_serving(plan))
         try:
-            one = plan_on(request, cluster, plan, kept, found)
+            new_plan = plan_on(request, cluster, plan, remaining, speeds)
         except UserError:
             continue  # fewer cannot hold it
-        made.append(Replan(one, kept, seconds(request, cluster, one, found.of(kept)) / now))
-    return sorted(made, key=lambda one: one.ratio)
+        made.append(Replan(new_plan, remaining, seconds(request, cluster, new_plan, speeds.of(remaining)) / now))
+    return sorted(made, key=lambda option: option.ratio)
 
 
 def _serving(plan: Plan) -> list[int]:
     """Ranks that hold the model for the others."""
-    return [rank for rank, one in enumerate(plan.ranks) if one.role != "trainer"]
+    return [index for index, rank in enumerate(plan.ranks) if rank.role != "trainer"]
 
 
-def _shared(request: Request, plan: Plan, kept: Sequence[int], found: Speeds) -> Plan:
-    """`plan` whose workers `kept` share the batch by their speeds. Raises UserError where one that serves is lost."""
-    lost = next((rank for rank in _serving(plan) if rank not in kept), None)
+def _shared(request: Request, plan: Plan, remaining: Sequence[int], speeds: Speeds) -> Plan:
+    """`plan` whose workers among `remaining` share the batch by their speeds. Raises UserError where one that serves is
+    lost."""
+    lost = next((rank for rank in _serving(plan) if rank not in remaining), None)
     if lost is not None:
         raise UserError(
             f"Rank {lost} ({plan.ranks[lost].role}) serves the others.", do="mend its place and run the same command"
         )
-    workers = [rank for rank in kept if plan.ranks[rank].role == "trainer"]
+    workers = [rank for rank in remaining if plan.ranks[rank].role == "trainer"]
     if not 0 < len(workers) <= (batch := request.profile.global_batch):
         raise UserError(
             f"A batch of {batch} samples cannot be shared by {units.plural(len(workers), 'worker')}.",
@@ -217,13 +218,13 @@ def _shared(request: Request, plan: Plan, kept: Sequence[int], found: Speeds) ->
         )
     samples = dict.fromkeys(workers, 1)
     for _ in range(request.profile.global_batch - len(workers)):
-        samples[min(workers, key=lambda rank: (samples[rank] + 1) * found.slower[rank])] += 1
+        samples[min(workers, key=lambda rank: (samples[rank] + 1) * speeds.slower[rank])] += 1
     ranks, at = [], 0
-    for rank in kept:
+    for rank in remaining:
         share = at, at + samples.get(rank, 0)
         at = share[1]
-        own = rank in samples
-        ranks.append(plan.ranks[rank].changed(share=share) if own else plan.ranks[rank])
+        trains = rank in samples
+        ranks.append(plan.ranks[rank].changed(share=share) if trains else plan.ranks[rank])
     made = plan.changed(ranks=tuple(ranks), stages=(), predicted=None, runners_up=())
     return plans.check(made, request.profile.global_batch, "the new plan")
 

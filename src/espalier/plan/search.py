@@ -129,17 +129,17 @@ class Found:
         if not usable:
             return None
         fastest = min(option.seconds for option in usable)
-        near = [one for one in usable if one.seconds <= fastest * (1 + self.tie)]
-        least = min(one.leaving for one in near if one.tight == min(other.tight for other in near))
-        return min(near, key=lambda one: one.order(least))
+        near = [option for option in usable if option.seconds <= fastest * (1 + self.tie)]
+        least = min(option.leaving for option in near if option.tight == min(other.tight for other in near))
+        return min(near, key=lambda option: option.order(least))
 
 
 def search(request: Request, cluster: Cluster, calibration: Calibration = DATASHEET, *, whole: bool = False) -> Found:
     """Prices every layout and keeps the best of each kind. Never raises for lack of memory: see `Found.closest`.
     `whole`: keeps the best of those with whole states too, as a search that is pinned to them would."""
     tie = min(TIE, max(LEAST, calibration.spread))
-    kept: list[Option] = []
-    kept_whole: list[Option] = []
+    selected: list[Option] = []
+    selected_whole: list[Option] = []
     closest: Option | None = None
     best, priced = float("inf"), 0
     known: dict[executable.Kind, bool] = {}
@@ -154,20 +154,20 @@ def search(request: Request, cluster: Cluster, calibration: Calibration = DATASH
                 continue
             options, unsharded, nearest = _price(request, part, on, batch, whole)
             priced += len(batch)
-            kept += options
-            kept_whole += unsharded
+            selected += options
+            selected_whole += unsharded
             best = min([best, *(option.seconds for option in options)])
             if nearest is not None and (closest is None or nearest.over < closest.over):
                 closest = nearest
-    return Found(_in_order(kept, cluster), closest, priced, tie, _in_order(kept_whole, cluster))
+    return Found(_in_order(selected, cluster), closest, priced, tie, _in_order(selected_whole, cluster))
 
 
 def anywhere(request: Request, cluster: Cluster) -> tuple[Request, Found]:
     """`search`, and where nothing fits or a tier is pinned `elsewhere`."""
-    found = search(request, cluster)
-    if request.pin.offload == "none" or (request.pin.offload is None and found.options):
-        return request, found
-    return elsewhere(request, cluster, found)
+    result = search(request, cluster)
+    if request.pin.offload == "none" or (request.pin.offload is None and result.options):
+        return request, result
+    return elsewhere(request, cluster, result)
 
 
 def elsewhere(
@@ -175,30 +175,33 @@ def elsewhere(
 ) -> tuple[Request, Found]:
     """The search with what waits outside the devices in the fastest of `offload.ways`: of those within a tie the first.
     With the request of what was found; `resident` where nothing fits so either."""
-    found = []
+    attempts = []
     for way in offload.ways(request, cluster):
         asked = request.changed(offload=way, pin=offload.pinned(request, way))
-        found.append((replace(request, offload=way), search(asked, cluster, calibration, whole=whole)))
-    fitting = [one for one in found if one[1].options]
+        attempts.append((replace(request, offload=way), search(asked, cluster, calibration, whole=whole)))
+    fitting = [attempt for attempt in attempts if attempt[1].options]
     if not fitting and request.pin.offload is None:
         return request, resident
     if not fitting:
-        return min(found, key=lambda one: _lacking(one[1]), default=(request, Found((), None, 0, TIE)))
-    fastest = min(one.options[0].seconds for _, one in fitting)
-    return next(one for one in fitting if one[1].options[0].seconds <= fastest * (1 + one[1].tie))
+        return min(attempts, key=lambda attempt: _lacking(attempt[1]), default=(request, Found((), None, 0, TIE)))
+    fastest = min(result.options[0].seconds for _, result in fitting)
+    return next(attempt for attempt in fitting if attempt[1].options[0].seconds <= fastest * (1 + attempt[1].tie))
 
 
-def _lacking(found: Found) -> float:
+def _lacking(result: Found) -> float:
     """Bytes that the least violating layout lacks."""
-    return math.inf if found.closest is None else found.closest.over
+    return math.inf if result.closest is None else result.closest.over
 
 
-def _in_order(kept: list[Option], cluster: Cluster) -> tuple[Option, ...]:
+def _in_order(options: list[Option], cluster: Cluster) -> tuple[Option, ...]:
     """The fastest first, each with the numbers that its machines have in the user's cluster."""
-    orders = {id(one.cluster): one.cluster for one in kept if one.cluster is not cluster}
+    orders = {id(option.cluster): option.cluster for option in options if option.cluster is not cluster}
     nodes = {key: original_nodes(cluster, ordered) for key, ordered in orders.items()}
-    kept = [replace(one, nodes=nodes[id(one.cluster)]) if id(one.cluster) in nodes else one for one in kept]
-    return tuple(sorted(kept, key=lambda option: (option.seconds, option.order())))
+    options = [
+        replace(option, nodes=nodes[id(option.cluster)]) if id(option.cluster) in nodes else option
+        for option in options
+    ]
+    return tuple(sorted(options, key=lambda option: (option.seconds, option.order())))
 
 
 # --- parts of the cluster ----------------------------------------------------------------------------------------
@@ -209,11 +212,11 @@ def _promising_first(
 ) -> list[tuple[Cluster, collective_time.Fleet, int, float, float]]:
     """(cluster, fleet, threads of each rank, seconds that no plan beats with equal shares, and with shares by speed):
     the whole first, which every plan is compared with, then the parts that could be fastest."""
-    found = []
+    candidates = []
     for part, ranks, threads in parts(request, cluster):
         on = replace(collective_time.fleet(part, ranks, threads), factors=calibration.factors)
-        found.append((part, on, threads, *(least_seconds(request, on) if on.cuda else (0.0, 0.0))))
-    return [*found[:1], *sorted(found[1:], key=lambda one: one[3])]
+        candidates.append((part, on, threads, *(least_seconds(request, on) if on.cuda else (0.0, 0.0))))
+    return [*candidates[:1], *sorted(candidates[1:], key=lambda candidate: candidate[3])]
 
 
 def parts(request: Request, cluster: Cluster) -> Iterator[tuple[Cluster, int, int]]:
@@ -236,7 +239,7 @@ def parts(request: Request, cluster: Cluster) -> Iterator[tuple[Cluster, int, in
 
 def fastest_possible(request: Request, cluster: Cluster, calibration: Calibration) -> float:
     """Seconds that no plan on any part of the cluster can beat."""
-    return min((one[-1] for one in _promising_first(request, cluster, calibration)), default=float("inf"))
+    return min((candidate[-1] for candidate in _promising_first(request, cluster, calibration)), default=float("inf"))
 
 
 def original_nodes(cluster: Cluster, ordered: Cluster) -> tuple[int, ...]:
@@ -245,9 +248,9 @@ def original_nodes(cluster: Cluster, ordered: Cluster) -> tuple[int, ...]:
     for place in cluster.devices():
         numbers.setdefault(id(place.table.device), {})[place.node] = None
     left = {key: iter(known) for key, known in numbers.items()}
-    found = [number for table in ordered.nodes for number in itertools.islice(left[id(table.device)], table.count)]
+    machines = [number for table in ordered.nodes for number in itertools.islice(left[id(table.device)], table.count)]
     others = sum(table.count for table in (*cluster.optimizers, *cluster.standbys))
-    return (*found, *range(cluster.machines, cluster.machines + others))
+    return (*machines, *range(cluster.machines, cluster.machines + others))
 
 
 def fastest_first(request: Request, cluster: Cluster) -> Cluster:
@@ -270,18 +273,18 @@ def _slowness(request: Request) -> Callable[[Node], tuple[float, float]]:
 def _sizes(cluster: Cluster, most: int) -> set[int]:
     """Numbers of devices: all, those of one kind and faster, whole machines by halves (of slower kinds beside faster
     ones a half, a quarter and the largest power of two), and less than a machine."""
-    found, before = {most}, 0
+    sizes, before = {most}, 0
     for table in cluster.nodes:
         nodes, each = table.count, table.devices
         halved = range(3 if before else nodes.bit_length())
         powers = range(nodes.bit_length() - 1 if before else 0, nodes.bit_length())
         whole = {*(nodes >> k for k in halved), *(1 << k for k in powers)}
-        found |= {before + each * count for count in whole if 0 < count <= nodes}
+        sizes |= {before + each * count for count in whole if 0 < count <= nodes}
         before += nodes * each
     first = cluster.nodes[0].devices
-    found |= {first >> k for k in range(1, first.bit_length())}
-    found.add(most // first * first)
-    return {size for size in found if 0 < size <= most}
+    sizes |= {first >> k for k in range(1, first.bit_length())}
+    sizes.add(most // first * first)
+    return {size for size in sizes if 0 < size <= most}
 
 
 def _processors(request: Request, cluster: Cluster) -> Iterator[tuple[Cluster, int, int]]:
@@ -346,9 +349,9 @@ def _batches(
     for algorithm in (pinned,) if pinned else ALGORITHMS:
         if algorithm == "data" or profile.heads or (algorithm == "megatron" and profile.tensor > 1):
             for batch in space.grid(algorithm, ranks, per_node, limits):
-                kept = np.flatnonzero(executable.runs(request, batch, known))
-                if len(kept):
-                    yield batch.at(kept)
+                runnable = np.flatnonzero(executable.runs(request, batch, known))
+                if len(runnable):
+                    yield batch.at(runnable)
 
 
 def _price(
@@ -371,20 +374,20 @@ def _price(
         away = np.broadcast_to(leaving(request, weak, chosen.at(picked)), len(picked))
         values = (column[picked].tolist() for column in (seconds, peak, over))
         rows = zip(chosen.each(picked), *values, away.tolist(), strict=True)
-        return [Option(one, part, taken, most, beyond, leaving=sent) for one, taken, most, beyond, sent in rows]
+        return [Option(layout, part, taken, most, beyond, leaving=sent) for layout, taken, most, beyond, sent in rows]
 
     picked = _pick(seconds, peak, chosen, np.arange(len(fits)))
-    found, unequal = options(picked), []
+    priced, unequal = options(picked), []
     if len(on.kinds) > 1 and batch.algorithm == "data":
-        single = [index for index, option in zip(picked, found, strict=True) if option.layout.pp == 1][:UNEQUAL]
+        single = [index for index, option in zip(picked, priced, strict=True) if option.layout.pp == 1][:UNEQUAL]
         unequal = by_speed(request, part, on, chosen.at(np.array(single, dtype=int)), seconds[single])
     elif len(on.kinds) > 1 and batch.algorithm == "isp":
         rings = [index for index in picked if in_one_ring(chosen, on.ranks)[index]][:UNEQUAL]
         unequal = slots_by_speed(request, part, on, chosen.at(np.array(rings, dtype=int)), seconds[rings])
-    sent = {option.layout: option.leaving for option in found}
-    found += [replace(option, leaving=sent[option.layout]) for option in unequal]
+    sent = {option.layout: option.leaving for option in priced}
+    priced += [replace(option, leaving=sent[option.layout]) for option in unequal]
     unsharded = np.flatnonzero(np.broadcast_to(chosen.optimizer, fits.shape) == 1) if whole else np.empty(0, dtype=int)
-    return found, options(_pick(seconds, peak, chosen, unsharded)), None
+    return priced, options(_pick(seconds, peak, chosen, unsharded)), None
 
 
 def _fullness(request: Request, on: collective_time.Fleet, batch: Layouts) -> tuple[Any, Any]:
@@ -407,22 +410,22 @@ def leaving(request: Request, on: collective_time.Fleet, layouts: Layouts) -> An
     if on.between is None:
         return 0.0
     step, samples, machine = CostInputs(request, on, on.kinds[0], layouts), samples_each(request, layouts), on.per_node
-    rounds, found = -(-samples // np.minimum(layouts.micro_batch, samples)), np.zeros(len(layouts))
-    for one in exchanges(volumes(step.summed, step.division), step.division, rounds):
-        inside = np.clip(machine // one.stride, 1, one.ranks)
-        sent = ring_bytes(one.operation, one.size, one.ranks) * machine / inside
-        found = found + np.where(one.ranks * one.stride > machine, sent, 0.0)
+    rounds, outgoing = -(-samples // np.minimum(layouts.micro_batch, samples)), np.zeros(len(layouts))
+    for exchange in exchanges(volumes(step.summed, step.division), step.division, rounds):
+        inside = np.clip(machine // exchange.stride, 1, exchange.ranks)
+        sent = ring_bytes(exchange.operation, exchange.size, exchange.ranks) * machine / inside
+        outgoing = outgoing + np.where(exchange.ranks * exchange.stride > machine, sent, 0.0)
     tokens = samples * request.profile.tokens_per_sample / layouts.sp
     if np.any(np.asarray(layouts.sp) > 1):
         sent = sum(step.sequence(tokens).sent.values()) * step.stage_layers * machine
-        found = found + np.where((np.asarray(layouts.sp) > 1) & (layouts.sp * layouts.tp > machine), sent, 0.0)
+        outgoing = outgoing + np.where((np.asarray(layouts.sp) > 1) & (layouts.sp * layouts.tp > machine), sent, 0.0)
     if request.expert_ranks > machine:
-        found = found + step.experts(samples, rounds).sent["experts"] * machine
+        outgoing = outgoing + step.experts(samples, rounds).sent["experts"] * machine
     # Of the residual stream; a stage's machines pass it on and back.
     value = tokens * request.profile.width * request.compute
     hands = np.where(np.asarray(layouts.pp) > 1, 2.0 * layouts.chunks * value, 0.0)
     shared = np.where(np.asarray(layouts.tp) > machine, 8.0 * step.stage_layers * value, 0.0)
-    return found + machine / np.asarray(layouts.tp) * (hands + shared)
+    return outgoing + machine / np.asarray(layouts.tp) * (hands + shared)
 
 
 def _pick(seconds: Any, peak: Any, layouts: Layouts, of: Any) -> list[int]:
@@ -431,7 +434,9 @@ def _pick(seconds: Any, peak: Any, layouts: Layouts, of: Any) -> list[int]:
     schedule = np.broadcast_to(layouts.schedule, seconds.shape)[of]
     chunks = np.broadcast_to(layouts.chunks, seconds.shape)[of]
     parts = (layouts.pp, layouts.optimizer, layouts.grads, layouts.params)
-    used = np.broadcast_to(sum((np.asarray(one) > 1) * 2**place for place, one in enumerate(parts)), seconds.shape)
+    used = np.broadcast_to(
+        sum((np.asarray(degree) > 1) * 2**place for place, degree in enumerate(parts)), seconds.shape
+    )
     picked: list[int] = []
     for name, each in dict.fromkeys(zip(schedule.tolist(), chunks.tolist(), strict=True)):
         mine = of[(schedule == name) & (chunks == each)]
@@ -452,12 +457,17 @@ def by_speed(request: Request, part: Cluster, on: collective_time.Fleet, layouts
     exact = _in_proportion(request.profile.global_batch, rates, np.array([kind.ranks for kind in on.kinds]))
     shares = np.ceil(exact - 1e-9).astype(int)
     costs = price(request, on, layouts, Shares(np.maximum(1, shares)))
-    seconds, peak = (np.max([getattr(one, name) for one in costs], axis=0) for name in ("step", "peak"))
-    over = np.max([one.over for one in costs], axis=0)
+    seconds, peak = (np.max([getattr(priced, name) for priced in costs], axis=0) for name in ("step", "peak"))
+    over = np.max([priced.over for priced in costs], axis=0)
     least = np.where(np.asarray(layouts.grads) > 1, -(-shares.max(axis=0) // layouts.micro_batch), 1)
-    kept = np.flatnonzero((exact.astype(int).min(axis=0) >= least) & (over <= 0) & (seconds < equal))
-    values = (seconds[kept].tolist(), peak[kept].tolist(), over[kept].tolist(), map(tuple, shares[:, kept].T.tolist()))
-    return [Option(one, part, *known) for one, *known in zip(layouts.each(kept), *values, strict=True)]
+    faster = np.flatnonzero((exact.astype(int).min(axis=0) >= least) & (over <= 0) & (seconds < equal))
+    values = (
+        seconds[faster].tolist(),
+        peak[faster].tolist(),
+        over[faster].tolist(),
+        map(tuple, shares[:, faster].T.tolist()),
+    )
+    return [Option(layout, part, *known) for layout, *known in zip(layouts.each(faster), *values, strict=True)]
 
 
 def in_one_ring(layouts: Layouts, ranks: int) -> Any:
@@ -475,13 +485,18 @@ def slots_by_speed(
     rates, ranks = _rates(request, on, layouts), np.array([kind.ranks for kind in on.kinds])
     speeds = rates * ranks.sum() / (rates * ranks[:, None]).sum(0)
     costs = price(request, on, layouts, Shares(speeds=speeds))
-    seconds, peak = (np.max([getattr(one, name) for one in costs], axis=0) for name in ("step", "peak"))
-    over = np.max([one.over for one in costs], axis=0)
-    kept = np.flatnonzero((over <= 0) & (seconds < equal))
-    values = (seconds[kept].tolist(), peak[kept].tolist(), over[kept].tolist(), map(tuple, speeds[:, kept].T.tolist()))
+    seconds, peak = (np.max([getattr(priced, name) for priced in costs], axis=0) for name in ("step", "peak"))
+    over = np.max([priced.over for priced in costs], axis=0)
+    faster = np.flatnonzero((over <= 0) & (seconds < equal))
+    values = (
+        seconds[faster].tolist(),
+        peak[faster].tolist(),
+        over[faster].tolist(),
+        map(tuple, speeds[:, faster].T.tolist()),
+    )
     return [
-        Option(one, part, taken, most, beyond, speeds=each)
-        for one, taken, most, beyond, each in zip(layouts.each(kept), *values, strict=True)
+        Option(layout, part, taken, most, beyond, speeds=each)
+        for layout, taken, most, beyond, each in zip(layouts.each(faster), *values, strict=True)
     ]
 
 
@@ -491,8 +506,10 @@ def _rates(request: Request, on: collective_time.Fleet, layouts: Layouts) -> Any
     rates = []
     for kind in on.kinds:
         work = request.profile.anatomy(size, layouts.recompute, request.precision, WHOLE).whole
-        one = compute(CostInputs(request, on, kind, layouts), work)
-        rates.append(1.0 / (one.forward + one.backward + one.recompute) + 0.0 * np.asarray(layouts.dp))
+        model_pass = compute(CostInputs(request, on, kind, layouts), work)
+        rates.append(
+            1.0 / (model_pass.forward + model_pass.backward + model_pass.recompute) + 0.0 * np.asarray(layouts.dp)
+        )
     return np.array(rates)
 
 
@@ -508,20 +525,22 @@ def _in_proportion(batch: int, rates: Any, ranks: Any) -> Any:
     return np.maximum(exact, 1.0)
 
 
-def points(found: Found, chosen: Option | None, label: Callable[[Layouts], str]) -> list[Point]:
+def points(result: Found, chosen: Option | None, label: Callable[[Layouts], str]) -> list[Point]:
     """The options as points of the picture, the front of seconds against bytes marked."""
     lowest = float("inf")
     made = []
-    for option in found.options:
+    for option in result.options:
         front = option.peak < lowest
         lowest = min(lowest, option.peak)
         same = option is chosen
         made.append(
             Point(option.seconds, option.peak, option.fits, label(option.layout), option.layout.algorithm, same, front)
         )
-    if not made and found.closest is not None:
-        one = found.closest
-        made.append(Point(one.seconds, one.peak, one.fits, label(one.layout), one.layout.algorithm, True))
+    if not made and result.closest is not None:
+        closest = result.closest
+        made.append(
+            Point(closest.seconds, closest.peak, closest.fits, label(closest.layout), closest.layout.algorithm, True)
+        )
     return made
 
 
@@ -533,7 +552,7 @@ def weakest(request: Request, on: collective_time.Fleet) -> collective_time.Flee
     where another is in nothing better, since neither seconds nor bytes grow with a better device."""
     if request.offload != RESIDENT:  # machines, too, are then fuller or slower
         return on
-    kept = [
+    kinds = [
         kind
         for index, kind in enumerate(on.kinds)
         if not any(
@@ -542,16 +561,16 @@ def weakest(request: Request, on: collective_time.Fleet) -> collective_time.Flee
             if at != index
         )
     ]
-    return replace(on, kinds=tuple(kept))
+    return replace(on, kinds=tuple(kinds))
 
 
-def _worse(request: Request, one: collective_time.DeviceGroup, other: collective_time.DeviceGroup) -> bool:
-    """Whether `one` is in nothing better than `other`; False where that cannot be told."""
-    devices = one.table.device, other.table.device
+def _worse(request: Request, kind: collective_time.DeviceGroup, other: collective_time.DeviceGroup) -> bool:
+    """Whether `kind` is in nothing better than `other`; False where that cannot be told."""
+    devices = kind.table.device, other.table.device
     if any(device.kind != "cuda" or device.rates or device.copies or not device.peak for device in devices):
         return False
-    return one.setting == other.setting and all(
-        here <= there for here, there in zip(*(_abilities(request, device) for device in devices), strict=True)
+    return kind.setting == other.setting and all(
+        value <= better for value, better in zip(*(_abilities(request, device) for device in devices), strict=True)
     )
 
 
@@ -578,5 +597,5 @@ def _sample(request: Request, on: collective_time.Fleet, kind: collective_time.D
     if device.rates:
         return request.model_flops / batch / device_model.peak(device, request.precision)
     dense = replace(request.profile.anatomy(batch, "none", request.precision, WHOLE).whole, moved=0.0)
-    one = compute(CostInputs(request, on, kind, Layouts()), dense)
-    return float(one.forward + one.backward) / batch
+    dense_pass = compute(CostInputs(request, on, kind, Layouts()), dense)
+    return float(dense_pass.forward + dense_pass.backward) / batch

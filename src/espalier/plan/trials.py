@@ -80,20 +80,28 @@ class Trials:
             load = round(max(load, resource_limits.busy(probe.LOOK_SECONDS)), 2)
             rounds.append(known)
             loads = {name + LOAD: min(load, known.get(name + LOAD, load)) for name in names.values()}
-            known = known | loads | {name: min(one[name] for one in rounds if name in one) for name in names.values()}
+            known = (
+                known
+                | loads
+                | {name: min(measured[name] for measured in rounds if name in measured) for name in names.values()}
+            )
             file.parent.mkdir(parents=True, exist_ok=True)
             replace(file, json.dumps(known, indent=1))
-        return {one: known[name] for one, name in names.items()} if known.keys() >= set(names.values()) else {}
+        return (
+            {candidate: known[name] for candidate, name in names.items()} if known.keys() >= set(names.values()) else {}
+        )
 
     def known(self) -> dict[str, float]:
         """What was measured so far of this recipe's candidates on this cluster, and under which load."""
         asked = self._asked()
-        return {name: one for name, one in table(cache_folder() / "trials.json").items() if name.startswith(asked)}
+        return {
+            name: seconds for name, seconds in table(cache_folder() / "trials.json").items() if name.startswith(asked)
+        }
 
     @property
     def load(self) -> float:
         """Cores that other programs used while candidates were measured, at most."""
-        return max((one for name, one in self.known().items() if name.endswith(LOAD)), default=0.0)
+        return max((load for name, load in self.known().items() if name.endswith(LOAD)), default=0.0)
 
     def doubtful(self) -> bool:
         """Whether the machine was busy when they were measured, and is not now."""
@@ -104,7 +112,9 @@ class Trials:
         any was measured."""
         file, old = cache_folder() / "trials.json", self.known()
         if old:
-            replace(file, json.dumps({name: one for name, one in table(file).items() if name not in old}, indent=1))
+            replace(
+                file, json.dumps({name: seconds for name, seconds in table(file).items() if name not in old}, indent=1)
+            )
         return bool(old)
 
     def _asked(self) -> str:
@@ -128,20 +138,20 @@ def key(plan: Plan) -> Key:
 
 def told(plans: Sequence[Plan], measured: Measured) -> str:
     """What the trials took, fastest first."""
-    ordered = sorted((one for one in plans if key(one) in measured), key=lambda one: measured[key(one)])
-    each = [f"{one}: {show_seconds(measured[one])}" for one in map(key, ordered)]
+    ordered = sorted((plan for plan in plans if key(plan) in measured), key=lambda plan: measured[key(plan)])
+    each = [f"{name}: {show_seconds(measured[name])}" for name in map(key, ordered)]
     return f"Measured steps: {'; '.join(each)}."
 
 
-def beside(one: Plan, best: Plan, measured: Measured) -> RunnerUp:
+def beside(plan: Plan, best: Plan, measured: Measured) -> RunnerUp:
     """A plan that was tried beside the one that is taken."""
-    assert one.predicted is not None
-    there = measured[key(one)]
+    assert plan.predicted is not None
+    there = measured[key(plan)]
     return RunnerUp(
-        layout=one.layout,
-        ranks=len(one.ranks),
-        threads=one.ranks[0].threads,
+        layout=plan.layout,
+        ranks=len(plan.ranks),
+        threads=plan.ranks[0].threads,
         step_seconds=there,
-        peak_bytes=one.predicted.memory_bytes["peak"],
+        peak_bytes=plan.predicted.memory_bytes["peak"],
         loses=f"{slower(there, measured[key(best)])} (measured {show_seconds(there)})",
     )
