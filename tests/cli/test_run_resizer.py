@@ -154,8 +154,8 @@ def test_what_is_offered_names_shares_and_can_be_adopted(job):
     offers.adopt(found[0])
     assert offers.plan == found[0].plan != before
     assert offers.saving() == 1.5
-    assert all(len(one.kept) == 2 for one in found), "ranks that were asked for are kept"
-    assert [one.rank for one in found[0].places] == list(range(len(found[0].kept)))
+    assert all(len(one.previous_ranks) == 2 for one in found), "ranks that were asked for are kept"
+    assert [one.rank for one in found[0].places] == list(range(len(found[0].previous_ranks)))
 
 
 def unequal(job, **tables):
@@ -169,14 +169,14 @@ def test_unequal_pipelines_are_offered_without_a_rank_and_at_measured_speeds(job
     before, costs = offers.plan, offers.planned_wait
     assert costs is None, "ranks of a pipeline wait for one another besides"
     fewer = offers.without({1})
-    assert fewer.kept == (0, 2)
+    assert fewer.previous_ranks == (0, 2)
     assert not fewer.copies, "layers lie elsewhere"
     assert "2 of 3 ranks with" in fewer.says
     assert "samples each step" in fewer.says
     found, speeds = offers.faster(Evidence((0.1, 0.1, 0.8), 0.8, 0.0, (2,), False))
     assert speeds[2] > 4
     assert found
-    assert all(len(one.kept) == 3 for one in found), "ranks that were asked for are kept"
+    assert all(len(one.previous_ranks) == 3 for one in found), "ranks that were asked for are kept"
     offers.adopt(found[0])
     assert offers.plan == found[0].plan != before
     assert plans.read(begun.folder.plan).planner == "flashflex"
@@ -189,9 +189,9 @@ def test_over_hosts_the_first_one_keeps_the_run(job):
     with pytest.raises(UserError, match="The first host keeps the run"):
         offers.without({0})
     alone = offers.without({1, 2})
-    assert (alone.kept, alone.hosts) == ((0,), (0,))
+    assert (alone.previous_ranks, alone.hosts) == ((0,), (0,))
     found, _ = offers.faster(Evidence((0.8, 0.1, 0.1), 0.8, 0.0, (0,), False))
-    assert all(0 in one.kept for one in found)
+    assert all(0 in one.previous_ranks for one in found)
     fewer = offers.without({1})
     offers.adopt(fewer)
     assert (offers.hosts, left) == ((0, 2), [(1, True)])
@@ -205,19 +205,19 @@ def test_a_host_that_is_back_is_offered_with_the_plan_of_all_and_some_of_several
     offers.adopt(offers.without({1, 2}))
     assert offers.hosts == (0,)
     some = offers.again([2])
-    assert (some.kept, some.hosts, some.copies) == ((0, -1), (0, 2), False)
+    assert (some.previous_ranks, some.hosts, some.copies) == ((0, -1), (0, 2), False)
     assert some.ratio < 1
     assert some.says.startswith("all 2 ranks with")
     offers.adopt(some)
     back = offers.again([1])
-    assert (back.kept, back.hosts, back.plan) == ((0, -1, 1), (0, 1, 2), whole)
-    heard = run_resizer.heard(begun, lambda job: len, back.told)
+    assert (back.previous_ranks, back.hosts, back.plan) == ((0, -1, 1), (0, 1, 2), whole)
+    heard = run_resizer.heard(begun, lambda job: len, back.encoded)
     assert (heard.hosts, heard.copies, len(heard.places)) == ((0, 1, 2), False, 3)
     offers.adopt(back)
     assert plans.dumps(offers.job.plan) == plans.dumps(begun.plan), "the plan that the run was begun with"
     assert told == [(1, True), (2, True), (2, False), (1, False)]
     offers.adopt(offers.without({1}))
-    assert offers.again([1]).kept == (0, -1, 1)
+    assert offers.again([1]).previous_ranks == (0, -1, 1)
 
 
 def test_on_one_machine_nothing_comes_back(job):

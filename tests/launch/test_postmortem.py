@@ -48,7 +48,7 @@ class Ended:
     def there(self, rank: int) -> Child:
         words = None if self.error is None else errors.words_of(self.error)
         told = End(rank, self.status, well=False, error=words, raised=self.raised)
-        return leader.Distant(RankSpec(rank=rank, world=3), -1, -1, -1, status=self.status, told=told)
+        return leader.Distant(RankSpec(rank=rank, world=3), -1, -1, -1, status=self.status, ending=told)
 
 
 KILLED, RAISED = Ended(-9), Ended(1, CUT, "RuntimeError")

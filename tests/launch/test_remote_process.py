@@ -36,15 +36,15 @@ def test_its_end_is_good_told_or_silent() -> None:
     far = started("true")
     far.close()
     assert not far.silent, "its end was not looked at yet"
-    far.said = [{"is": "hello"}]
+    far.messages = [{"is": "hello"}]
     assert far.answered(("hello", "lost"))
     assert not far.answered(("ready",))
     far.code, far.error = 0, RunFailed("it")
     assert far.silent
     assert not far.answered(("hello",))
-    far.told = True
+    far.reported = True
     assert not far.silent
-    far.said = [{"is": "done", "code": 0}]
+    far.messages = [{"is": "done", "code": 0}]
     assert far.done == {"is": "done", "code": 0}
 
 

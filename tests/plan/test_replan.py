@@ -63,7 +63,7 @@ def test_a_slow_rank_gets_less_and_the_step_shorter_by_the_model():
     found = replan.speeds(asked, cluster, plan, [0.1, 0.1, 0.4, 0.11])
     assert found.slower == pytest.approx((1.0, 1.0, 4.0, 1.0))
     best = replan.options(asked, cluster, plan, found)[0]
-    given = dict(zip(best.kept, shares(best.plan), strict=True))
+    given = dict(zip(best.remaining, shares(best.plan), strict=True))
     assert given.get(2, 0) < 4 < given[0]
     assert best.ratio < 0.5
     assert replan.seconds(asked, cluster, plan, found) > 2 * replan.seconds(asked, cluster, plan, replan.equal(plan))
@@ -73,7 +73,7 @@ def test_a_rank_that_hardly_goes_on_is_left_out():
     asked, cluster = request(8), machine()
     plan = planned(asked, cluster, 4)
     best = replan.options(asked, cluster, plan, replan.Speeds((1.0, 50.0, 1.0, 1.0)))[0]
-    assert best.kept == (0, 2, 3)
+    assert best.remaining == (0, 2, 3)
 
 
 def test_where_nothing_is_slow_no_plan_is_much_faster():
@@ -88,7 +88,7 @@ def test_a_link_that_has_become_slow_leads_to_fewer_ranks():
     now = replan.seconds(asked, cluster, plan, replan.equal(plan))
     found = replan.with_link(asked, cluster, plan, replan.equal(plan), 20 * now)
     assert replan.seconds(asked, cluster, plan, found) == pytest.approx(21 * now, rel=0.01)
-    assert replan.options(asked, cluster, plan, found)[0].kept == (0,)
+    assert replan.options(asked, cluster, plan, found)[0].remaining == (0,)
 
 
 def test_what_fewer_cannot_hold_or_share_is_refused_by_name():
@@ -133,7 +133,7 @@ def test_a_slow_worker_of_an_optimizer_node_has_fewer_samples_or_is_left_out_and
     plan = on_nodes([8, 8])
     asked, cluster = request(16), machine()
     best = replan.options(asked, cluster, plan, replan.speeds(asked, cluster, plan, [8.0, 24.0]))[0]
-    assert best.kept == (0, 1, 2)
+    assert best.remaining == (0, 1, 2)
     assert shares(best.plan) == [12, 4, 0]
     assert best.ratio == 0.5
     with pytest.raises(UserError, match=r"Rank 2 \(optimizer\) serves the others"):

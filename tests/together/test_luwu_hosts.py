@@ -53,8 +53,10 @@ class FewerApart(FewerOnNode):
 
     def without(self, ranks: Collection[int]) -> RunShape:
         shape = super().without(ranks)
-        hosts = tuple(self.run.hosts[rank] for rank in shape.kept)
-        return dataclasses.replace(shape, hosts=hosts, told=json.dumps([plans.dumps(self.made), hosts]), copies=False)
+        hosts = tuple(self.run.hosts[rank] for rank in shape.previous_ranks)
+        return dataclasses.replace(
+            shape, hosts=hosts, encoded=json.dumps([plans.dumps(self.made), hosts]), copies=False
+        )
 
 
 class Abandoned(Mortal):

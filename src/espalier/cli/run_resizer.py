@@ -98,7 +98,7 @@ class RunResizer:
 
         plan, request, cluster = self.job.plan, self._request(), self.job.cluster
         self._refuse(plan)
-        speeds = replan.speeds(request, cluster, plan, evidence.own)
+        speeds = replan.speeds(request, cluster, plan, evidence.busy)
         if evidence.link and self.planned_wait is not None:
             speeds = replan.with_link(request, cluster, plan, speeds, evidence.wait - self.planned_wait)
         self._offered.clear()
@@ -117,7 +117,7 @@ class RunResizer:
     def _possible(self, option: replan.Replan) -> bool:
         """Whether it may be offered for the sake of speed."""
         pinned = self.job.resolved.recipe.plan.pin.ranks is not None
-        return not pinned or len(option.kept) == len(self.job.plan.ranks)
+        return not pinned or len(option.remaining) == len(self.job.plan.ranks)
 
     def saving(self) -> float:
         """See `Resizer.saving`."""
@@ -165,12 +165,12 @@ class RunResizer:
         samples = ", ".join(str(rank.samples) for rank in made.trainer_ranks)
         work = f"{samples} samples each step"
         if replan.cut(made) or replan.cut(self.job.plan):
-            work = replan.told([made, self.job.plan])
+            work = replan.describe([made, self.job.plan])
         count = f"{len(made.ranks)} of {before}" if len(made.ranks) < before else f"all {len(made.ranks)}"
         shape = RunShape(
             task=self._start(replace(self.job, plan=made)),
             places=launch.places(made, self.job.folder.logs),
-            kept=option.kept,
+            previous_ranks=option.remaining,
             copies=self._copies(made),
             ratio=option.ratio,
             plan=_key(made),
@@ -245,7 +245,9 @@ class HostResizer(RunResizer):
         for host in sorted({*self.hosts} ^ {*shape.hosts}):
             self._left(host, host in self.hosts)
         joins = self._coming is not None and self._coming[0] is shape
-        self._seats = self._coming[1] if joins and self._coming else tuple(self._seats[rank] for rank in shape.kept)
+        self._seats = (
+            self._coming[1] if joins and self._coming else tuple(self._seats[rank] for rank in shape.previous_ranks)
+        )
         self.hosts, self._coming = shape.hosts, None
         if len(self._seats) == len(self._all[1]):
             self._all = self.job.plan, self.hosts
@@ -257,22 +259,24 @@ class HostResizer(RunResizer):
         table.require_beside(self.job.resolved.recipe, plan, claim)
 
     def _possible(self, option: replan.Replan) -> bool:
-        return any(self.hosts[rank] == 0 for rank in option.kept) and super()._possible(option)
+        return any(self.hosts[rank] == 0 for rank in option.remaining) and super()._possible(option)
 
     def _where(self, option: replan.Replan, hosts: tuple[int, ...]) -> dict[str, Any]:
-        hosts = hosts or tuple(self.hosts[rank] for rank in option.kept)
+        hosts = hosts or tuple(self.hosts[rank] for rank in option.remaining)
         if 0 not in hosts:
             raise UserError("The first host keeps the run's folder.", do="repair it and run the same command")
         message = plans.dumps(option.plan), hosts, self._copies(option.plan)
-        return {"hosts": hosts, "told": msgspec.json.encode(message).decode()}
+        return {"hosts": hosts, "encoded": msgspec.json.encode(message).decode()}
 
 
 def heard(job: RunStart, start: Start, message: str) -> RunShape:
-    """The shape that the first host has told (`RunShape.told`)."""
+    """The shape that the first host has told (`RunShape.encoded`)."""
     text, hosts, copies = msgspec.json.decode(message, type=tuple[str, tuple[int, ...], bool])
     plan = plans.loads(text)
     task, places = start(replace(job, plan=plan)), launch.places(plan)
-    return RunShape(task, places, kept=(), copies=copies, ratio=1.0, plan="", says="", hosts=hosts, told=message)
+    return RunShape(
+        task, places, previous_ranks=(), copies=copies, ratio=1.0, plan="", says="", hosts=hosts, encoded=message
+    )
 
 
 def _key(plan: Plan) -> str:

@@ -50,7 +50,7 @@ class Replanner(Protocol):
         Raises UserError where they cannot hold the run.
         """
 
-    def told(self, plan: Plan) -> str:
+    def describe(self, plan: Plan) -> str:
         """What its ranks hold, in a few words."""
 
 

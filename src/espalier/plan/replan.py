@@ -52,7 +52,7 @@ class Replan:
     model, at the same measured speeds)."""
 
     plan: Plan
-    kept: tuple[int, ...]
+    remaining: tuple[int, ...]
     ratio: float
 
 
@@ -67,10 +67,10 @@ def planned_work(request: Request, cluster: Cluster, plan: Plan) -> tuple[float,
     return () if replanner is None else replanner.planned_work(request, cluster, plan)
 
 
-def told(plans: Sequence[Plan]) -> str:
+def describe(plans: Sequence[Plan]) -> str:
     """What ranks of the first plan hold in a few words of whoever has planned one of `plans`; empty: nobody has."""
     replanner = next((candidate for plan in plans if (candidate := _replanner(plan)) is not None), None)
-    return "" if replanner is None else replanner.told(plans[0])
+    return "" if replanner is None else replanner.describe(plans[0])
 
 
 def _replanner(plan: Plan, request: Request | None = None) -> choice.Replanner | None:
@@ -161,7 +161,7 @@ def plan_on(request: Request, cluster: Cluster, plan: Plan, remaining: Sequence[
         decision = decide(asked.changed(pin=pin), there, Calibration(factors=request.factors))
         if decision.fits:
             return _seated(decision.taken, ranks, request.profile.global_batch)
-    closest = decision.found.closest
+    closest = decision.search_result.closest
     over = units.show_size(closest.over) if closest is not None else "some"
     raise UserError(
         f"{units.plural(len(remaining), 'rank')} cannot hold this run: {over} of memory is missing on each.",

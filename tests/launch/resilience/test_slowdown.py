@@ -16,7 +16,7 @@ def test_what_stays_is_found_after_the_stated_comparisons_and_again_after_as_man
     found = looks(Slowness(), [0.3] * world, [0.3 - one for one in own], 2 * STAYS)
     assert [index for index, one in enumerate(found, 1) if one is not None] == [STAYS, 2 * STAYS]
     assert found[-1].slow == (slow,)
-    assert found[-1].own == pytest.approx(own)
+    assert found[-1].busy == pytest.approx(own)
     assert not found[-1].link
 
 
@@ -26,7 +26,7 @@ def test_what_a_plan_gives_unlike_work_is_not_slow_but_what_is_slower_than_that_
     found = looks(Slowness(work=work), [0.3] * 3, [0.1, 0.3 - 0.2 * 0.8, 0.2], STAYS)[-1]
     assert found is not None
     assert found.slow == (1,)
-    assert found.own == pytest.approx((0.2, 0.16, 0.1)), "as measured"
+    assert found.busy == pytest.approx((0.2, 0.16, 0.1)), "as measured"
 
 
 def test_what_does_not_stay_is_not_found():

@@ -93,7 +93,7 @@ def test_a_rank_that_stays_slow_gets_less_work_and_the_step_shorter(plan: plans.
     best, *_ = every = replan.options(REQUEST, CLUSTER, plan, found)
     assert all(whole(one.plan) for one in every if one.plan.state(TaskWavesState).waves)
     assert best.ratio < 0.8
-    kept_all = next(one for one in every if len(one.kept) == 4)
+    kept_all = next(one for one in every if len(one.remaining) == 4)
     assert kept_all.ratio <= 1
     assert work(kept_all.plan)[slow] <= work(plan)[slow]
 

@@ -196,14 +196,14 @@ def _answer(far: Far, kinds: Sequence[str], seconds: float) -> Generator[None, N
         if time.monotonic() >= deadline:
             raise _NotYet(unanswered(far.host, far.argv, seconds, far.last))
         yield
-    return far.said.pop(0)
+    return far.messages.pop(0)
 
 
 def _check(far: Far) -> None:
     """Raises what is wrong with `far`: as it is where it has said itself that the user has to mend it."""
     if far.error is None:
         return
-    if far.told and isinstance(far.error, UserError):
+    if far.reported and isinstance(far.error, UserError):
         raise far.error
     raise _NotYet(far.error)
 

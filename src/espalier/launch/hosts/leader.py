@@ -100,21 +100,21 @@ class Distant(Child):
     Has state: how it ended, as told by the thread that hears of it.
     """
 
-    told: End | None = None
+    ending: End | None = None
     lock: threading.Lock = field(default_factory=threading.Lock)
     closed: bool = False
 
     def hear(self, end: End) -> None:
         """It ended; whoever polls for it wakes. Called in the thread that hears of it."""
         with self.lock:
-            if self.told is None and not self.closed:
-                self.told = end
+            if self.ending is None and not self.closed:
+                self.ending = end
                 os.eventfd_write(self.pidfd, 1)
 
     @property
     def failed(self) -> bool:
         """Whether it ended without having done its part."""
-        return self.status is not None and self.told is not None and not self.told.well
+        return self.status is not None and self.ending is not None and not self.ending.well
 
     @property
     def returned(self) -> Any:
@@ -124,17 +124,17 @@ class Distant(Child):
     @property
     def error(self) -> EspalierError | None:
         """What it raised, if it could tell."""
-        return self.told.rebuilt() if self.told is not None else None
+        return self.ending.rebuilt() if self.ending is not None else None
 
     @property
     def raised(self) -> str:
         """The type's name where it raised what is not an EspalierError."""
-        return self.told.raised if self.told is not None else ""
+        return self.ending.raised if self.ending is not None else ""
 
     def reap(self, block: bool = True) -> None:
         """Learns how it ended, if that was told."""
-        if self.told is not None:
-            self.status = self.told.status
+        if self.ending is not None:
+            self.status = self.ending.status
 
     def kill(self) -> None:
         """Its own supervisor does that."""
@@ -166,7 +166,7 @@ class HostAgents:
     """
 
     def __init__(self, local_agent: LocalAgent, team: HostMap, care: RestartOptions, link: type[ControlLink]) -> None:
-        self.here, self.team, self.care = local_agent, team, care
+        self.local_agent, self.team, self.care = local_agent, team, care
         self.signals, self.clock = local_agent.signals, local_agent.clock
         self.distant = dict[int, Distant]()
         self.children: list[Child] = []
@@ -197,8 +197,8 @@ class HostAgents:
 
     def take(self, shape: RunShape) -> Sequence[RankSpec]:
         """See `Agent.take`. A host whose ranks are all left out stays, and is waited for no more."""
-        self.here.take(shape)
-        self.shape = shape.told
+        self.local_agent.take(shape)
+        self.shape = shape.encoded
         out = {host: -1 if host in self.away else self.lives[host] for host in self._needed}
         self.out = {host: life for host, life in {**self.out, **out}.items() if host not in shape.hosts}
         self.team = self.team.shaped(shape)
@@ -268,7 +268,7 @@ class HostAgents:
         self.distant = {spec.rank: expected(spec) for spec in attempt.specs if spec.rank not in self.team.own}
         self._tell(run=True, between_failures=attempt.between_failures)
         try:
-            self.here.start(self._part(attempt))
+            self.local_agent.start(self._part(attempt))
         except BaseException:
             self.end(0.0)
             raise
@@ -279,7 +279,7 @@ class HostAgents:
         self._counts_on_all(attempt)
         between = attempt.between_failures
         self._tell(run=True, replaced=tuple(gone), later=attempt.later, between_failures=between)
-        self.here.replace(self._part(attempt), gone)
+        self.local_agent.replace(self._part(attempt), gone)
         for rank, child in self.distant.items():
             child.place = attempt.specs[rank]
             if rank in gone:
@@ -289,10 +289,10 @@ class HostAgents:
 
     def revive(self, gone: Child) -> None:
         """See `Agent.revive`. On another host its own supervisor has done so (`Follower`)."""
-        if gone in self.here.children:
+        if gone in self.local_agent.children:
             at = self.children.index(gone)
-            self.here.revive(gone)
-            self.children[at] = self.here.children[self.team.own.index(gone.place.rank)]
+            self.local_agent.revive(gone)
+            self.children[at] = self.local_agent.children[self.team.own.index(gone.place.rank)]
 
     def _part(self, attempt: Attempt) -> Attempt:
         """This host's part of it."""
@@ -300,7 +300,7 @@ class HostAgents:
 
     def _gather(self) -> None:
         """The ranks of all hosts, in order."""
-        local = {child.place.rank: child for child in self.here.children}
+        local = {child.place.rank: child for child in self.local_agent.children}
         self.children = [child for _, child in sorted({**local, **self.distant}.items())]
 
     def _counts_on_all(self, attempt: Attempt) -> None:
@@ -322,7 +322,7 @@ class HostAgents:
 
     def endings(self, every: float) -> Iterator[Child | None]:
         """See `Agent.endings`."""
-        yield from self.here.endings(every, self.children)
+        yield from self.local_agent.endings(every, self.children)
         for host in list(self.away):
             if self.exchange.age(host) < self.care.heartbeat:  # its ranks' good end is the first that is heard of it
                 self._comes(host, self.clock.monotonic())
@@ -331,8 +331,8 @@ class HostAgents:
         """Ends the attempt on all hosts, and waits until it is."""
         self.over = True
         deadline = self.clock.monotonic() + grace
-        self.here.end(grace)
-        while self.clock.monotonic() < deadline and any(child.told is None for child in self.distant.values()):
+        self.local_agent.end(grace)
+        while self.clock.monotonic() < deadline and any(child.ending is None for child in self.distant.values()):
             self.clock.sleep(_POLL)
         self._tell()
         try:
@@ -366,7 +366,7 @@ class HostAgents:
 
     def vitals(self) -> list[Vital]:
         """See `Agent.vitals`."""
-        local = dict(zip(self.team.own, self.here.vitals(), strict=True))
+        local = dict(zip(self.team.own, self.local_agent.vitals(), strict=True))
         return [local[rank] if rank in local else self._vital(child) for rank, child in enumerate(self.children)]
 
     def _vital(self, child: Child) -> Vital:
@@ -472,7 +472,7 @@ class HostAgents:
     def stack_dumps(self) -> dict[int, str]:
         """Where the ranks of all hosts are; also in what this host writes."""
         self._tell(run=True, stacks=True)
-        dumps = self.here.stack_dumps()
+        dumps = self.local_agent.stack_dumps()
         postmortem.write(dumps)
         deadline = self.clock.monotonic() + STACKS_SECONDS
         remote: dict[int, dict[int, str]] = {}
@@ -500,7 +500,7 @@ class HostAgents:
     def examined(self, ended: Ended) -> Ended:
         """See `Agent.examined`: where ranks only know that they lost others, hosts are tested."""
         located = self._of_host(ended)  # some are known to be lost only when they are back
-        nobodys = located.failure.kind == "lost" and located.found is None
+        nobodys = located.failure.kind == "lost" and located.ruling is None
         tests = nobodys and self.others and not (self.away or self.signals.seen)
         return self._tested(located) if tests else located
 

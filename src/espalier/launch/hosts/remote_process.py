@@ -26,14 +26,14 @@ class Far:
     process: subprocess.Popen[bytes]
     rank: int = -1
     """The number of its host, once it has spoken."""
-    said: list[Told] = field(default_factory=list)
+    messages: list[Told] = field(default_factory=list)
     open: dict[int, tuple[str, bytes]] = field(default_factory=dict)
     """Its output still read: descriptor -> (`out` or `err`, the beginning of a line)."""
     last: str = ""
     """The last line of its standard error."""
     code: int | None = None
     error: EspalierError | None = None
-    told: bool = False
+    reported: bool = False
     """Whether it told that error itself."""
     label: str = ""
     """Its name in logs, once its ranks are known."""
@@ -52,16 +52,16 @@ class Far:
     @property
     def silent(self) -> bool:
         """Whether it has ended before its time and said nothing of that."""
-        return self.code is not None and self.error is not None and not self.told
+        return self.code is not None and self.error is not None and not self.reported
 
     @property
     def done(self) -> Told:
         """What it said at its good end; empty when it did not."""
-        return self.said[-1] if self.said and self.said[-1]["is"] == "done" else {}
+        return self.messages[-1] if self.messages and self.messages[-1]["is"] == "done" else {}
 
     def answered(self, kinds: Sequence[str]) -> bool:
         """Whether the next thing to hear of it is one of these."""
-        return self.error is None and bool(self.said) and self.said[0]["is"] in kinds
+        return self.error is None and bool(self.messages) and self.messages[0]["is"] in kinds
 
     def tell(self, message: Mapping[str, Any]) -> None:
         """Says one thing to the process; one that has gone is met where its end is noticed."""

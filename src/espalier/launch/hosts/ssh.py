@@ -206,7 +206,7 @@ class Crowd:
             if failed and not [far for far in late if far.error is None]:
                 break
         self._raise(late, seconds, failing)
-        return [far.said.pop(0) for far in whom]
+        return [far.messages.pop(0) for far in whom]
 
     def _raise(self, late: Sequence[Far], seconds: float, failing: bool) -> None:
         failed = [far.error for far in self.all if far.error is not None]
@@ -332,15 +332,15 @@ class Crowd:
     def _take(self, far: Far, name: str, line: str) -> None:
         text, mark, message = line.partition(MARK)
         if mark and name == "out":
-            far.said.append(json.loads(message))
-            if far.said[-1]["is"] == "failed":
-                far.error, far.told = retold(far.host, far.said.pop()), True
-            elif far.said[-1]["is"] == "joined":
-                far.joined = bool(far.said.pop())
-            elif far.said[-1]["is"] == "without":
-                self.returning.leave(far.said.pop()["host"])
-            elif far.said[-1]["is"] == "again":
-                self.returning.join(far.said.pop()["host"])
+            far.messages.append(json.loads(message))
+            if far.messages[-1]["is"] == "failed":
+                far.error, far.reported = retold(far.host, far.messages.pop()), True
+            elif far.messages[-1]["is"] == "joined":
+                far.joined = bool(far.messages.pop())
+            elif far.messages[-1]["is"] == "without":
+                self.returning.leave(far.messages.pop()["host"])
+            elif far.messages[-1]["is"] == "again":
+                self.returning.join(far.messages.pop()["host"])
         if text or not mark:
             if name == "err" and text.strip():
                 far.last = text.strip()[-300:]

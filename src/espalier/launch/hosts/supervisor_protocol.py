@@ -55,7 +55,7 @@ class Command:
         testing: the number of the test (`host_check`) that is under way, from 1; 0: none is.
         between_failures: seconds, as `checkpoint.shared_memory` wants them.
         lives: of each host, which of its supervisors (`MeetingPoint.life`) is meant; empty: whoever is there.
-        shape: `RunShape.told` of what runs now; empty: what all began with.
+        shape: `RunShape.encoded` of what runs now; empty: what all began with.
     """
 
     attempt: int = 0

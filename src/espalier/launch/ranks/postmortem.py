@@ -29,7 +29,7 @@ class Ended:
     failure: Failure
     error: EspalierError
     at: float
-    found: Ruling | None = None
+    ruling: Ruling | None = None
     """The diagnosis, where it came before the ranks were released."""
 
 

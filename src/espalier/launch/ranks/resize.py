@@ -27,23 +27,23 @@ class RunShape:
 
     Attributes:
         task, places: as `supervisor.run` takes them.
-        kept: which rank of the shape before each rank is; -1: none, its host was left out before.
+        previous_ranks: which rank of the shape before each rank is; -1: none, its host was left out before.
         copies: whether copies in memory of those ranks serve this shape as they are.
         ratio: its step as a multiple of the step before, by the cost model.
         plan: what tells it from others, the same text for the same decisions; says: it in words.
-        hosts: of each rank, the number of its host, where there are several; told: what their supervisors need to make
-            this shape themselves (`supervisor.RestartOptions.heard`).
+        hosts: of each rank, the number of its host, where there are several; encoded: what their supervisors need to
+            make this shape themselves (`supervisor.RestartOptions.heard`).
     """
 
     task: Entrypoint
     places: Sequence[RankSpec]
-    kept: tuple[int, ...]
+    previous_ranks: tuple[int, ...]
     copies: bool
     ratio: float
     plan: str
     says: str
     hosts: tuple[int, ...] = ()
-    told: str = ""
+    encoded: str = ""
 
 
 class Resizer(Protocol):
@@ -219,7 +219,7 @@ class Reshaping:
             if not verdict.worth:
                 self._stays(step, evidence, f"the best other plan ({shape.says}) does not pay: {verdict}")
                 return None
-            if self._turns.allowed(now, (tuple(self._seats[rank] for rank in shape.kept), shape.plan), seats):
+            if self._turns.allowed(now, (tuple(self._seats[rank] for rank in shape.previous_ranks), shape.plan), seats):
                 self._turns.took(now, cost, (tuple(self._seats), self.shapes.plan), seats)
                 return PlannedResize(shape, verdict, now)
         return None
@@ -231,4 +231,4 @@ class Reshaping:
 
 
 def _shown(evidence: Evidence) -> tuple[float, ...]:
-    return (*evidence.own, evidence.wait) if evidence.link else evidence.own
+    return (*evidence.busy, evidence.wait) if evidence.link else evidence.busy

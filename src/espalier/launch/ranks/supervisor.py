@@ -61,7 +61,7 @@ class RestartOptions:
         continues: whether the run goes on with another phase after these ranks; a signal that they are too late to hear
             then ends it.
         shapes: who plans the run anew where a place is lost or stays slow; None: it keeps its ranks.
-        heard: makes the shape that the first of several hosts tells (`RunShape.told`).
+        heard: makes the shape that the first of several hosts tells (`RunShape.encoded`).
         leaves: whether `shapes` plans without a host that does not come back.
     """
 
@@ -347,7 +347,7 @@ class Supervisor:
         if self.budget.permits(ended.failure):
             return ended, True
         ruling = self._examined(ended.failure)
-        return replace(ended, found=ruling), self.budget.permits(_named(ended.failure, ruling))
+        return replace(ended, ruling=ruling), self.budget.permits(_named(ended.failure, ruling))
 
     def _stay(self, decision: RestartDecision) -> bool:
         return decision.restart and not decision.wait and self.next is None
@@ -357,7 +357,7 @@ class Supervisor:
             return RestartDecision(False, 0.0, "the run was asked to stop")
         ended = self.agent.examined(ended)
         failure = ended.failure
-        ruling = ended.found or self._examined(failure)
+        ruling = ended.ruling or self._examined(failure)
         failure = _named(failure, ruling)
         ended = replace(ended, failure=failure)
         decision, self.next, fields = self._answer(failure)
@@ -391,7 +391,7 @@ class Supervisor:
         """What to do after `failure`, as which shape (None: the same), and what that is about in numbers."""
         turn = self.reshaping.turn
         if failure.kind == "replanned" and turn is not None:
-            return RestartDecision(True, 0.0, str(turn.verdict)), turn.shape, turn.told
+            return RestartDecision(True, 0.0, str(turn.verdict)), turn.shape, turn.encoded
         return *self.reshaping.after(failure, self.budget.decide(failure)), {}
 
     def _take(self, shape: RunShape) -> None:
@@ -404,7 +404,7 @@ class Supervisor:
             replace(place, seat=before[rank].seat, refuge=before[rank].refuge, stacks=before[rank].stacks)
             if rank >= 0
             else place
-            for place, rank in zip(places, shape.kept, strict=True)
+            for place, rank in zip(places, shape.previous_ranks, strict=True)
         ]
         self.budget = RestartBudget(self.care.restarts)
         self.reshaping.took(shape)

@@ -27,11 +27,11 @@ class Evidence:
     """What stayed so. Medians over the comparisons, in seconds a step.
 
     Attributes:
-        own: by rank, without its waits; step: of the slowest; wait: of the rank that waits least.
+        busy: by rank, without its waits; step: of the slowest; wait: of the rank that waits least.
         slow: ranks that hold the others up; link: whether exchanges take longer than planned.
     """
 
-    own: tuple[float, ...]
+    busy: tuple[float, ...]
     step: float
     wait: float
     slow: tuple[int, ...]
@@ -41,7 +41,7 @@ class Evidence:
 class _Look(NamedTuple):
     slow: frozenset[int]
     link: bool
-    own: tuple[float, ...]
+    busy: tuple[float, ...]
     step: float
     wait: float
 
@@ -71,7 +71,7 @@ class Slowness:
         if len(self._row) < STAYS:
             return None
         row, self._row = self._row, []
-        seconds = tuple(statistics.median(comparison.own[rank] for comparison in row) for rank in range(len(usual)))
+        seconds = tuple(statistics.median(comparison.busy[rank] for comparison in row) for rank in range(len(usual)))
         step, wait = (statistics.median(getattr(comparison, name) for comparison in row) for name in ("step", "wait"))
         return Evidence(seconds, step, wait, tuple(sorted(slow)), link)
 

@@ -69,8 +69,8 @@ class TaskWavesChoice(PlanChoice):
             made = made.changed(ranks=(only,), runners_up=())
         return plans.check(made, request.profile.global_batch, "the new plan")
 
-    def told(self, plan: Plan) -> str:
-        """See `Replanner.told`."""
+    def describe(self, plan: Plan) -> str:
+        """See `Replanner.describe`."""
         waves = units.plural(len(plan.state(TaskWavesState).waves), "wave")
         return f"{waves} of the tasks' parts" if plan.choices else "all parts of the tasks"
 

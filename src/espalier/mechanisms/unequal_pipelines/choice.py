@@ -137,8 +137,8 @@ class UnequalPipelinesChoice(PlanChoice):
             do="mend the place that was lost and run the same command, or a smaller model or micro-batch",
         )
 
-    def told(self, plan: Plan) -> str:
-        """See `Replanner.told`."""
+    def describe(self, plan: Plan) -> str:
+        """See `Replanner.describe`."""
         parts = []
         for number in sorted({stage.pipeline for stage in plan.stages}):
             stages = sorted(
