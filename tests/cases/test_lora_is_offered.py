@@ -102,7 +102,7 @@ def test_adapters_keep_the_activations_of_all_layers(tmp_path, mode):
     full = work(request_from_recipe.of_recipe(recipe), mode)
     adapters = work(request_from_recipe.of_recipe(msgspec.structs.replace(recipe, tune=Lora())), mode)
     assert (full.layers, adapters.layers) == (5, 1)
-    assert adapters.layer.kept == 5 * full.layer.kept
+    assert adapters.layer.saved == 5 * full.layer.saved
     assert adapters.layer.transient == full.layer.transient
     assert np.isclose(adapters.layer.forward_flops, 5 * full.layer.forward_flops)
     assert np.isclose(adapters.layer.again, full.layer.again)

@@ -132,7 +132,7 @@ def test_the_example_of_states_is_what_the_code_says() -> None:
     assert len(rows) == 8
     for params, grads, optimizer, said in rows:
         split = Division(int(params), int(grads), int(optimizer), 64)
-        found = cost(StateSizes(reference_models.MIXED, elements=6_738_415_616), split).held
+        found = cost(StateSizes(reference_models.MIXED, elements=6_738_415_616), split).memory_bytes
         held = sum(found[name] for name in ("params", "grads", "optimizer"))
         assert f"{held / 2**30:.2f}" == said
 

@@ -27,7 +27,7 @@ def decoder(width: int = 64, layers: int = 2, sequence: int = 128, batch: int = 
             products=(Product(rows, width, 12 * width / cut.tensor),),
             attention=2.0 * rows * sequence * width / cut.tensor,
             moved=30.0 * each,
-            kept=KEPT[recompute] * each,
+            saved=KEPT[recompute] * each,
             transient=0.0 * rows,
             again=AGAIN[recompute],
             samples=micro_batch,
@@ -71,5 +71,5 @@ def states(parameters: float, storage: StateBytes, layouts: Layouts) -> dict[str
     """Bytes of the three states of so many parameters."""
     ranks = np.maximum(layouts.shards, layouts.optimizer)
     division = Division(layouts.params, layouts.grads, layouts.optimizer, ranks)
-    found = cost(StateSizes(storage, elements=parameters), division).held
+    found = cost(StateSizes(storage, elements=parameters), division).memory_bytes
     return {name: found[name] for name in ("params", "grads", "optimizer")}

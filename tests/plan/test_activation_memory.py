@@ -132,7 +132,7 @@ def test_of_cut_sequences(corpus: Path, cut: str, mode: str) -> None:
         return plans.Plan(ranks=ranks, stages=(stage,), micro_batch=SAMPLES, algorithm="isp", recompute=mode)
 
     request = prepare.request(prepare.Resolved(recipe_of(corpus, 2)))
-    wanted = request.profile.anatomy(SAMPLES, mode, "fp32", Cut(sequence=4, heads=heads)).layer.kept
+    wanted = request.profile.anatomy(SAMPLES, mode, "fp32", Cut(sequence=4, heads=heads)).layer.saved
     assert per_layer(corpus, plan) == pytest.approx(float(wanted), rel=0.05)
 
 

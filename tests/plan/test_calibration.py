@@ -31,7 +31,7 @@ from espalier.plan.device_model import peak, sustained
 from espalier.recipe.errors import UserError
 
 MINE = '{ name = "mine", kind = "cuda", memory = 100000000000, memory_bandwidth = 1e12, flops = { fp32 = 1e13 } }'
-TRUTH = CostFactors(product=1.15, small=1.5, memory=1.2, issue=1.8, inside=1.1, call=2.5, held=1.3)
+TRUTH = CostFactors(product=1.15, small=1.5, memory=1.2, issue=1.8, inside=1.1, call=2.5, activations=1.3)
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +57,7 @@ def distance(found: Calibration, name: str) -> float:
 def test_factors_that_made_the_measurements_come_back_within_their_errors(fitted: Calibration) -> None:
     assert {name: far for name in PRIOR if (far := distance(fitted, name)) > 2} == {}
     assert fitted.errors["product"] < PRIOR["product"] / 2, "the rows say more of products than was assumed"
-    assert fitted.factors.held == pytest.approx(TRUTH.held, rel=0.01)
+    assert fitted.factors.activations == pytest.approx(TRUTH.activations, rel=0.01)
 
 
 def test_a_calibrated_prediction_meets_steps_it_was_not_fitted_to(rows: list[Measurement], half: Calibration) -> None:

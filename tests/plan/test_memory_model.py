@@ -54,7 +54,7 @@ def request(chosen: config.Gpt) -> Request:
 
 def held(asked: Request, layout: Layouts, nodes: int = 1, size: int = BATCH, in_flight: int = 1) -> dict[str, float]:
     on = collective_time.fleet(gpus(count=nodes), 8 * nodes)
-    found = memory_model.held(CostInputs(asked, on, on.kinds[0], layout), size, in_flight)
+    found = memory_model.memory_bytes(CostInputs(asked, on, on.kinds[0], layout), size, in_flight)
     return {name: float(value) for name, value in found.items()}
 
 
@@ -153,7 +153,7 @@ def test_a_card_keeps_what_its_size_allows(name: str, least: float) -> None:
 
 def on_processor(asked: Request) -> dict[str, float]:
     on = collective_time.fleet(processor(), 2)
-    found = memory_model.held(CostInputs(asked, on, on.kinds[0], Layouts(dp=2)), 4, 1)
+    found = memory_model.memory_bytes(CostInputs(asked, on, on.kinds[0], Layouts(dp=2)), 4, 1)
     return {name: float(value) for name, value in found.items()}
 
 

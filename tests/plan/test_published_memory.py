@@ -61,7 +61,7 @@ def priced(row: tuple[DecoderSizes, int, int, int, str, int, dict[str, Any], flo
 def test_published_peaks_of_fsdp_are_met() -> None:
     """8 % off on average, two of three within a tenth, the worst within 15 %."""
     found = [priced(row) for row in TORCHTITAN]
-    peaks = np.array([float(one.peak - one.held["runtime"]) / 2**30 for one in found])
+    peaks = np.array([float(one.peak - one.memory_bytes["runtime"]) / 2**30 for one in found])
     missed = np.abs(peaks / np.array([row[-1] for row in TORCHTITAN]) - 1)
     assert missed.mean() < 0.08
     assert np.quantile(missed, 2 / 3) < 0.1
@@ -74,7 +74,7 @@ def test_more_ranks_hold_less_by_as_much_as_published() -> None:
 
 
 def test_stages_whose_parameters_are_sharded_hold_them_whole() -> None:
-    held = priced(TORCHTITAN[7]).held
+    held = priced(TORCHTITAN[7]).memory_bytes
     stage = 16 * ReferenceDecoder(LARGE, 8192).layer_parameters / 8
     assert held["gathered"] >= (2 + 2 + 2) * stage
 
@@ -128,6 +128,6 @@ def test_what_a_head_needs(kind: str) -> None:
     decoder = ReferenceDecoder(replace(llama(1, width, 1, width), vocabulary=words), tokens, loss=kind)
     rest = decoder.anatomy(1, "none", "bf16", Cut()).rest
     logits = 2 * tokens * words * (kind == "plain")  # freed here as soon as they are wider
-    counted = float(rest.kept + rest.transient) - 4 * tokens * width - logits
+    counted = float(rest.saved + rest.transient) - 4 * tokens * width - logits
     assert counted == pytest.approx(live.most, rel=0.1)
     assert LOSSES["fused"] < LOSSES["parallel"] < LOSSES["plain"]

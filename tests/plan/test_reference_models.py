@@ -113,7 +113,7 @@ def test_shares_of_activations_kept(
 ) -> None:
     def kept(split: bool, mode: str) -> float:
         decoder = gpt(heads, width, layers, split)
-        return float(decoder.anatomy(1, mode, "fp16", Cut(tensor=8, gathered=False)).layer.kept)
+        return float(decoder.anatomy(1, mode, "fp16", Cut(tensor=8, gathered=False)).layer.saved)
 
     modes = ((True, "none"), (False, "selective"), (True, "selective"), (False, "block"))
     found = [100 * kept(*mode) / kept(False, "none") for mode in modes]
@@ -125,7 +125,7 @@ FIGURE_1 = (9.5625, 12.3515625, 23.076171875, 26.5625)
 
 
 def test_activations_of_the_first_stage() -> None:
-    found = [float(priced.held["activations"]) / 2**30 for priced, _ in selene()[len(WEAK_SCALING) :][1::2]]
+    found = [float(priced.memory_bytes["activations"]) / 2**30 for priced, _ in selene()[len(WEAK_SCALING) :][1::2]]
     assert found == pytest.approx(FIGURE_1, rel=0.05)
 
 

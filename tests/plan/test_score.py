@@ -124,7 +124,7 @@ def test_the_interval_holds_the_mean_and_is_the_same_twice() -> None:
 
 
 def written(found: MeasuredTable, calibration: Calibration = DATASHEET) -> str:
-    return score.beside(found, score.predict(found.measurements, calibration.factors), calibration)
+    return score.with_predictions(found, score.predict(found.measurements, calibration.factors), calibration)
 
 
 def test_a_csv_comes_back_with_one_column_more(tmp_path: Path) -> None:

@@ -92,7 +92,8 @@ def runs(request: Request, cluster: Cluster, layout: Layouts) -> bool:
     option = search.Option(layout, cluster, 1.0, 1.0, -1.0)
     try:
         base.check(
-            build_plan.make(request, search.Found((option,), None, 1, 0.03), option), request.profile.global_batch
+            build_plan.make(request, search.SearchResult((option,), None, 1, 0.03), option),
+            request.profile.global_batch,
         )
     except UserError:
         return False
@@ -131,7 +132,7 @@ def test_the_search_equals_brute_force(first: int, count: int) -> None:
             assert best.seconds <= fastest * (1 + found.tie) * (1 + 1e-9), seed
 
 
-def tied(found: search.Found) -> list[search.Option]:
+def tied(found: search.SearchResult) -> list[search.Option]:
     return [one for one in found.options if one.seconds <= found.options[0].seconds * (1 + found.tie)]
 
 

@@ -56,8 +56,8 @@ def test_layouts_at_once_equal_one_by_one(kind: tuple[str, str, int], batch: int
         assert {name: float(value) for name, value in alone.seconds.items()} == pytest.approx(
             {name: float(np.broadcast_to(value, len(found))[index]) for name, value in together.seconds.items()}
         )
-        assert {name: float(value) for name, value in alone.held.items()} == pytest.approx(
-            {name: float(np.broadcast_to(value, len(found))[index]) for name, value in together.held.items()}
+        assert {name: float(value) for name, value in alone.memory_bytes.items()} == pytest.approx(
+            {name: float(np.broadcast_to(value, len(found))[index]) for name, value in together.memory_bytes.items()}
         )
 
 

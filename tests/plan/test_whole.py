@@ -91,7 +91,7 @@ def test_others_are_told_once_and_as_within_the_tie_only_where_they_are() -> Non
     faster = 0
     for width, cluster in itertools.product((64, 256, 1024), (processor(), processor(6), gpus(devices=2))):
         request = decoder(width=width, batch=16)
-        tie = decide(request, cluster).found.tie
+        tie = decide(request, cluster).search_result.tie
         for seconds in (None, measured):
             plan = planned(request, cluster, seconds)
             every = [(one.layout, one.threads) for one in plan.runners_up]

@@ -76,7 +76,7 @@ def kept(cut: Cut, recompute: str = "none") -> float:
     columns: Any = 8 * 5120 / 3
     exact = replace(SIZE, feed_forward=columns)
     decoder = ReferenceDecoder(exact, SEQUENCE, keeps_shards=False)  # Buff's MSP keeps what it gathers
-    return 40 * float(decoder.anatomy(1, recompute, "bf16", cut).layer.kept)
+    return 40 * float(decoder.anatomy(1, recompute, "bf16", cut).layer.saved)
 
 
 def test_activations_of_the_13b_model() -> None:
@@ -91,14 +91,14 @@ def test_the_head_and_the_last_norm_of_the_13b_model() -> None:
     rest = ReferenceDecoder(SIZE, SEQUENCE).anatomy(1, "none", "bf16", Cut(sequence=4)).rest
     logits = 2 * SEQUENCE * 50256 / 4
     assert round(logits / GIB, 2) == 3.07
-    assert rest.kept == pytest.approx(4 * SEQUENCE * 5120 / 4 + logits)
+    assert rest.saved == pytest.approx(4 * SEQUENCE * 5120 / 4 + logits)
 
 
 def test_two_gathered_layers_of_the_13b_model() -> None:
     """Beside them we count the table outside the layers, which stays gathered from forward to backward."""
-    gathered = memory_model.held(step(ISP), 1, 1)["gathered"]
+    gathered = memory_model.memory_bytes(step(ISP), 1, 1)["gathered"]
     assert round((float(gathered) - 2 * TABLE) / GIB, 2) == 2.36
-    assert float(memory_model.held(step({"algorithm": "isp", "dp": 32, "hp": 4}), 1, 1)["gathered"]) == 0
+    assert float(memory_model.memory_bytes(step({"algorithm": "isp", "dp": 32, "hp": 4}), 1, 1)["gathered"]) == 0
 
 
 @pytest.mark.parametrize(("room", "fits"), [(80, False), (8000, True)])
@@ -258,7 +258,7 @@ def test_80_gib_with_25_of_activations_ask_for_sharded_gradients_or_states_beyon
 def test_the_optimizer_s_step_is_the_peak_of_5_3_of_its_states_where_little_is_kept() -> None:
     """AMSP and Buff: parameters, gradients and 5/3 of the optimizer's 12 bytes."""
     request = ReferenceDecoder(replace(SIZE, context=8), 8).request(1, "bf16")
-    held = memory_model.held(step({"dp": 1}, request), 1, 1)
+    held = memory_model.memory_bytes(step({"dp": 1}, request), 1, 1)
     states = sum(float(held[name]) for name in ("params", "grads")) + 5 / 3 * float(held["optimizer"])
     found = sum(float(held[name]) for name in ("params", "grads", "optimizer", "activations", "transient"))
     assert found == pytest.approx(states)

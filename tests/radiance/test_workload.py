@@ -172,12 +172,12 @@ def test_what_a_colour_network_keeps_and_does_is_near_what_is_planned(kind: str,
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda one: one):
         field.colours(features.detach().requires_grad_(True), views, found)
     planned = spikingnerf.network_work(workload.options, len(features), len(views))
-    assert planned.kept == pytest.approx(sum(kept.values()), rel=0.15)
+    assert planned.saved == pytest.approx(sum(kept.values()), rel=0.15)
     once = spikingnerf.network_work(SpikingNerf(width=64), len(features), len(views))
     assert planned.moved == pytest.approx(once.moved * steps) or kind == "voxels"
     assert planned.model_flops > 0.85 * steps * once.model_flops
     whole, samples = workload.work(128, "none", "fp32"), len(features)
-    assert 0.3 < whole.kept / (planned.kept + 88 * samples) < 1.1, "masks leave out what no coarse stage has seen yet"
+    assert 0.3 < whole.saved / (planned.saved + 88 * samples) < 1.1, "masks leave out what no coarse stage has seen yet"
 
 
 def test_the_plan_of_a_field_of_repeated_steps_has_more_seconds_and_bytes_than_of_one_step(home: Path) -> None:

@@ -28,4 +28,8 @@ def test_costs_add_by_name_and_repeat_without_holding_more() -> None:
     assert both.seconds == {"forward": 3.0, "backward": 3.0}
     assert both.sources == {"forward": "a", "backward": "b"}
     thrice = one.times(3)
-    assert (thrice.seconds, thrice.held, thrice.sent) == ({"forward": 3.0}, {"params": 10.0}, {"gradients": 12.0})
+    assert (thrice.seconds, thrice.memory_bytes, thrice.sent) == (
+        {"forward": 3.0},
+        {"params": 10.0},
+        {"gradients": 12.0},
+    )

@@ -123,7 +123,7 @@ def run(score: str, calibrate_on: str | None, out: str | None, as_json: bool) ->
     with prepare.waiting("Predicting") as progress:
         predictions = scoring.predict(table.measurements, calibration.factors, progress)
     scores = scoring.score(table.rows, calibration, predictions)
-    cache_dir.replace(target, scoring.beside(table, predictions, calibration))
+    cache_dir.replace(target, scoring.with_predictions(table, predictions, calibration))
     notes = [*table.notes, *_doubts(score, calibrate_on), *_foreign(table, calibration)]
     if as_json:
         summary = {"file": score, "out": str(target), "scores": msgspec.to_builtins(scores)}

@@ -158,8 +158,8 @@ def _page(path: str, decision: PlanDecision, recipe: Recipe) -> None:
         other = view(option.layout, layout.accumulate, layout.precision)
         return all(getattr(other, name) == getattr(layout, name) for name in names)
 
-    best = next((option for option in decision.found.options if is_best(option)), None)
-    points = search.points(decision.found, best, explain.label)
+    best = next((option for option in decision.search_result.options if is_best(option)), None)
+    points = search.points(decision.search_result, best, explain.label)
     plan_page.write(path, decision.plan, points, recipe.name or "plan", recipe.train.steps)
     where = "" if gpus(decision.cluster) else " (processors)"
     say(f"Picture{where}: {path}", file=sys.stderr)

@@ -78,7 +78,7 @@ def decoder_work(setting: DecoderLoad, feed: Feed) -> Anatomy:
         products=products,
         attention=core,
         moved=tokens * (2 * norms + residual + turns + feed.moved) / tensor,
-        kept=tokens * saved[setting.recompute],
+        saved=tokens * saved[setting.recompute],
         transient=tokens * in_layer,
         again=again,
         samples=setting.micro_batch,
@@ -91,7 +91,7 @@ def decoder_work(setting: DecoderLoad, feed: Feed) -> Anatomy:
         products=(head,),
         attention=0.0 * tokens,
         moved=tokens * (7 * size.width * whole + 2 * size.vocabulary * whole) / tensor,  # norm, embedding, log-softmax
-        kept=tokens * tail / tensor,
+        saved=tokens * tail / tensor,
         transient=tokens * (3 * size.vocabulary * whole) / tensor,
         again=0.0 * tokens,
         samples=setting.micro_batch,

@@ -311,7 +311,7 @@ class ModuleWorkload(Plain):
             products=(Product(rows=counted.flops / 2 * micro_batch, inner=1, columns=1),),
             attention=0.0,
             moved=counted.saved * 4 * factor,
-            kept=counted.saved * factor,
+            saved=counted.saved * factor,
             transient=0.0,
             again=0.0,
             samples=micro_batch,

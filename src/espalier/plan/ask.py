@@ -10,7 +10,7 @@ from espalier.machine.cluster import Cluster
 from espalier.plan.base import Plan
 from espalier.plan.calibration import DATASHEET, Calibration
 from espalier.plan.request import Request
-from espalier.plan.search import Found
+from espalier.plan.search import SearchResult
 from espalier.recipe.errors import UserError
 
 Trials = Callable[[Sequence[Plan]], Mapping[Any, float]]
@@ -49,11 +49,11 @@ class PlanDecision:
 
     request: Request
     cluster: Cluster
-    found: Found
+    search_result: SearchResult
     plan: Plan
     fits: bool = True
     finished: bool = False
-    refuse: Callable[[Request, Cluster, Found], UserError] | None = None
+    refuse: Callable[[Request, Cluster, SearchResult], UserError] | None = None
 
     @property
     def taken(self) -> Plan:
@@ -69,4 +69,4 @@ class PlanDecision:
     def refusal(self) -> UserError:
         """Why there is nothing to train with."""
         assert self.refuse is not None
-        return self.refuse(self.request, self.cluster, self.found)
+        return self.refuse(self.request, self.cluster, self.search_result)

@@ -10,10 +10,10 @@ from espalier.plan.collective_time import seats
 from espalier.plan.layout_estimate import Shares, estimate
 from espalier.plan.layouts import stage_layers
 from espalier.plan.request import Request, exchanges
-from espalier.plan.search import Found, Option
+from espalier.plan.search import Option, SearchResult
 
 
-def make(request: Request, result: Found, option: Option, calibration: Calibration = DATASHEET) -> Plan:
+def make(request: Request, result: SearchResult, option: Option, calibration: Calibration = DATASHEET) -> Plan:
     """The plan of an option, with reasons and what the others lose."""
     predicted = predict(request, option, calibration)
     layout = option.layout

@@ -166,13 +166,13 @@ class Batch:
             seconds[chosen] = slowest(request, replace(on, factors=factors), layouts)
         return seconds
 
-    def predict(self, factors: CostFactors) -> tuple[Any, Any, Any]:
-        """(seconds, peak bytes as they were counted, bytes beyond the limit) of every measurement, each [rows]."""
+    def predict(self, factors: CostFactors) -> Any:
+        """Seconds, peak bytes as they were counted and bytes beyond the limit of every measurement [3, rows]."""
         predicted = np.zeros((3, self.size))
         for chosen, request, on, layouts in self.groups:
             priced = grid(request, replace(on, factors=factors), layouts, self.rows[chosen[0]].memory)
             predicted[:, chosen] = priced.seconds, priced.peak, priced.over
-        return predicted[0], predicted[1], predicted[2]
+        return predicted
 
 
 def _together(rows: Sequence[Measurement]) -> tuple[Request, collective_time.Fleet, Layouts]:
@@ -265,11 +265,11 @@ def _held(rows: Sequence[Measurement]) -> dict[str, float]:
     refuse_other_units(batch.predict(PLAIN)[1], measured, "peaks of memory", "bytes")
 
     def miss(at: float) -> float:
-        predicted = batch.predict(PLAIN.changed(held=float(np.exp(at))))[1]
+        predicted = batch.predict(PLAIN.changed(activations=float(np.exp(at))))[1]
         return float(np.sum(np.abs(np.log(predicted / measured)) / PEAKS) + (at / HELD) ** 2 / 2)
 
     low, high = np.log(HELD_RANGE)
-    return {"held": float(np.exp(minimize_scalar(miss, bounds=(low, high), method="bounded").x))}
+    return {"activations": float(np.exp(minimize_scalar(miss, bounds=(low, high), method="bounded").x))}
 
 
 def refuse_other_units(predicted: Any, measured: Any, what: str, unit: str) -> None:

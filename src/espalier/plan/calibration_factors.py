@@ -5,7 +5,7 @@ from __future__ import annotations
 from espalier.recipe.serialization import Value
 
 
-class CostFactors(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class CostFactors(Value, frozen=True, kw_only=True, forbid_unknown_fields=True, rename={"activations": "held"}):
     """Each multiplies the seconds (or bytes) that the datasheet and the constants of `plan` give. All positive."""
 
     product: float = 1.0
@@ -28,7 +28,7 @@ class CostFactors(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Share of communication that computation cannot hide."""
     stall: float = 1.0
     """Seconds that stages of a pipeline wait at each hand-over."""
-    held: float = 1.0
+    activations: float = 1.0
     """Bytes of activations and of the allocator's slack."""
 
 

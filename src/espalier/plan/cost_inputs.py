@@ -41,14 +41,14 @@ EACH, LARGEST = 2**20, 2**29
 @dataclass(frozen=True)
 class CostInputs:
     """What a price is of: request, fleet, the kind of rank at hand, and layouts. `speed`: of this kind's ranks over the
-    mean, where they share sequences in proportion to it. `kept`: see `plan.offload`."""
+    mean, where they share sequences in proportion to it. `resident_optimizer`: see `plan.axes.offload`."""
 
     request: Request
     on: Fleet
     kind: DeviceGroup
     layouts: Layouts
     speed: Number = 1.0
-    kept: Number = 0.0
+    resident_optimizer: Number = 0.0
 
     @property
     def cut(self) -> Cut:
@@ -227,7 +227,7 @@ class CostInputs:
     @cached_property
     def sharded(self) -> Mapping[str, Number]:
         """Bytes of sharded states by kind, wherever they are."""
-        return cost(self.states, self.division).held
+        return cost(self.states, self.division).memory_bytes
 
     @cached_property
     def waiting(self) -> Mapping[str, Number]:
@@ -239,9 +239,9 @@ class CostInputs:
             each = -(-self.request.profile.global_batch // np.asarray(self.layouts.dp))
             size = np.minimum(np.maximum(1, np.asarray(self.layouts.micro_batch)), each)
             anatomy = self.request.profile.anatomy(size, self.layouts.recompute, self.request.precision, self.cut)
-            waiting["activations"] = offload_cost.activations(anatomy.layer.kept, self.stage_layers)
+            waiting["activations"] = offload_cost.activations(anatomy.layer.saved, self.stage_layers)
         if "optimizer" in waiting:
-            waiting["optimizer"] = waiting["optimizer"] - self.kept
+            waiting["optimizer"] = waiting["optimizer"] - self.resident_optimizer
         return waiting
 
     def lacking(self, over: Number) -> Number:
@@ -254,16 +254,16 @@ class CostInputs:
         way, sizes = self.request.offload, self.sharded
         if offload.windowed(way):
             sizes = {name: 0.0 * size for name, size in sizes.items()}
-            sizes["window"] = optimizer_node.held(self.request) + sizes["params"]
+            sizes["window"] = optimizer_node.window_bytes(self.request) + sizes["params"]
         if way == offload.NODE:
             return sizes
         resident = offload.resident(self.waiting, sizes)
-        return {**resident, "optimizer": resident["optimizer"] + self.kept}
+        return {**resident, "optimizer": resident["optimizer"] + self.resident_optimizer}
 
     @cached_property
-    def held(self) -> Mapping[str, Number]:
+    def device_states(self) -> Mapping[str, Number]:
         """Bytes of sharded states on a rank by kind, with what rounds keep beside them."""
-        sizes = self._resident if self.request.offload != RESIDENT else cost(self.states, self.division).held
+        sizes = self._resident if self.request.offload != RESIDENT else cost(self.states, self.division).memory_bytes
         if not self.request.outer:
             return sizes
         moved = sum(volume.elements for volume in volumes(self.states, self.division)) / self.division.optimizer

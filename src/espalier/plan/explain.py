@@ -20,7 +20,7 @@ from espalier.plan.cost_inputs import CostInputs
 from espalier.plan.layout_estimate import samples_each
 from espalier.plan.layouts import Layouts
 from espalier.plan.request import Request
-from espalier.plan.search import Found, Option
+from espalier.plan.search import Option, SearchResult
 from espalier.recipe import units
 
 RUNNERS_UP = 6
@@ -32,7 +32,7 @@ def label(layout: Layouts) -> str:
     return str(space.view(layout, 1, ""))
 
 
-def why(request: Request, result: Found, option: Option) -> list[str]:
+def why(request: Request, result: SearchResult, option: Option) -> list[str]:
     """The sentences that defend an option against the others that were priced."""
     layout = option.layout
     fastest = result.options[0] if result.options else option
@@ -65,7 +65,7 @@ def why(request: Request, result: Found, option: Option) -> list[str]:
     return sentences
 
 
-def _left_out(result: Found, option: Option, places: Sequence[Place]) -> str:
+def _left_out(result: SearchResult, option: Option, places: Sequence[Place]) -> str:
     """Those of `places` that a plan does not use, and what it would lose with them, over which link."""
     used = seats(option.cluster, int(option.layout.world))
     left = Counter(place.table.device.name for place in places)
@@ -79,7 +79,7 @@ def _left_out(result: Found, option: Option, places: Sequence[Place]) -> str:
     return f"{left.total()} of {len(places)} devices are left out ({names}): {loss}."
 
 
-def _states(request: Request, result: Found, option: Option) -> list[str]:
+def _states(request: Request, result: SearchResult, option: Option) -> list[str]:
     layout = option.layout
     if layout.shards == 1:
         return []
@@ -149,7 +149,7 @@ def _same_cut(layout: Layouts, other: Layouts) -> bool:
     return (layout.tp, layout.sp, layout.pp, layout.world) == (other.tp, other.sp, other.pp, other.world)
 
 
-def _cuts(request: Request, result: Found, option: Option) -> list[str]:
+def _cuts(request: Request, result: SearchResult, option: Option) -> list[str]:
     layout, sentences = option.layout, []
     for field, name in (
         ("tp", f"Matrices cut over {layout.tp} ranks ({layout.algorithm})"),
@@ -178,14 +178,14 @@ def _sequence(layout: Layouts) -> str:
     return f"Sequences cut over {layout.sp} ranks ({' x '.join(parts)}{rings})"
 
 
-def _without_it(result: Found, option: Option, field: str, value: Any) -> str:
+def _without_it(result: SearchResult, option: Option, field: str, value: Any) -> str:
     """What the best layout whose `field` has that plain `value` loses."""
     without = result.best(lambda other: getattr(other.layout, field) == value)
     nothing = f"nothing fits in {units.show_size(option.peak - option.over)}"
     return "without, " + (nothing if without is None else _change(without.seconds, option.seconds))
 
 
-def _passed_over(result: Found, fastest: Option, option: Option) -> str:
+def _passed_over(result: SearchResult, fastest: Option, option: Option) -> str:
     """Why the fastest by estimate is not the plan."""
     gain = _gain(option, fastest)
     tie = f"a tie (within {result.tie:.0%}), and this plan {_preferred(option, fastest)}"
@@ -265,7 +265,7 @@ def _change(seconds: float, reference: float) -> str:
 # --- what the others lose ----------------------------------------------------------------------------------------
 
 
-def runners_up(request: Request, result: Found, option: Option) -> list[RunnerUp]:
+def runners_up(request: Request, result: SearchResult, option: Option) -> list[RunnerUp]:
     """The best plan of each other kind (algorithm, pipeline, sharding, recomputation), fastest first."""
     first: dict[tuple[Any, ...], Option] = {}
     for candidate in (option, *result.options):

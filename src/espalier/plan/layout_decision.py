@@ -19,7 +19,7 @@ from espalier.plan.collective_time import gpus
 from espalier.plan.layout_estimate import scaled
 from espalier.plan.layouts import view
 from espalier.plan.request import Request
-from espalier.plan.search import Found, Option
+from espalier.plan.search import Option, SearchResult
 from espalier.recipe import units
 
 NEAR = 1.02
@@ -72,7 +72,7 @@ def _searched(ask: Ask) -> PlanDecision:
     return PlanDecision(request, cluster, result, with_trials(plan, plans, measured))
 
 
-def _over_ranks(request: Request, cluster: Cluster, calibration: Calibration) -> list[tuple[Request, Found]]:
+def _over_ranks(request: Request, cluster: Cluster, calibration: Calibration) -> list[tuple[Request, SearchResult]]:
     """Searches with experts over ranks, where nobody said over how many and that can run: over all ranks of a machine,
     and over 2, 4 and so on. Ranks of one processor gain nothing: one rank has its memory and threads."""
     pin = request.pin
@@ -88,7 +88,7 @@ def _over_ranks(request: Request, cluster: Cluster, calibration: Calibration) ->
     return [pair for pair in searches if pair[1].options]
 
 
-def _fastest_of(searched: tuple[Request, Found]) -> float:
+def _fastest_of(searched: tuple[Request, SearchResult]) -> float:
     """Seconds of the fastest that was found."""
     return min((option.seconds for option in searched[1].options), default=math.inf)
 
@@ -99,8 +99,8 @@ def _ranks_of(request: Request, cluster: Cluster) -> int:
 
 
 def _expert_ranks(
-    request: Request, whole: Found, spread: Sequence[tuple[Request, Found]]
-) -> tuple[Request, Found, tuple[str, ...]]:
+    request: Request, whole: SearchResult, spread: Sequence[tuple[Request, SearchResult]]
+) -> tuple[Request, SearchResult, tuple[str, ...]]:
     """With every expert on each rank (`whole`; what does not fit waits in host memory or on disk), or spread over
     ranks where that is faster by more than a tie: over few where links are slow, as each token crosses them."""
     if not spread:
@@ -122,7 +122,7 @@ def _expert_ranks(
     return asked, best, (f"Experts are spread over {asked.ep} ranks: {units.show_seconds(taken)} a step; {compared}.",)
 
 
-def _tied(result: Found, best: Option) -> list[Option]:
+def _tied(result: SearchResult, best: Option) -> list[Option]:
     """`best`, and if it cuts the model also those within the search's tie that do, of as many ranks and threads."""
     if not best.cuts:
         return [best]
@@ -147,7 +147,7 @@ def _fastest(plans: list[Plan], measure: Trials | None) -> tuple[Plan, trials.Me
     return next(plan for plan in plans if measured[trials.key(plan)] <= NEAR * least), measured
 
 
-def _closest(request: Request, cluster: Cluster, result: Found, calibration: Calibration) -> PlanDecision:
+def _closest(request: Request, cluster: Cluster, result: SearchResult, calibration: Calibration) -> PlanDecision:
     """The plan that lacks the fewest bytes."""
     if result.closest is None:
         raise refusals.refusal(request, cluster, result)
@@ -165,7 +165,7 @@ def _closest(request: Request, cluster: Cluster, result: Found, calibration: Cal
 
 
 def _whole(
-    request: Request, result: Found, whole_states: Found, calibration: Calibration, measure: Trials | None
+    request: Request, result: SearchResult, whole_states: SearchResult, calibration: Calibration, measure: Trials | None
 ) -> Plan:
     """The plan with whole states (`whole_states` has the options): the one tried best, else the best by estimate."""
     make = partial(build_plan.make, request, result, calibration=calibration)
@@ -199,7 +199,7 @@ def _of(division: tuple[int, int]) -> Callable[[Option], bool]:
     return lambda option: (option.layout.world, option.layout.threads) == division
 
 
-def _other_sizes(whole_states: Found, plan: Plan) -> list[Option]:
+def _other_sizes(whole_states: SearchResult, plan: Plan) -> list[Option]:
     """The same ranks with other micro-batches, where these leave memory free."""
     wanted = {int(plan.micro_batch * factor) for factor in SIZES}
     division = len(plan.ranks), plan.ranks[0].threads
@@ -227,6 +227,6 @@ def with_trials(plan: Plan, tried: list[Plan], measured: trials.Measured) -> Pla
     untimed = [runner_up for runner_up in plan.runners_up if (runner_up.layout, runner_up.threads) not in timed]
     return plan.changed(
         predicted=scaled(plan.predicted, measured[mine]),
-        why=(trials.told([plan, *others], measured), *plan.why),
-        runners_up=(*(trials.beside(other, plan, measured) for other in others), *untimed),
+        why=(trials.sentence([plan, *others], measured), *plan.why),
+        runners_up=(*(trials.runner_up(other, plan, measured) for other in others), *untimed),
     )

@@ -50,7 +50,7 @@ class Priced:
     """Layouts priced on one kind of rank, each value [n]."""
 
     seconds: Mapping[str, Number]
-    held: Mapping[str, Number]
+    memory_bytes: Mapping[str, Number]
     limit: float
     peak: Number
     """Bytes at the worst moment."""
@@ -66,7 +66,7 @@ class Priced:
 
     def counted(self, memory: str) -> Number:
         """Of these, what a count of this kind has: `device`, `reserved` or `allocated`."""
-        return sum(size for name, size in self.held.items() if name not in UNCOUNTED[memory])
+        return sum(size for name, size in self.memory_bytes.items() if name not in UNCOUNTED[memory])
 
 
 @dataclass(frozen=True)
@@ -86,15 +86,19 @@ def samples_each(request: Request, layouts: Layouts) -> Number:
     return -(-request.profile.global_batch // np.asarray(layouts.dp))
 
 
-def price(request: Request, on: Fleet, layouts: Layouts, shares: Shares = EQUAL, kept: Number = 0.0) -> list[Priced]:
+def price(
+    request: Request, on: Fleet, layouts: Layouts, shares: Shares = EQUAL, resident_optimizer: Number = 0.0
+) -> list[Priced]:
     """Prices `layouts` on every kind of rank of a fleet."""
     costs = []
     samples_of, speeds = shares.samples, shares.speeds
     for index, kind in enumerate(on.kinds):
         samples = samples_each(request, layouts) if samples_of is None else np.asarray(samples_of[index])
-        step = CostInputs(request, on, kind, layouts, 1.0 if speeds is None else np.asarray(speeds[index]), kept)
+        step = CostInputs(
+            request, on, kind, layouts, 1.0 if speeds is None else np.asarray(speeds[index]), resident_optimizer
+        )
         size = np.minimum(np.maximum(1, np.asarray(layouts.micro_batch)), samples)
-        memory_bytes = memory_model.held(step, size, -(-samples // size))
+        memory_bytes = memory_model.memory_bytes(step, size, -(-samples // size))
         limit, peak = memory_model.limit(kind, request), sum(memory_bytes.values())
         priced = Priced(step_time.step_seconds(step, samples), memory_bytes, limit, peak, peak - limit)
         if request.offload != RESIDENT:
@@ -132,12 +136,12 @@ def estimate(
     on = replace(collective_time.fleet(cluster, ranks, layout.threads), factors=factors or request.factors)
     costs = price(request, on, layout, shares)
     if ranks == 1 and not on.cuda and (waiting := costs[0].waiting):
-        kept = offload.kept(request, -float(costs[0].over), waiting)
-        costs = price(request, on, layout, shares, kept)
+        resident_optimizer = offload.resident_optimizer(request, -float(costs[0].over), waiting)
+        costs = price(request, on, layout, shares, resident_optimizer)
     slow = int(np.argmax([float(priced.step) for priced in costs]))
     tight = costs[int(np.argmin([-float(priced.over) for priced in costs]))]
     terms = {name: float(value) for name, value in costs[slow].seconds.items()}
-    kinds = {name: float(value) for name, value in tight.held.items()}
+    kinds = {name: float(value) for name, value in tight.memory_bytes.items()}
     step = sum(terms.values())
     tokens = request.profile.global_batch * request.profile.tokens_per_sample
     made = CostInputs(request, on, on.kinds[slow], layout)

@@ -52,7 +52,7 @@ def limit(kind: DeviceGroup, request: Request) -> float:
     return usable if allowed is None else min(usable, float(units.size(allowed, "plan.memory")))
 
 
-def held(step: CostInputs, size: Number, in_flight: Number) -> dict[str, Number]:
+def memory_bytes(step: CostInputs, size: Number, in_flight: Number) -> dict[str, Number]:
     """Bytes by kind on the fullest stage; their sum is the peak.
 
     Args:
@@ -77,31 +77,31 @@ def stage(step: CostInputs, anatomy: Anatomy, micro_batches: Number, is_first: b
     """Of the first stage (or the last), with so many micro-batches in a step."""
     request, layouts, factors = step.request, step.layouts, step.on.factors
     pp, device = np.asarray(layouts.pp), step.kind.table.device
-    sizes = dict(step.held)
+    sizes = dict(step.device_states)
     for name, size in step.frozen.items():
         sizes[name] = sizes.get(name, 0.0) + size
-    waiting = np.minimum(pipeline_cost.kept(pp, layouts.chunks) if is_first else 1, micro_batches)
+    waiting = np.minimum(pipeline_cost.most_in_flight(pp, layouts.chunks) if is_first else 1, micro_batches)
     if has_window := request.offload.parameters != "device":  # all micro-batches of a layer, then the next
         waiting = micro_batches
     has_head = (pp == 1) | (not is_first)
-    inputs = step.stage_layers * anatomy.layer.kept
+    inputs = step.stage_layers * anatomy.layer.saved
     if request.offload.activations != "device":
-        inputs = offload_cost.activations_held(anatomy.layer.kept, step.stage_layers)
-    activations = waiting * inputs + has_head * anatomy.rest.kept
+        inputs = offload_cost.activations_held(anatomy.layer.saved, step.stage_layers)
+    activations = waiting * inputs + has_head * anatomy.rest.saved
     travelling: Number = 0.0
     if np.any(np.asarray(layouts.cp) > 1):
-        travelling = step.sequence(anatomy.layer.tokens).held["keys_values"]
+        travelling = step.sequence(anatomy.layer.tokens).memory_bytes["keys_values"]
     transient = np.maximum(anatomy.layer.transient + travelling, has_head * anatomy.rest.transient)
     temporaries = _temporaries(step) if request.system.temporaries else 0.0
     update = np.maximum(orthogonal_bytes(request), temporaries * step.stage_parameters / layouts.optimizer)
     update = 0.0 * update if has_window else update
-    sizes["activations"] = factors.held * activations
+    sizes["activations"] = factors.activations * activations
     # The worst moment is in backward, or in the optimizer's step when no activation is held any more.
-    sizes["transient"] = np.maximum(factors.held * transient, update - factors.held * activations)
+    sizes["transient"] = np.maximum(factors.activations * transient, update - factors.activations * activations)
     if request.system.fsdp:
         sizes["gathered"] = np.where(_fsdp(step) & (pp > 1), _resident(step), sizes["gathered"])
     within = sum(sizes.values()) if step.cuda else sizes["activations"] + sizes["transient"]
-    sizes["slack"] = factors.held * SLACK[device.kind] * within
+    sizes["slack"] = factors.activations * SLACK[device.kind] * within
     sizes["runtime"] = _runtime(device.runtime, step.on, layouts) + (0 if step.cuda else request.profile.loaded)
     zero = 0.0 * np.asarray(micro_batches)
     return {name: value + zero for name, value in sizes.items()}

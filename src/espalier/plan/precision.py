@@ -16,7 +16,7 @@ from espalier.plan import collective_time, device_model
 from espalier.plan.base import Plan
 from espalier.plan.layout_estimate import price
 from espalier.plan.request import Request
-from espalier.plan.search import Found
+from espalier.plan.search import SearchResult
 from espalier.recipe import units
 
 FASTER = 1.25
@@ -64,7 +64,7 @@ def _rate(device: Device, precision: str) -> float:
 # --- what a plan says of it ----------------------------------------------------------------------------------------
 
 
-def reasons(plan: Plan, cluster: Cluster, others: dict[str, Found]) -> list[str]:
+def reasons(plan: Plan, cluster: Cluster, others: dict[str, SearchResult]) -> list[str]:
     """Why a plan has its precision, which was not set, and what the devices that it leaves out would cost.
 
     `others`: what was found in other precisions.
@@ -92,13 +92,13 @@ def _times(device: Device, name: str, other: str) -> str:
     return f"{_rate(device, name) / _rate(device, other):.2g}x"
 
 
-def with_all(result: Found) -> float | None:
+def with_all(result: SearchResult) -> float | None:
     """Seconds of a step of the best plan that uses every device; None where none does."""
     option = result.best(lambda option: option.layout.world == len(option.cluster.devices()))
     return None if option is None else option.seconds
 
 
-def _told(plan: Plan, others: dict[str, Found]) -> str:
+def _told(plan: Plan, others: dict[str, SearchResult]) -> str:
     """What the fastest plan takes that uses every device, in a precision that all have."""
     there = {seconds: name for name, result in others.items() if (seconds := with_all(result)) is not None}
     if not there or plan.predicted is None:
@@ -108,7 +108,7 @@ def _told(plan: Plan, others: dict[str, Found]) -> str:
     return f"; with all, in {there[min(there)]}, a step takes {taken}, {times:.2g} times as long"
 
 
-def faster(request: Request, result: Found) -> list[str]:
+def faster(request: Request, result: SearchResult) -> list[str]:
     """How much faster the same layout would be in the fastest precision of its GPUs, where the plan has another."""
     option = result.best()
     if option is None or request.precision == "fp64":

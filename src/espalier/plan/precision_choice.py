@@ -26,7 +26,7 @@ class PrecisionChoice(PlanChoice):
 
     def words(self, best: PlanDecision, ask: Ask) -> Iterable[str]:
         """How much faster another precision would be."""
-        return precision.faster(ask.request, best.found) if gpus(ask.cluster) else ()
+        return precision.faster(ask.request, best.search_result) if gpus(ask.cluster) else ()
 
 
 def _decided(ask: Ask) -> PlanDecision:
@@ -40,7 +40,9 @@ def _fastest(ask: Ask) -> PlanDecision:
     refusal: UserError | None = None
     for name in precision.candidates(ask.cluster):
         asked, best = ask.changed(precision=name), min(map(_rank, made), default=(True, 0.0))
-        known = ask.cluster.same_speed or any(precision.with_all(decision.found) is not None for decision in made)
+        known = ask.cluster.same_speed or any(
+            precision.with_all(decision.search_result) is not None for decision in made
+        )
         possible = search.fastest_possible
         if not best[0] and known and possible(asked.request, ask.cluster, ask.calibration) >= best[1]:
             continue
@@ -51,7 +53,7 @@ def _fastest(ask: Ask) -> PlanDecision:
     if not made and refusal is not None:
         raise refusal
     best_of = min(made, key=_rank)
-    others = {decision.request.precision: decision.found for decision in made if decision is not best_of}
+    others = {decision.request.precision: decision.search_result for decision in made if decision is not best_of}
     why = (*best_of.plan.why, *precision.reasons(best_of.plan, ask.cluster, others))
     return best_of.changed(why=why)
 
@@ -79,7 +81,7 @@ def _measured(ask: Ask) -> PlanDecision:
 def _rank(decision: PlanDecision) -> tuple[bool, float]:
     """What fits, then what is fastest; of what does not, what lacks the fewest bytes."""
     if not decision.fits:
-        return True, 0.0 if decision.found.closest is None else decision.found.closest.over
+        return True, 0.0 if decision.search_result.closest is None else decision.search_result.closest.over
     return False, decision.plan.step_seconds
 
 

@@ -20,7 +20,7 @@ from espalier.plan.explain import label
 from espalier.plan.layout_estimate import estimate, samples_each
 from espalier.plan.layouts import Layouts
 from espalier.plan.request import Request
-from espalier.plan.search import Found, Option
+from espalier.plan.search import Option, SearchResult
 from espalier.recipe import Adamw, Adapters, Gpt, Lora, Muon, Pin, units
 from espalier.recipe.errors import UserError
 
@@ -44,7 +44,7 @@ class DoesNotFit(UserError):
     """No layout fits in memory. Exit code 2."""
 
 
-def refusal(request: Request, cluster: Cluster, result: Found) -> UserError:
+def refusal(request: Request, cluster: Cluster, result: SearchResult) -> UserError:
     """The error when nothing fits: the least violating layout, its bytes by kind, and the cheapest changes."""
     nearest = result.closest
     if nearest is None:

@@ -113,7 +113,7 @@ class Option:
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
     """What a search gives: a selection of what fits, fastest first; the least violating layout; how many it priced.
     `whole`: the selection of those with whole states, where it was asked for."""
 
@@ -134,8 +134,10 @@ class Found:
         return min(near, key=lambda option: option.order(least))
 
 
-def search(request: Request, cluster: Cluster, calibration: Calibration = DATASHEET, *, whole: bool = False) -> Found:
-    """Prices every layout and keeps the best of each kind. Never raises for lack of memory: see `Found.closest`.
+def search(
+    request: Request, cluster: Cluster, calibration: Calibration = DATASHEET, *, whole: bool = False
+) -> SearchResult:
+    """Prices every layout and keeps the best of each kind. Never raises for lack of memory: see `SearchResult.closest`.
     `whole`: keeps the best of those with whole states too, as a search that is pinned to them would."""
     tie = min(TIE, max(LEAST, calibration.spread))
     selected: list[Option] = []
@@ -159,10 +161,10 @@ def search(request: Request, cluster: Cluster, calibration: Calibration = DATASH
             best = min([best, *(option.seconds for option in options)])
             if nearest is not None and (closest is None or nearest.over < closest.over):
                 closest = nearest
-    return Found(_in_order(selected, cluster), closest, priced, tie, _in_order(selected_whole, cluster))
+    return SearchResult(_in_order(selected, cluster), closest, priced, tie, _in_order(selected_whole, cluster))
 
 
-def anywhere(request: Request, cluster: Cluster) -> tuple[Request, Found]:
+def anywhere(request: Request, cluster: Cluster) -> tuple[Request, SearchResult]:
     """`search`, and where nothing fits or a tier is pinned `elsewhere`."""
     result = search(request, cluster)
     if request.pin.offload == "none" or (request.pin.offload is None and result.options):
@@ -171,8 +173,13 @@ def anywhere(request: Request, cluster: Cluster) -> tuple[Request, Found]:
 
 
 def elsewhere(
-    request: Request, cluster: Cluster, resident: Found, calibration: Calibration = DATASHEET, *, whole: bool = False
-) -> tuple[Request, Found]:
+    request: Request,
+    cluster: Cluster,
+    resident: SearchResult,
+    calibration: Calibration = DATASHEET,
+    *,
+    whole: bool = False,
+) -> tuple[Request, SearchResult]:
     """The search with what waits outside the devices in the fastest of `offload.ways`: of those within a tie the first.
     With the request of what was found; `resident` where nothing fits so either."""
     attempts = []
@@ -183,12 +190,14 @@ def elsewhere(
     if not fitting and request.pin.offload is None:
         return request, resident
     if not fitting:
-        return min(attempts, key=lambda attempt: _lacking(attempt[1]), default=(request, Found((), None, 0, TIE)))
+        return min(
+            attempts, key=lambda attempt: _lacking(attempt[1]), default=(request, SearchResult((), None, 0, TIE))
+        )
     fastest = min(result.options[0].seconds for _, result in fitting)
     return next(attempt for attempt in fitting if attempt[1].options[0].seconds <= fastest * (1 + attempt[1].tie))
 
 
-def _lacking(result: Found) -> float:
+def _lacking(result: SearchResult) -> float:
     """Bytes that the least violating layout lacks."""
     return math.inf if result.closest is None else result.closest.over
 
@@ -397,7 +406,7 @@ def _fullness(request: Request, on: collective_time.Fleet, batch: Layouts) -> tu
     peaks, overs = [], []
     for kind in on.kinds:
         step = CostInputs(request, on, kind, batch)
-        peak = sum(memory_model.held(step, size, -(-samples // size)).values())
+        peak = sum(memory_model.memory_bytes(step, size, -(-samples // size)).values())
         peaks.append(peak)
         over = peak - memory_model.limit(kind, request)
         overs.append(over if request.offload == RESIDENT else step.lacking(over))
@@ -525,7 +534,7 @@ def _in_proportion(batch: int, rates: Any, ranks: Any) -> Any:
     return np.maximum(exact, 1.0)
 
 
-def points(result: Found, chosen: Option | None, label: Callable[[Layouts], str]) -> list[Point]:
+def points(result: SearchResult, chosen: Option | None, label: Callable[[Layouts], str]) -> list[Point]:
     """The options as points of the picture, the front of seconds against bytes marked."""
     lowest = float("inf")
     made = []

@@ -51,16 +51,16 @@ ROUNDS = 2
 class Trials:
     """Trials of one recipe on one cluster.
 
-    `run`: seconds of a step of a plan, measured now; None: only what was measured before counts. `here`: whether all
-    ranks of a plan can run on this machine. `phase`: the first step of the phase that is planned, as a model may change
-    its shape on the way.
+    `run`: seconds of a step of a plan, measured now; None: only what was measured before counts. `is_local`: whether
+    all ranks of a plan can run on this machine. `phase`: the first step of the phase that is planned, as a model may
+    change its shape on the way.
     """
 
     recipe: Recipe
     cluster: clusters.Cluster
     run: Callable[[Plan], float] | None = None
     phase: int = 0
-    here: Callable[[Plan], bool] = lambda plan: all(rank.device == "cpu" and rank.node == 0 for rank in plan.ranks)
+    is_local: Callable[[Plan], bool] = lambda plan: all(rank.device == "cpu" and rank.node == 0 for rank in plan.ranks)
 
     def __call__(self, plans: Sequence[Plan]) -> dict[Key, float]:
         """Seconds of a step of each of `plans`; empty where they were not all tried, or cannot be here, or where there
@@ -69,7 +69,7 @@ class Trials:
 
     def of(self, plans: Sequence[Plan]) -> dict[Key, float]:
         """The same of any number: one is compared with that of another recipe."""
-        if not (self.recipe.plan.trial and all(map(self.here, plans))):
+        if not (self.recipe.plan.trial and all(map(self.is_local, plans))):
             return {}
         file = cache_folder() / "trials.json"
         known, asked = table(file), self._asked()
@@ -136,14 +136,14 @@ def key(plan: Plan) -> Key:
     return Key(len(plan.ranks), plan.ranks[0].threads, plan.micro_batch, cut, plan.recompute, plan.precision)
 
 
-def told(plans: Sequence[Plan], measured: Measured) -> str:
+def sentence(plans: Sequence[Plan], measured: Measured) -> str:
     """What the trials took, fastest first."""
     ordered = sorted((plan for plan in plans if key(plan) in measured), key=lambda plan: measured[key(plan)])
     each = [f"{name}: {show_seconds(measured[name])}" for name in map(key, ordered)]
     return f"Measured steps: {'; '.join(each)}."
 
 
-def beside(plan: Plan, best: Plan, measured: Measured) -> RunnerUp:
+def runner_up(plan: Plan, best: Plan, measured: Measured) -> RunnerUp:
     """A plan that was tried beside the one that is taken."""
     assert plan.predicted is not None
     there = measured[key(plan)]

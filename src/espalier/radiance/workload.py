@@ -287,7 +287,7 @@ class RadianceWorkload(Plain):
         network = None if coarse else spikingnerf.network_work(self.options, coloured, micro_batch)
         products = (Product(crossed, 8, 1), Product(coloured, 8, columns), *(network.products if network else ()))
         moved = 4.0 * (12 * crossed + 10 * columns * coloured) + (network.moved if network else 0.0)
-        saved = 4.0 * (22 * crossed + 3 * coloured) + (network.kept if network else 0.0)
+        saved = 4.0 * (22 * crossed + 3 * coloured) + (network.saved if network else 0.0)
         return Work(products, 0.0, moved, saved, 0.0, 0.0, micro_batch, micro_batch)
 
     def _grid(self) -> tuple[int, int]:

@@ -42,7 +42,7 @@ class Work:
         products: dense products of the forward pass; the backward pass does each of them twice.
         attention: FLOPs of the attention core in the forward pass (causal: half of the square); backward 2.5 times.
         moved: bytes read and written in the forward pass by everything else (norms, elementwise, softmax of the head).
-        kept: bytes of activations kept until backward.
+        saved: bytes of activations kept until backward.
         transient: further bytes at the worst moment (logits and their gradient).
         again: products and attention run once more in backward because of recomputation, as a share of forward (0..1).
         samples: samples (sequences) in the micro-batch; tokens: tokens (or nodes, rays) in it.
@@ -56,7 +56,7 @@ class Work:
     products: tuple[Product, ...]
     attention: Number
     moved: Number
-    kept: Number
+    saved: Number
     transient: Number
     again: Number
     samples: Number
@@ -121,7 +121,7 @@ class Anatomy:
             products=(*(replace(product, count=product.count * layers) for product in layer.products), *rest.products),
             attention=layers * layer.attention + rest.attention,
             moved=layers * layer.moved + rest.moved,
-            kept=layers * layer.kept + rest.kept,
+            saved=layers * layer.saved + rest.saved,
             transient=_larger(layer.transient, rest.transient),
             again=repeated / forward,
             samples=rest.samples,
@@ -141,7 +141,7 @@ class Anatomy:
             attention=layers * layer.attention,
             moved=layers * layer.moved,
             moved_back=None if layer.moved_back is None else layers * layer.moved_back,
-            kept=layers * layer.kept,
+            saved=layers * layer.saved,
             issued=layers * layer.issued,
         )
         return Anatomy(1, together, self.rest)
@@ -161,27 +161,27 @@ class Cost:
 
     Attributes:
         seconds: part of the step (`forward`, `backward`, `all_reduce` …) to seconds.
-        held: kind of memory (`params`, `grads`, `optimizer`, `activations` …) to bytes.
+        memory_bytes: kind of memory (`params`, `grads`, `optimizer`, `activations` …) to bytes.
         sent: traffic class (`gradients`, `params` …) to payload bytes that leave the rank.
         sources: any of those names to where its number comes from.
     """
 
     seconds: Terms = field(default_factory=dict)
-    held: Terms = field(default_factory=dict)
+    memory_bytes: Terms = field(default_factory=dict)
     sent: Terms = field(default_factory=dict)
     sources: Mapping[str, str] = field(default_factory=dict)
 
     def __add__(self, other: Cost) -> Cost:
         return Cost(
             _sum(self.seconds, other.seconds),
-            _sum(self.held, other.held),
+            _sum(self.memory_bytes, other.memory_bytes),
             _sum(self.sent, other.sent),
             {**self.sources, **other.sources},
         )
 
     def times(self, factor: Number) -> Cost:
         """The cost of doing the same `factor` times: seconds and bytes sent grow, bytes held do not."""
-        return Cost(_scale(self.seconds, factor), self.held, _scale(self.sent, factor), self.sources)
+        return Cost(_scale(self.seconds, factor), self.memory_bytes, _scale(self.sent, factor), self.sources)
 
 
 def in_turn(*rates: float) -> float:
@@ -226,7 +226,7 @@ class PartCost:
         tower: whose parameters it uses.
         rows: samples of the task's batch; whole: they cannot be divided.
         flops: forward and backward of one sample; launches: operations that are issued.
-        parameters: bytes of them; kept, output: bytes of activations of one sample, kept for backward and handed on.
+        parameters: bytes of them; saved, output: bytes of activations of one sample, kept for backward and handed on.
         seconds: measured, forward and backward on one thread: samples -> seconds; empty: not measured.
         forward: share of these that the forward pass takes; a third where it was not measured.
     """
@@ -241,7 +241,7 @@ class PartCost:
     flops: float = 0.0
     launches: int = 0
     parameters: float = 0.0
-    kept: float = 0.0
+    saved: float = 0.0
     output: float = 0.0
     seconds: Mapping[int, float] = field(default_factory=dict)
     forward: float = 1 / 3

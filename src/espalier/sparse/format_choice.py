@@ -105,6 +105,6 @@ def cost(rows: Number, additions: Number, width: Number, threads: Number = 1) ->
     moved = 4.0 * width * (additions + rows)
     return Cost(
         seconds={"aggregate": moved / (MESSAGE_BYTES * threads)},
-        held={"adjacency": 4.0 * (additions + 4 * rows), "activations": 4.0 * width * rows},
+        memory_bytes={"adjacency": 4.0 * (additions + 4 * rows), "activations": 4.0 * width * rows},
         sources={"aggregate": "bytes of rows added at 12 GB/s for each core (bench/cbm.py)"},
     )

@@ -111,7 +111,7 @@ def _of_task(model: MultitaskModel, task: int, fields: Mapping[str, Tensor]) -> 
             flops=3 * flops / node.operators,
             launches=LAUNCHES,
             parameters=_bytes(module) / node.operators,
-            kept=saved / node.operators,
+            saved=saved / node.operators,
             output=output,
         )
         passes.append((part, pass_))

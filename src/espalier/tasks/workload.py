@@ -119,7 +119,7 @@ class MultitaskWorkload(ModuleWorkload):
             products=tuple(Product(product.rows, 1, 1) for product in whole.products),
             attention=0.0,
             moved=whole.moved,
-            kept=whole.kept,
+            saved=whole.saved,
             transient=0.0,
             again=0.0,
             samples=micro_batch,

@@ -72,7 +72,7 @@ def test_the_plan_counts_what_quantizers_take(graph, kind):
     least = {name: min(one) for name, one in took.items()}  # other programs only ever add to it
     added = works[1].moved + works[1].moved_back - works[0].moved - works[0].moved_back
     predicted, measured = added * least["copy"] / (8 * source.numel()), least["quantized"] - least["plain"]
-    bytes_ = works[1].kept - works[0].kept, more - held
+    bytes_ = works[1].saved - works[0].saved, more - held
     assert predicted / TIME < measured < predicted * TIME
     assert bytes_[0] / MEMORY < bytes_[1] < bytes_[0] * MEMORY
     assert works[1].transient > works[0].transient
@@ -81,6 +81,6 @@ def test_the_plan_counts_what_quantizers_take(graph, kind):
 def test_fitted_steps_of_rows_and_wider_messages_take_longer(graph):
     works = {kind: made(graph, {"kind": kind}).work(np.float64(4), "none", "fp32") for kind in ("a2q", "uniform")}
     assert works["a2q"].moved > 2 * works["uniform"].moved
-    assert works["a2q"].kept == works["uniform"].kept
+    assert works["a2q"].saved == works["uniform"].saved
     bare = made(graph, {"kind": "uniform", "messages": 0, "weights": 0}).work(np.float64(4), "none", "fp32")
     assert bare.moved < works["uniform"].moved

@@ -247,7 +247,7 @@ def test_plans_are_told_of_what_biases_keep_for_backward(attention):
         table = {"model": {**model, "width": 16, "heads": 2, "virtual": 0}, "data": {"path": "made"}}
         recipe = defaults.resolve(recipe_file.from_table(table))[0]
         workload = GraphWorkload(recipe, made(nodes=300, edges=2000))
-        found[distance] = workload.work(workload.global_batch, "none", "fp32").kept
+        found[distance] = workload.work(workload.global_batch, "none", "fp32").saved
         network = workload.build(torch.device("cpu"), torch.float32).train()
         (batch,) = workload.batches(4, Shard(0, workload.global_batch, workload.global_batch))
         kept[distance] = saved(lambda n=network, b=batch, w=workload: w.loss(n, b)[0], network)

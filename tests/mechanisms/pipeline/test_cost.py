@@ -10,7 +10,7 @@ from tests.mechanisms.pipeline.runs import in_flight
 
 from espalier.mechanisms.pipeline.schedules import action_lists, warm_up_for_links
 from espalier.parallel.action_list import Action, ActionKind, ActionLists, Pipeline, timetable
-from espalier.plan.axes.pipeline import PipelineLoad, cost, kept
+from espalier.plan.axes.pipeline import PipelineLoad, cost, most_in_flight
 
 
 @given(st.integers(1, 6), st.integers(1, 3), st.integers(2, 4), st.booleans())
@@ -32,7 +32,7 @@ def test_idle_time_and_bytes_are_those_of_the_lists(ranks, chunks, times, split)
     sends = [sum(one.kind in (ActionKind.SEND_F, ActionKind.SEND_B) for one in actions) for actions in lists.values()]
     assert priced.sent["activations"] == 7 * max(sends)
     if not split:
-        assert in_flight(lists[0]) == pytest.approx(float(kept(ranks, chunks)) * chunks)
+        assert in_flight(lists[0]) == pytest.approx(float(most_in_flight(ranks, chunks)) * chunks)
 
 
 @pytest.mark.parametrize("split", [False, True])

@@ -36,7 +36,7 @@ def total(grid: SequenceGrid, load: SequenceLoad = LOAD) -> Any:
 
 def test_one_rank_costs_nothing() -> None:
     found = cost(LOAD, SequenceGrid(), wire())
-    assert not any([*found.seconds.values(), *found.sent.values(), *found.held.values()])
+    assert not any([*found.seconds.values(), *found.sent.values(), *found.memory_bytes.values()])
 
 
 def test_many_grids_are_priced_as_one_by_one() -> None:
@@ -47,7 +47,7 @@ def test_many_grids_are_priced_as_one_by_one() -> None:
         for table, other in (
             (together.seconds, alone.seconds),
             (together.sent, alone.sent),
-            (together.held, alone.held),
+            (together.memory_bytes, alone.memory_bytes),
         ):
             assert [value[number] for value in table.values()] == pytest.approx([*map(float, other.values())])
 

@@ -45,11 +45,13 @@ def test_bytes_sent_and_held_are_the_formulas(factors: ShardFactors, nodes: Any,
     for sent, held, moments in found:
         assert sent["gradients"] == predicted.sent["gradients"]
         assert sent.get("parameters", 0.0) == predicted.sent["parameters"]
-        assert held["params"] == predicted.held["params"]
-        assert held["grads"] == predicted.held["grads"]
-        assert moments <= predicted.held["optimizer"]
+        assert held["params"] == predicted.memory_bytes["params"]
+        assert held["grads"] == predicted.memory_bytes["grads"]
+        assert moments <= predicted.memory_bytes["optimizer"]
     padding = 2 * 8 * 8 * len(sizes)  # at most a multiple of eight elements for each unit
-    assert predicted.held["optimizer"] - 2 * 8 * sum(one.elements for one in sizes) / factors.optimizer <= padding
+    assert (
+        predicted.memory_bytes["optimizer"] - 2 * 8 * sum(one.elements for one in sizes) / factors.optimizer <= padding
+    )
 
 
 def test_bytes_are_those_of_one_flat_collective_whatever_the_machines() -> None:

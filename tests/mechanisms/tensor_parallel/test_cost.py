@@ -62,7 +62,7 @@ def test_bytes_kept_by_a_layer_are_within_5_per_cent_of_the_plan_s(regather: boo
     )  # fmt: skip
     shape = sizes(options(**SIZES))
     load = DecoderLoad(shape, SEQUENCE, SAMPLES, "none", "fp64", Cut(tensor=4, gathered=not regather))
-    assert (deep - shallow) / 2 == pytest.approx(gpt.work(load).layer.kept, rel=0.05)
+    assert (deep - shallow) / 2 == pytest.approx(gpt.work(load).layer.saved, rel=0.05)
 
 
 def test_a_layer_has_the_published_number_of_transfers() -> None:

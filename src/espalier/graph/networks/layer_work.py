@@ -68,7 +68,7 @@ def layer_work(network: Gnn, reach: Sequence[Reach], micro_batch: Any, precision
         products=tuple(products),
         attention=0.0,
         moved=moved,
-        kept=saved,
+        saved=saved,
         transient=0.0,
         again=0.0,
         samples=micro_batch,

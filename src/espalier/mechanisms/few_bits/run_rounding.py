@@ -142,6 +142,6 @@ def quantized_work(work: Work, network: nn.Module, reach: Sequence[Reach], times
         work,
         moved=work.moved + sum(rounding.moved for rounding in extra),
         moved_back=back + sum(rounding.moved_back for rounding in extra),
-        kept=work.kept + sum(rounding.saved for rounding in extra),
+        saved=work.saved + sum(rounding.saved for rounding in extra),
         transient=reduce(np.maximum, (rounding.transient for rounding in extra), work.transient),
     )

@@ -68,7 +68,7 @@ def _faster(alone: Plan, several: Plan, ask: Ask) -> Plan:
     """The plan of one rank, or that of several."""
     both = [alone, several]
     measured = ask.trials(both) if ask.trials is not None else {}
-    tried = (trials.told(both, measured),) if measured else ()
+    tried = (trials.sentence(both, measured),) if measured else ()
     one_rank, more = (measured.get(trials.key(plan), plan.step_seconds) for plan in both)
     if one_rank >= more:
         return several.changed(why=(*tried, *several.why))

@@ -20,7 +20,7 @@ from espalier.plan.base import Plan
 from espalier.plan.choice import PlanChoice, Waits
 from espalier.plan.collective_time import gpus
 from espalier.plan.layout_decision import best_layout
-from espalier.plan.search import Found
+from espalier.plan.search import SearchResult
 from espalier.recipe import Auto, EveryStep
 from espalier.recipe.errors import UserError
 
@@ -93,7 +93,7 @@ def _by_rounds(ask: Ask, options: ByRounds) -> PlanDecision:
         options = options.changed(codec=rounds.codec)
         made, parts, rounds = _rounds(ask, options)
     plan = co2.join(parts, made, rounds, options)
-    return PlanDecision(ask.request, ask.cluster, Found((), None, 0, 0.0), plan)
+    return PlanDecision(ask.request, ask.cluster, SearchResult((), None, 0, 0.0), plan)
 
 
 def _rounds(ask: Ask, options: ByRounds) -> tuple[co2.Replicas, list[Plan], co2.RoundChoice]:

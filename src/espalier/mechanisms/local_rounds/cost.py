@@ -59,7 +59,7 @@ def cost(given: OuterRound, replicas: int, link: Link) -> Cost:
 
     `sent`: `outer_step`, the ledger's bytes of a round's exchange over its steps, of the first replica, which sends
     most: headers included, at most that for codecs without fixed length. `seconds`: `outer`, the flight's share of a
-    step, hidden or not; `held`: `outer`.
+    step, hidden or not; `memory_bytes`: `outer`.
     """
     chosen, size = codec_of(given.codec), given.width * sum(given.fragments)
     sent = sum(
@@ -70,7 +70,7 @@ def cost(given: OuterRound, replicas: int, link: Link) -> Cost:
     return Cost(
         seconds={"outer": flight_seconds(size, replicas, link, exact / sent) / given.steps},
         sent={"outer_step": sent / given.steps},
-        held={"outer": given.copies * size},
+        memory_bytes={"outer": given.copies * size},
         sources={"outer": "2(G-1)/G bytes / bandwidth, once in a round (sync.hiding)"},
     )
 

@@ -225,7 +225,7 @@ def _metaop(part: PartCost, seat: Place, request: Request, count: int, nested: i
         part.needs,
         part.tower,
         states=4 * part.parameters,  # parameter, gradient and two moments
-        activations=part.kept * min(part.rows, NESTED_IN_FLIGHT * max(batches)),
+        activations=part.saved * min(part.rows, NESTED_IN_FLIGHT * max(batches)),
         output=part.output * part.rows,
         gradients=part.parameters,
         forward=part.forward,

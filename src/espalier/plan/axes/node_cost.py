@@ -44,7 +44,7 @@ class Layers:
         back = [(piece, () if piece in self.lookups else self.uses[piece]) for piece in range(last - 1, -1, -1)]
         return [*enumerate(self.uses), *back]
 
-    def kept(self, window: int) -> list[tuple[int, ...]]:
+    def staying(self, window: int) -> list[tuple[int, ...]]:
         """Of each turn of `order` the layers that stay until they are needed again: the last of forward are the first
         of backward, as far as a window of so many layers has room (`train.layer_window`)."""
         turns = self.order
@@ -73,7 +73,7 @@ class Layers:
     def pulls(self, window: int) -> Any:
         """How often each layer is pulled in a step: [layers]."""
         pulls = np.zeros(len(self.numel), dtype=np.int64)
-        for (_, used), stay in zip(self.order, self.kept(window), strict=True):
+        for (_, used), stay in zip(self.order, self.staying(window), strict=True):
             pulls[list(used)] += 1
             pulls[list(stay)] -= 1
         return pulls
@@ -128,7 +128,7 @@ def seconds(layers: Layers, compute: Number, rates: Rates, wire: Sequence[float]
     released, sent, left = [pulled] * WINDOW, [pushed] * PUSHES, [pulled] * len(sizes)
     loaded: tuple[int, ...] = ()
     pulls = 0
-    for turn, ((piece, used), stay) in enumerate(zip(layers.order, layers.kept(WINDOW), strict=True)):
+    for turn, ((piece, used), stay) in enumerate(zip(layers.order, layers.staying(WINDOW), strict=True)):
         for layer in used:
             if layer not in loaded:
                 began = np.maximum(np.maximum(pulled, released[pulls]), left[layer])

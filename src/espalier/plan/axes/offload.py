@@ -34,7 +34,7 @@ SCRATCH = 0.95
 NODE = Offload(optimizer="node", parameters="node")
 
 
-def kept(request: Request, room: float, waiting: Mapping[str, Number]) -> Number:
+def resident_optimizer(request: Request, room: float, waiting: Mapping[str, Number]) -> Number:
     """Bytes of optimizer states on disk for which there is memory after all, and which stay there: of a single rank on
     a processor that has `room` bytes left, but where states were pinned to the disk."""
     if (request.offload.optimizer, request.offload.parameters, request.pin.offload) != ("disk", "device", None):

@@ -1,6 +1,6 @@
 """What offload costs: bytes that a step moves, bytes that stay, and the seconds by which a step gets longer. No torch.
 
-Counts may be NumPy arrays: one call then prices many layouts. Kinds of memory are those of `Cost.held`.
+Counts may be NumPy arrays: one call then prices many layouts. Kinds of memory are those of `Cost.memory_bytes`.
 """
 
 from __future__ import annotations

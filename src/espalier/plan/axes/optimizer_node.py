@@ -38,7 +38,7 @@ def layers(request: Request) -> Layers:
     return Layers(numel, (*uses, (len(numel) - 1 if profile.tables > 1 else 0,)))
 
 
-def held(request: Request) -> float:
+def window_bytes(request: Request) -> float:
     """Bytes of parameters and gradients on a worker at most."""
     return float(luwu.window_bytes(layers(request), WINDOW))
 

@@ -80,6 +80,6 @@ def hand_overs(ranks: Number, micro_batches: Number, ahead: Any = False) -> Numb
     return np.where(ahead, np.minimum(every, 2 * (np.asarray(ranks) - 1)), every)
 
 
-def kept(ranks: Number, chunks: Number = 1) -> Number:
+def most_in_flight(ranks: Number, chunks: Number = 1) -> Number:
     """Micro-batches whose activations the first rank keeps at once, each of all its stages; the last keeps one."""
     return np.where(np.asarray(chunks) > 1, ranks + (np.asarray(ranks) - 1) / chunks, ranks)

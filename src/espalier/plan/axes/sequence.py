@@ -98,7 +98,7 @@ def cost(load: SequenceLoad, grid: SequenceGrid, wire: Wire | None = None) -> Co
     sent = {KEYS_VALUES: load.layers * carried, ACTIVATIONS: load.layers * whole * share}
     memory_bytes = {KEYS_VALUES: np.where(cp > 1, block * (3 + 3 * wider), 0.0)}
     if wire is None:
-        return Cost(sent=sent, held=memory_bytes)
+        return Cost(sent=sent, memory_bytes=memory_bytes)
     row, near, far = grid.strides
 
     def hidden(work: Number, size: Number) -> Number:
@@ -113,4 +113,4 @@ def cost(load: SequenceLoad, grid: SequenceGrid, wire: Wire | None = None) -> Co
     switch = switch + wire("all_to_all", queries, hp, row, ACTIVATIONS) * exchanges
     ring = forwards * hidden(load.seconds, block) + hidden(BACKWARD * load.seconds, block * (1 + wider))
     seconds = {"heads": load.layers * np.where(hp > 1, switch, 0.0), "ring": load.layers * np.maximum(0.0, ring)}
-    return Cost(seconds=seconds, held=memory_bytes, sent=sent)
+    return Cost(seconds=seconds, memory_bytes=memory_bytes, sent=sent)

@@ -285,7 +285,7 @@ def cost(states: StateSizes, division: Division, *, rounds: Number = 1, wire: Wi
         wire: how long collectives take; None: no seconds.
 
     Returns:
-        `held`: `params`, `grads`, `optimizer`, `gathered`, `buckets` and, where sums are rounded, `feedback`.
+        `memory_bytes`: `params`, `grads`, `optimizer`, `gathered`, `buckets` and, where sums are rounded, `feedback`.
         `sent`: the ledger's bytes of `gradients` and `parameters`, nothing encoded (see `wire_bytes`).
         `seconds`, nothing hidden: `gather` (sharded parameters) and `scatter` (sharded gradients) of all micro-batches,
         `reduce` (the step's gradients) and `refresh` (moved parameters).
@@ -301,7 +301,7 @@ def cost(states: StateSizes, division: Division, *, rounds: Number = 1, wire: Wi
                 exchange.operation, exchange.size / calls, exchange.ranks, exchange.stride, exchange.traffic
             )
             seconds[exchange.part] = seconds.get(exchange.part, 0.0) + taken
-    return Cost(seconds=seconds, held=held(states, division, state_volumes), sent=sent)
+    return Cost(seconds=seconds, memory_bytes=memory_bytes(states, division, state_volumes), sent=sent)
 
 
 def exchanges(state_volumes: Sequence[Volume], division: Division, rounds: Number = 1) -> Iterator[GroupTraffic]:
@@ -327,7 +327,7 @@ def exchanges(state_volumes: Sequence[Volume], division: Division, rounds: Numbe
         yield GroupTraffic("refresh", PARAMETERS, "all_gather", back / params, units, *home)
 
 
-def held(states: StateSizes, division: Division, state_volumes: Sequence[Volume]) -> dict[str, Number]:
+def memory_bytes(states: StateSizes, division: Division, state_volumes: Sequence[Volume]) -> dict[str, Number]:
     """Bytes on a rank by kind (AMSP, section 2.4): the states, where these are sharded two whole layers of parameters
     and of gradients on their way (the one at work and the next) and what is outside the layers, which stays from
     forward to backward, gradients in buckets, and what codecs keep back."""

@@ -138,7 +138,7 @@ class _Model:
 
     size: DecoderSizes
     gated: bool
-    said: _Words
+    words: _Words
 
 
 class Descriptions:
@@ -184,9 +184,9 @@ class Descriptions:
         """Of a step of (samples, tokens of each, precision)."""
         samples, sequence, precision = step
         compiled = train.flag("compile", False)
-        fused = model.said.flag("fused", practice.kernel != "written")
+        fused = model.words.flag("fused", practice.kernel != "written")
         # Who says that nothing is compiled runs PyTorch's own operations; other systems bring fused kernels.
-        eager = model.said.flag("eager", model.gated and "compile" in train and not compiled)
+        eager = model.words.flag("eager", model.gated and "compile" in train and not compiled)
         decoder = ReferenceDecoder(
             model.size, sequence, gated=model.gated, fused=fused, eager=eager,
             sequence_parallel=practice.sequence_parallel, loss=practice.loss,
@@ -235,7 +235,7 @@ class Descriptions:
     def _sequence(self, train: _Words, model: _Model) -> int:
         if "sequence" in train:
             return train.count("sequence")
-        if "context" in model.said or "shape" in model.said:
+        if "context" in model.words or "shape" in model.words:
             self.notes.add("train.sequence is missing: the model's context assumed")
             return model.size.context
         raise UserError("train.sequence is missing.", do="tokens of one sample, such as train.sequence = 2048")

@@ -211,7 +211,7 @@ def _chosen_out_of_memory(rows: Sequence[MeasuredRow], predictions: Sequence[Pre
 # --- writing -----------------------------------------------------------------------------------------------------
 
 
-def beside(table: MeasuredTable, predictions: Sequence[Prediction], calibration: Calibration) -> str:
+def with_predictions(table: MeasuredTable, predictions: Sequence[Prediction], calibration: Calibration) -> str:
     """The file's rows with their predictions added, in the file's own form. Older predictions are replaced."""
     pairs = list(zip(table.rows, predictions, strict=True))
     if table.form == "jsonl":
