@@ -117,7 +117,7 @@ def _elsewhere(step: CostInputs, terms: Mapping[str, Number], rounds: Number) ->
         without = dict.fromkeys(("all_reduce", "refresh", "optimizer"), 0.0 * passes)
         return {**without, "offload": optimizer_node.seconds(step.request, step.on, step.kind, passes)}
     way, backward, again = step.request.offload, terms["backward"] + terms["recompute"], offload.again(step.request)
-    work = offload_cost.Beside(terms["optimizer"], terms["forward"], backward, step.stage_layers, rounds, again)
+    work = offload_cost.HidingWork(terms["optimizer"], terms["forward"], backward, step.stage_layers, rounds, again)
     rate = offload.rate(step.kind, offload.tier_of(way))
     replaced = {"offload": offload_cost.seconds(step.waiting, rate, work)}
     if way.parameters in ("host", "disk"):
