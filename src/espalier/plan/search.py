@@ -469,14 +469,9 @@ def by_speed(request: Request, part: Cluster, on: collective_time.Fleet, layouts
     seconds, peak = (np.max([getattr(priced, name) for priced in costs], axis=0) for name in ("step", "peak"))
     over = np.max([priced.over for priced in costs], axis=0)
     least = np.where(np.asarray(layouts.grads) > 1, -(-shares.max(axis=0) // layouts.micro_batch), 1)
-    faster = np.flatnonzero((exact.astype(int).min(axis=0) >= least) & (over <= 0) & (seconds < equal))
-    values = (
-        seconds[faster].tolist(),
-        peak[faster].tolist(),
-        over[faster].tolist(),
-        map(tuple, shares[:, faster].T.tolist()),
-    )
-    return [Option(layout, part, *known) for layout, *known in zip(layouts.each(faster), *values, strict=True)]
+    wins = np.flatnonzero((exact.astype(int).min(axis=0) >= least) & (over <= 0) & (seconds < equal))
+    values = (seconds[wins].tolist(), peak[wins].tolist(), over[wins].tolist(), map(tuple, shares[:, wins].T.tolist()))
+    return [Option(layout, part, *known) for layout, *known in zip(layouts.each(wins), *values, strict=True)]
 
 
 def in_one_ring(layouts: Layouts, ranks: int) -> Any:
@@ -496,16 +491,11 @@ def slots_by_speed(
     costs = price(request, on, layouts, Shares(speeds=speeds))
     seconds, peak = (np.max([getattr(priced, name) for priced in costs], axis=0) for name in ("step", "peak"))
     over = np.max([priced.over for priced in costs], axis=0)
-    faster = np.flatnonzero((over <= 0) & (seconds < equal))
-    values = (
-        seconds[faster].tolist(),
-        peak[faster].tolist(),
-        over[faster].tolist(),
-        map(tuple, speeds[:, faster].T.tolist()),
-    )
+    wins = np.flatnonzero((over <= 0) & (seconds < equal))
+    values = (seconds[wins].tolist(), peak[wins].tolist(), over[wins].tolist(), map(tuple, speeds[:, wins].T.tolist()))
     return [
         Option(layout, part, taken, most, beyond, speeds=each)
-        for layout, taken, most, beyond, each in zip(layouts.each(faster), *values, strict=True)
+        for layout, taken, most, beyond, each in zip(layouts.each(wins), *values, strict=True)
     ]
 
 
@@ -515,10 +505,8 @@ def _rates(request: Request, on: collective_time.Fleet, layouts: Layouts) -> Any
     rates = []
     for kind in on.kinds:
         work = request.profile.anatomy(size, layouts.recompute, request.precision, WHOLE).whole
-        model_pass = compute(CostInputs(request, on, kind, layouts), work)
-        rates.append(
-            1.0 / (model_pass.forward + model_pass.backward + model_pass.recompute) + 0.0 * np.asarray(layouts.dp)
-        )
+        alone = compute(CostInputs(request, on, kind, layouts), work)
+        rates.append(1.0 / (alone.forward + alone.backward + alone.recompute) + 0.0 * np.asarray(layouts.dp))
     return np.array(rates)
 
 
