@@ -204,7 +204,7 @@ def calibrate(measurements: Sequence[Measurement], source: str = "measurements")
     if not timed and not full:
         raise UserError("There is no measured step to calibrate on.", do="rows with a measured time or peak memory")
     times: dict[str, Any] = _times(timed) if timed else {"factors": {}, "errors": {}, "spread": UNCALIBRATED}
-    memory_factor = _held(full) if full else {}
+    memory_factor = _memory_factor(full) if full else {}
     return Calibration(
         factors=PLAIN.changed(**times["factors"], **memory_factor),
         errors=times["errors"],
@@ -256,7 +256,7 @@ def _shrunk(spread: float, rows: int) -> float:
     return max(LEAST, float(np.sqrt((rows * spread**2 + 2 * UNCALIBRATED**2) / (rows + 2))))
 
 
-def _held(rows: Sequence[Measurement]) -> dict[str, float]:
+def _memory_factor(rows: Sequence[Measurement]) -> dict[str, float]:
     """The factor of activations and slack that explains the peaks best, held near 1 by a prior: where a peak is mostly
     states and runtime it says little of them."""
     from scipy.optimize import minimize_scalar

@@ -75,7 +75,7 @@ def reasons(plan: Plan, cluster: Cluster, others: dict[str, SearchResult]) -> li
     if lacking:
         listed = " and ".join(f"{count} x {kind}" for kind, count in lacking.items())
         many = "is" if lacking.total() == 1 else "are"
-        sentences.append(f"{listed} {many} left out: no {name} there{_told(plan, others)}.")
+        sentences.append(f"{listed} {many} left out: no {name} there{_time_with_all(plan, others)}.")
     return sentences
 
 
@@ -98,7 +98,7 @@ def with_all(result: SearchResult) -> float | None:
     return None if option is None else option.seconds
 
 
-def _told(plan: Plan, others: dict[str, SearchResult]) -> str:
+def _time_with_all(plan: Plan, others: dict[str, SearchResult]) -> str:
     """What the fastest plan takes that uses every device, in a precision that all have."""
     there = {seconds: name for name, result in others.items() if (seconds := with_all(result)) is not None}
     if not there or plan.predicted is None:

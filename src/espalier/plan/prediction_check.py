@@ -28,9 +28,9 @@ class PredictionCheck:
     def event(self, event: Event) -> dict[str, Any] | None:
         """Takes a step; what is to be said of the prediction, once there are enough."""
         self._seen.append(event)
-        return self._told() if len(self._seen) == WARM + STEPS else None
+        return self._comparison() if len(self._seen) == WARM + STEPS else None
 
-    def _told(self) -> dict[str, Any]:
+    def _comparison(self) -> dict[str, Any]:
         planned = self._predicted.step_seconds
         seconds, exposed = (
             statistics.median(float(event.get(name) or 0.0) for event in self._seen[WARM:])

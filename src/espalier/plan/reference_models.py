@@ -88,7 +88,7 @@ class ReferenceDecoder:
         # Selective: with written scores only the core is done again; with FlashAttention every other product.
         selective = linear / 2 if self.fused else core
         again = {"none": 0.0 * linear, "selective": selective, "block": linear + core}[recompute] / (linear + core)
-        saved = self._kept(value, cut)
+        saved = self._saved(value, cut)
         layer = Work(
             products=products,
             attention=core,
@@ -122,7 +122,7 @@ class ReferenceDecoder:
         """Full-precision values of each logit that its loss needs."""
         return LOSSES[self.loss] if self.loss else np.where(np.asarray(tensor) > 1, LOSSES["parallel"], LOSSES["plain"])
 
-    def _kept(self, value: int, cut: Cut) -> dict[str, Number]:
+    def _saved(self, value: int, cut: Cut) -> dict[str, Number]:
         """Bytes per token that one layer keeps, by recomputation."""
         size, tensor = self.size, cut.tensor
         scale, width, kv = value / 2, size.width, size.kv_width

@@ -171,11 +171,11 @@ class Lengths:
     def of(self, rules: Rules) -> tuple[Units, ...]:
         """The units of each kind."""
         if rules.owners > 1:  # whole pieces are dealt anew for other owners
-            return self._kept(rules)
-        kinds = self._kept(rules._replace(multiple=1))
+            return self._cached(rules)
+        kinds = self._cached(rules._replace(multiple=1))
         return tuple(units._replace(lengths=-(-units.lengths // rules.multiple) * rules.multiple) for units in kinds)
 
-    def _kept(self, rules: Rules) -> tuple[Units, ...]:
+    def _cached(self, rules: Rules) -> tuple[Units, ...]:
         if rules not in self._known:
             self._known[rules] = tuple(self._kinds(rules))
         return self._known[rules]
