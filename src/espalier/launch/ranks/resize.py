@@ -93,7 +93,7 @@ class PlannedResize:
     why: str = ""
 
     @property
-    def told(self) -> dict[str, float]:
+    def figures(self) -> dict[str, float]:
         """The numbers of the decision: seconds of a step as measured and as predicted, of the switch, and saved."""
         verdict = self.verdict
         return {"before": verdict.step, "predicted": verdict.then, "cost": verdict.cost, "gain": verdict.gain}

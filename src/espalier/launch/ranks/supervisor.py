@@ -391,7 +391,7 @@ class Supervisor:
         """What to do after `failure`, as which shape (None: the same), and what that is about in numbers."""
         turn = self.reshaping.turn
         if failure.kind == "replanned" and turn is not None:
-            return RestartDecision(True, 0.0, str(turn.verdict)), turn.shape, turn.encoded
+            return RestartDecision(True, 0.0, str(turn.verdict)), turn.shape, turn.figures
         return *self.reshaping.after(failure, self.budget.decide(failure)), {}
 
     def _take(self, shape: RunShape) -> None:
