@@ -13,7 +13,7 @@ from unittest.mock import patch
 
 import torch
 
-from espalier.cli import prepare
+from espalier.cli import resolve_recipe
 from espalier.machine import cluster as clusters
 from espalier.machine.cluster import whatif
 from espalier.plan import refusals
@@ -21,6 +21,7 @@ from espalier.plan.ask import PlanDecision
 from espalier.plan.decide import decide
 from espalier.recipe import Checkpoint, model_kinds, units
 from espalier.sparse import partition
+from espalier.train.workload_registry import Resolved
 
 HEAD = """# What to expect from the hardware you have
 
@@ -44,12 +45,12 @@ class Question:
     better: str = ""
 
     @cached_property
-    def asked(self) -> prepare.Resolved:
+    def asked(self) -> Resolved:
         """The recipe with nothing left open."""
         folder = Path(tempfile.mkdtemp())
         try:
             (folder / "recipe.toml").write_text(self.recipe, encoding="utf-8")
-            return prepare.resolve(folder / "recipe.toml", [])
+            return resolve_recipe.resolve(folder / "recipe.toml", [])
         finally:
             shutil.rmtree(folder)
 
@@ -73,7 +74,7 @@ class Question:
         try:
             torch.set_num_threads(1)  # as `espalier plan` does: what a product of a graph takes depends on it
             with patch.object(partition, "installed", return_value=False):  # as after a plain install
-                return decide(prepare.request(self.asked).changed(checkpoint=Checkpoint(every=1)), cluster)
+                return decide(resolve_recipe.request(self.asked).changed(checkpoint=Checkpoint(every=1)), cluster)
         finally:
             sys.path.remove(str(HERE))
 

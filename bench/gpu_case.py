@@ -23,7 +23,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from espalier.cli import prepare, run_plan
+from espalier.cli import run_plan
 from espalier.kernels import accelerator
 from espalier.language import gpt, hf
 from espalier.language.tokenizer import ByteTokenizer
@@ -33,7 +33,7 @@ from espalier.plan.base import Plan
 from espalier.recipe import defaults, recipe_file
 from espalier.recipe.errors import Interrupted
 from espalier.train import rank_spec as launch
-from espalier.train import worker
+from espalier.train import worker, workload_registry
 from espalier.train.rank_setup import RankSetup
 
 if not hasattr(dist, "all_gather_single"):  # PyTorch before 2.13
@@ -177,8 +177,8 @@ def planned(name: str, steps: int) -> tuple[Any, Any, Plan]:
     """(recipe, workload, plan) of a case, for as many GPUs of this kind as it has ranks."""
     table, ranks = CASES[name]
     table = {**table, "name": "case", "train": {"steps": steps, **table.get("train", {})}}
-    resolved = prepare.settle(recipe_file.from_table(table), Path.cwd())
-    workload = prepare.open_workload(resolved)
+    resolved = workload_registry.settle(recipe_file.from_table(table), Path.cwd())
+    workload = workload_registry.open_workload(resolved)
     disk = '[[nodes.disks]]\npath = "."\nread = 1e9\nwrite = 1e9\niops = 10000.0\n'
     Path("cluster.toml").write_text(f'[[nodes]]\ndevice = "H100"\ndevices = {ranks}\n{disk}')
     return resolved, workload, run_plan.choose(resolved, workload, clusters.read("cluster.toml"), ranks)

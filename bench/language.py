@@ -32,15 +32,16 @@ import torch
 import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parent))
-from espalier.cli import prepare, run_plan
+from espalier.cli import resolve_recipe, run_plan
 from espalier.kernels import accelerator
 from espalier.launch.ranks import agent
 from espalier.machine.peak_memory import peak_memory
 from espalier.recipe import defaults, recipe_file
 from espalier.recipe.errors import Interrupted
 from espalier.train import rank_spec as launch
-from espalier.train import trainer, worker
+from espalier.train import trainer, worker, workload_registry
 from espalier.train.rank_setup import RankSetup
+from espalier.train.workload_registry import Resolved
 from table import Row, arguments, compare, publish, within
 
 TURN = 180.0
@@ -83,7 +84,7 @@ class Case:
     """A shape made ready: recipe, corpus, and the plan Espalier chose."""
 
     shape: Shape
-    resolved: prepare.Resolved
+    resolved: Resolved
     workload: Any
     plan: Any
 
@@ -111,9 +112,9 @@ def make_case(shape: Shape, cache: Path) -> Case:
         },
     }
     recipe, derivations = defaults.resolve(recipe_file.from_table(table))
-    resolved = prepare.Resolved(recipe, derivations)
-    workload = prepare.open_workload(resolved)
-    plan = run_plan.choose(resolved, workload, prepare.machines(recipe))
+    resolved = Resolved(recipe, derivations)
+    workload = workload_registry.open_workload(resolved)
+    plan = run_plan.choose(resolved, workload, resolve_recipe.machines(recipe))
     return Case(shape, resolved, workload, plan)
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 
-from espalier.cli import run_open
+from espalier.cli.open_run import SavedRun, Trained
 from espalier.language import generate, gpt, hf
 from espalier.language.tune import workload as tuning
 from espalier.parallel.workload import Shard
@@ -69,7 +69,7 @@ def answer_loss(workload: tuning.TuneWorkload, model: torch.nn.Module) -> float:
     return total / weight
 
 
-def agreeing(trained: run_open.Trained, file: Path, count: int) -> tuple[int, int]:
+def agreeing(trained: Trained, file: Path, count: int) -> tuple[int, int]:
     """How many prompts there are, and to how many the file's model answers token by token as the checkpoint does."""
     workload = trained.workload
     assert isinstance(workload, tuning.TuneWorkload)
@@ -110,7 +110,7 @@ def main() -> None:
         text = RECIPE.format(file=file, steps=steps, sequence=SEQUENCE, validate=validate)
         (folder / "recipe.toml").write_text(text)
         espalier("train", str(folder / "recipe.toml"), "--run", str(folder / "run"))
-        trained = run_open.trained(folder / "run")
+        trained = SavedRun.find(folder / "run").trained()
         assert isinstance(trained.workload, tuning.TuneWorkload)
         before = answer_loss(trained.workload, trained.workload.build(torch.device("cpu"), torch.float32))
         after = answer_loss(trained.workload, trained.model)

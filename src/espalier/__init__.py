@@ -11,8 +11,8 @@ TYPE_CHECKING = False  # not from `typing`: Ctrl-C is heard from `__main__` on, 
 if TYPE_CHECKING:
     from typing import Any
 
-    from espalier.cli.make_plan import make_plan
-    from espalier.cli.run_open import open_run as open
+    from espalier.cli.open_run import open_run as open
+    from espalier.cli.run_plan import make_plan
     from espalier.launch.apply_plan import apply
     from espalier.machine.cluster import Cluster
     from espalier.plan.base import Plan
@@ -29,8 +29,8 @@ _HOME = {
     "Recipe": ("espalier.recipe", "Recipe"),
     "apply": ("espalier.launch.apply_plan", "apply"),
     "load": ("espalier.recipe.recipe_file", "load"),
-    "make_plan": ("espalier.cli.make_plan", "make_plan"),
-    "open": ("espalier.cli.run_open", "open_run"),
+    "make_plan": ("espalier.cli.run_plan", "make_plan"),
+    "open": ("espalier.cli.open_run", "open_run"),
 }
 
 __all__ = ["Cluster", "Cost", "EspalierError", "Plan", "Recipe", "apply", "load", "make_plan", "open"]

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import espalier
-from espalier.cli import prepare
+from espalier.cli import resolve_recipe
 from espalier.machine import cluster as clusters
 from espalier.plan import refusals
 from espalier.plan.request import Request
@@ -53,7 +53,7 @@ def refusal(folder: Path, model: str, device: str) -> list[str]:
 def resolved(folder: Path, model: str) -> Recipe:
     (folder / "recipe.toml").write_text(RECIPE.format(model=model))
     (folder / "text.jsonl").write_text('{"text": "the fox"}\n')
-    recipe: Recipe = prepare.resolve(str(folder / "recipe.toml"), []).recipe
+    recipe: Recipe = resolve_recipe.resolve(str(folder / "recipe.toml"), []).recipe
     return recipe
 
 

@@ -23,8 +23,9 @@ from weight_folders import CHAT, TEMPLATES, TOKENIZERS, base_of, begun, made, qu
 from espalier import recipe as config
 from espalier.checkpoint import weight_files
 from espalier.cli import eval as _eval  # noqa: F401 - loaded once, before programs are forked
-from espalier.cli import export, plan, predict, run_open  # noqa: F401
+from espalier.cli import export, plan, predict  # noqa: F401
 from espalier.cli import train as _train  # noqa: F401
+from espalier.cli.open_run import SavedRun
 from espalier.language import gguf_export, gguf_file, gpt, hf, token_store, workload_row
 from espalier.language.decoder_workload import new_model
 from espalier.language.tokenizer import ByteTokenizer, Tokenizer, open_tokenizer, prefix_note
@@ -404,7 +405,7 @@ def test_a_chat_run_with_bos_resumes_to_the_same_bits_and_says_which_checkpoint_
     ran("train", "r.toml", "--run", "whole")
     for steps in (2, 4):
         ran("train", "r.toml", f"train.steps={steps}", "--run", "parts")
-    whole, parts = (run_open.trained(tmp_path / name).model.state_dict() for name in ("whole", "parts"))
+    whole, parts = (SavedRun.find(tmp_path / name).trained().model.state_dict() for name in ("whole", "parts"))
     assert all(torch.equal(value, parts[name]) for name, value in whole.items())
 
     newest = max((tmp_path / "parts" / "checkpoints").iterdir())

@@ -13,7 +13,7 @@ from weight_folders import Nothing, made, quietly
 
 from espalier import recipe as config
 from espalier.cli import eval as _eval  # noqa: F401 - loaded once, before programs are forked
-from espalier.cli import export, plan, predict, run_open  # noqa: F401
+from espalier.cli import export, open_run, plan, predict  # noqa: F401
 from espalier.cli import train as _train  # noqa: F401
 from espalier.language import gpt, hf
 from espalier.language.decoder_workload import new_model

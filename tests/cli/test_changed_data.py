@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from espalier.cli import prepare, train
+from espalier.cli.resolve_recipe import resolve
+from espalier.cli.start_run import open_inputs, start_run
 from espalier.machine import cluster as clusters
 from espalier.recipe import data_hash
 from espalier.recipe.errors import UserError
@@ -87,8 +88,8 @@ def begin(home: Path, kind: str, *overrides: str) -> runs.RunFolder:
     file = home / "recipe.toml"
     file.write_text(RECIPES[kind].format(home=home) + "[plan]\ntrial = false\n")
     sys.modules.pop("numbers_of", None)
-    given = train.asked(prepare.resolve(file, list(overrides), run=str(home / "run")), str(home / "run"), True)
-    job = train.decided(given, lambda: MACHINE)
+    given = open_inputs(resolve(file, list(overrides), run=str(home / "run")), str(home / "run"), True)
+    job = start_run(given, lambda: MACHINE)
     job.folder.release()
     return job.folder
 
@@ -188,8 +189,8 @@ def test_a_run_folder_without_hashes_is_accepted_with_a_note(home: Path, capsys:
     folder = begin(home, "language")
     folder.data.unlink()
     one_of_many(home)
-    given = train.asked(prepare.resolve(home / "recipe.toml", []), str(home / "run"), False)
-    train.decided(given, lambda: MACHINE).folder.release()
+    given = open_inputs(resolve(home / "recipe.toml", []), str(home / "run"), False)
+    start_run(given, lambda: MACHINE).folder.release()
     assert "has no data hashes" in capsys.readouterr().out
     assert folder.data.exists()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from espalier.cli import host_supervisor, prepare
+from espalier.cli import host_supervisor, resolve_recipe
 from espalier.comm import multihost_probe
 from espalier.launch.hosts.host_map import HostMap
 from espalier.launch.hosts.supervisor_protocol import MeetingPoint
@@ -23,7 +23,7 @@ def test_threads_are_those_of_the_recipe_else_the_hosts_own(tmp_path) -> None:
 
 def test_hosts_are_measured_once_and_then_known_to_all(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(prepare, "say", lambda text: None)
+    monkeypatch.setattr(resolve_recipe, "say_progress", lambda text: None)
     recipe = recipe_file.from_table({"model": {"depth": 1}})
 
     def task(channel):
@@ -33,10 +33,10 @@ def test_hosts_are_measured_once_and_then_known_to_all(tmp_path, monkeypatch) ->
 
         monkeypatch.setattr(multihost_probe, "probe_ranks", measure)
         place = RankSpec(rank=channel.rank(), world=2)
-        first = prepare.machines_of(channel, place, recipe)
+        first = resolve_recipe.machines_of(channel, place, recipe)
         for left in tmp_path.glob("measured-*"):
             left.unlink(missing_ok=True)
-        second = prepare.machines_of(channel, place, recipe)
+        second = resolve_recipe.machines_of(channel, place, recipe)
         return clusters.dumps(first), clusters.dumps(second), (tmp_path / f"measured-{channel.rank()}").exists()
 
     found = forks(2, task)
@@ -49,7 +49,7 @@ def test_the_recipes_cluster_file_is_read_by_the_first_and_used_by_all(tmp_path)
     recipe = recipe_file.from_table({"model": {"depth": 1}}, "it", [f"plan.cluster={tmp_path}/two.toml"])
 
     def task(channel):
-        return clusters.dumps(prepare.machines_of(channel, RankSpec(rank=channel.rank(), world=2), recipe))
+        return clusters.dumps(resolve_recipe.machines_of(channel, RankSpec(rank=channel.rank(), world=2), recipe))
 
     assert set(forks(2, task)) == {clusters.dumps(clusters.loads(MACHINES))}
 

@@ -13,8 +13,7 @@ import pytest
 from tests.story.programs import MACHINE, forked, launched
 
 from espalier.cli import main as cli
-from espalier.cli import run_open
-from espalier.cli.run_open import DataChoice
+from espalier.cli.open_run import DataChoice, SavedRun
 from espalier.graph.networks import gnn_adapter
 from espalier.graph.parts import partition_folder
 from espalier.graph.parts.graph_cut import Cutting
@@ -121,7 +120,7 @@ def test_each_rank_reads_its_own_part_and_a_part_that_is_elsewhere_is_named(
     answers = told(forked(home, "predict", "runs/parts", "--json"))
     assert sorted(log.read_text().split()) == [f"part-{rank}.safetensors" for rank in range(3)]
     monkeypatch.chdir(home)
-    alone = run_open.trained("runs/parts", data=DataChoice(predicts=True))
+    alone = SavedRun.find("runs/parts", data=DataChoice(predicts=True)).trained()
     same(answers, {"answers": cast("Any", alone.workload).task.answers(alone.model, range(NODES))})
     (parts / "part-1.safetensors").rename(parts / "away")
     done = forked(home, "eval", "runs/parts")
@@ -132,7 +131,7 @@ def test_each_rank_reads_its_own_part_and_a_part_that_is_elsewhere_is_named(
     whole = (parts / partition_folder.NODES).read_bytes()
     (parts / partition_folder.NODES).write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
     with pytest.raises(UserError, match=r"(?s)is damaged.*its checksum does not match.*--data PATH.*copy it anew"):
-        run_open.trained("runs/parts", data=DataChoice(predicts=True))
+        SavedRun.find("runs/parts", data=DataChoice(predicts=True)).trained()
     (parts / partition_folder.NODES).write_bytes(whole)
 
 
@@ -151,7 +150,7 @@ def test_few_bits_on_parts_predict_alone_over_ranks_and_from_what_was_packed(hom
     same(told(forked(home, "predict", "runs/few/export-packed", "--json")), answers)
     counted = told(forked(home, "explain", "runs/few", "--energy", "--json"))
     assert all(one["joules"] > 0 for one in counted["parts"] if "aggregation" in one["part"])
-    model = run_open.trained(home / "runs" / "few").model
+    model = SavedRun.find(home / "runs" / "few").trained().model
     assert len(list(model.named_parameters())) > 0
 
 

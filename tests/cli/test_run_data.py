@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from espalier.cli import run_data, run_open
-from espalier.recipe import recipe_file, serialization
+from espalier.cli import run_data
+from espalier.recipe import serialization
 from espalier.recipe.errors import UserError
 from espalier.train import run_folder as runs
 
@@ -54,24 +54,3 @@ def test_a_killed_replacement_leaves_the_folder_that_was_there(tmp_path: Path) -
     (tmp_path / "preprocessing").rename(tmp_path / "preprocessing.before")  # killed between the two renames
     assert folder.kept() == tmp_path / "preprocessing"
     assert {one.name for one in tmp_path.iterdir()} == {"preprocessing"}
-
-
-def test_folders_of_another_machine_are_looked_for_in_the_run_and_the_cache(tmp_path: Path) -> None:
-    (tmp_path / "here").mkdir()
-    (tmp_path / "checkpoints").mkdir()
-    table = {"model": {"kind": "sage"}, "data": {"path": "planted:nodes=9"}, "graph": {"fanout": [2]}}
-    folder = runs.RunFolder(tmp_path)
-
-    def located(there: str) -> tuple[str | None, object]:
-        paths = {"checkpoint": {"target": there}, "store": {"path": [str(tmp_path / "here"), there]}}
-        folder.recipe.write_text(recipe_file.dump(recipe_file.from_table({**table, **paths})))
-        found = run_open.located_here(folder, trust=True).recipe
-        assert found.store is not None
-        return found.checkpoint.target, found.store.path
-
-    here = str(tmp_path / "here")
-    assert located(here) == (here, (here, here))
-    assert located("/nowhere/at/all") == (None, None)
-    assert located("s3://bucket/run")[0] == "s3://bucket/run"
-    (tmp_path / "checkpoints").rmdir()
-    assert located("/nowhere/at/all")[0] == "/nowhere/at/all"

@@ -18,7 +18,7 @@ from torch.distributed import HashStore
 
 import espalier
 from espalier.cli import eval as _eval  # noqa: F401
-from espalier.cli import export, host_supervisor, predict, prepare, run_data, run_open, train  # noqa: F401
+from espalier.cli import export, host_supervisor, open_run, predict, resolve_recipe, run_data, train  # noqa: F401
 from espalier.cli import main as cli
 from espalier.comm import multihost_probe
 from espalier.comm.rendezvous_wait import Deadline
@@ -33,6 +33,7 @@ from espalier.module import workload as _modules  # noqa: F401
 from espalier.recipe import data_hash, recipe_file
 from espalier.recipe.errors import UserError
 from espalier.train import run_folder as runs
+from espalier.train import workload_registry
 from espalier.train.rank_spec import RankSpec
 
 pytestmark = pytest.mark.timeout(400)  # the first test waits for a run of every workload
@@ -382,7 +383,7 @@ def kept(home: Path, name: str) -> kept_graph.KeptGraph:
 
 
 def reopened(home: Path, name: str, folder: Path) -> GraphWorkload:
-    recipe = run_open._with_data(runs.find(home / "runs" / name).read(), str(folder))
+    recipe = open_run._with_data(runs.find(home / "runs" / name).read(), str(folder))
     return open_graph(recipe, run_graph=kept(home, name))
 
 
@@ -570,7 +571,7 @@ def test_a_run_of_an_earlier_version_reads_its_data_and_refuses_what_changed(hom
 def settled(home: Path, tokenizer: str) -> Any:
     lines = f'[model]\ninitial = "{home}/weights"\n[data]\npath = "{home}/text"\nvalidation = 0.3\n{tokenizer}\n'
     (home / "initial.toml").write_text(lines + "[train]\nsteps = 2\nsequence = 16\nbatch_tokens = 64\n")
-    return prepare.resolve(home / "initial.toml", [])
+    return resolve_recipe.resolve(home / "initial.toml", [])
 
 
 def test_the_tokenizer_of_the_weights_is_the_default_and_another_one_is_refused(home: Path) -> None:
@@ -579,7 +580,7 @@ def test_the_tokenizer_of_the_weights_is_the_default_and_another_one_is_refused(
         found = settled(home, "")
         assert found.recipe.data[0].tokenizer == expected
         assert [one.value for one in found.derivations if one.key == "data.tokenizer"] == [expected]
-        opened = prepare.open_workload(found)
+        opened = workload_registry.open_workload(found)
         assert opened.tokenizer.vocabulary == found.recipe.model.vocabulary
         assert opened.tokenizer.encode(b"the same").tolist() == kept_ids(home, name, b"the same")
     said(home, "export", "runs/bpe", "--to", "hf", "--out", str(home / "weights"), "--json")

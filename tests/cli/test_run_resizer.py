@@ -10,7 +10,7 @@ import pytest
 import torch
 from struck import recipe_of, write_corpus
 
-from espalier.cli import run_resizer, train
+from espalier.cli import run_resizer, start_run, train
 from espalier.launch.resilience.slowdown import Evidence
 from espalier.plan import base as plans
 from espalier.recipe import recipe_file
@@ -59,7 +59,7 @@ def job(corpus, tmp_path):
         arguments = argparse.Namespace(
             recipe=path, overrides=[], run=str(tmp_path / f"run-{len(jobs)}"), json=True, trust=False
         )
-        jobs.append(train.prepared(arguments))
+        jobs.append(start_run.of_command(arguments))
         return jobs[-1]
 
     yield make

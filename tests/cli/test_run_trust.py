@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from espalier.cli import run_trust
-from espalier.cli.run_open import open_trained
+from espalier.cli.open_run import load_trained
 from espalier.cli.run_trust import Origin
 from espalier.recipe import recipe_file
 from espalier.recipe.errors import UserError
@@ -44,10 +44,10 @@ def test_the_code_of_another_users_run_does_not_run(tmp_path: Path, monkeypatch:
     monkeypatch.setattr("sys.path", ["", *__import__("sys").path])
     begun(tmp_path / "run", "0" * 64, code)
     with pytest.raises(UserError, match=r"not begun by you.*\n.*somebodys_module:build.*\n.*--trust"):
-        open_trained(str(tmp_path / "run"))
+        load_trained(str(tmp_path / "run"))
     assert not mark.exists()
     with pytest.raises(UserError, match="somebodys_module has no 'build'"):
-        open_trained(str(tmp_path / "run"), trust=True)
+        load_trained(str(tmp_path / "run"), trust=True)
     assert mark.exists()
 
 

@@ -14,7 +14,7 @@ from programs import MACHINE, forked
 import espalier
 from espalier import recipe as config
 from espalier.cli import eval as _eval  # noqa: F401
-from espalier.cli import export, plan, predict, run_open, train  # noqa: F401
+from espalier.cli import export, open_run, plan, predict, train  # noqa: F401
 from espalier.language import gpt, hf
 from espalier.language import workload_row as _language  # noqa: F401 - loaded once, before programs are forked
 from espalier.language.tokenizer import ByteTokenizer

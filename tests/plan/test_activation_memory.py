@@ -15,7 +15,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from espalier.cli import prepare
+from espalier.cli import resolve_recipe
 from espalier.language.workload import open_language
 from espalier.launch.ranks import agent
 from espalier.machine import cluster
@@ -29,6 +29,7 @@ from espalier.train import rank_spec as launch
 from espalier.train import worker
 from espalier.train.rank_setup import RankSetup
 from espalier.train.trainer import Trainer
+from espalier.train.workload_registry import Resolved
 
 SEQUENCE, SAMPLES = 256, 4
 
@@ -131,7 +132,7 @@ def test_of_cut_sequences(corpus: Path, cut: str, mode: str) -> None:
         ranks = (plans.Rank(share=(0, SAMPLES)),) * 4
         return plans.Plan(ranks=ranks, stages=(stage,), micro_batch=SAMPLES, algorithm="isp", recompute=mode)
 
-    request = prepare.request(prepare.Resolved(recipe_of(corpus, 2)))
+    request = resolve_recipe.request(Resolved(recipe_of(corpus, 2)))
     wanted = request.profile.anatomy(SAMPLES, mode, "fp32", Cut(sequence=4, heads=heads)).layer.saved
     assert per_layer(corpus, plan) == pytest.approx(float(wanted), rel=0.05)
 
@@ -147,7 +148,7 @@ def test_of_pipelines(corpus: Path, mode: str) -> None:
         return plans.Plan(ranks=ranks, stages=stages, micro_batch=1, recompute=mode)
 
     def wanted(depth: int) -> float:
-        request = prepare.request(prepare.Resolved(recipe_of(corpus, depth)))
+        request = resolve_recipe.request(Resolved(recipe_of(corpus, depth)))
         on = collective_time.fleet(cluster.loads('[[nodes]]\ndevice = "cpu"\ncores = 2\nmemory = "8GiB"\n'), 2)
         step = CostInputs(request, on, on.kinds[0], Layouts(pp=2, recompute=mode))
         return float(memory_model.ends(step, 1, SAMPLES)[0]["activations"])

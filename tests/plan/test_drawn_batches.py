@@ -11,7 +11,7 @@ from tests.story.programs import forked, launched
 
 from espalier import make_plan
 from espalier.cli import main as cli
-from espalier.cli.prepare import batches_of
+from espalier.cli.run_plan import batches_of
 from espalier.graph.sampling import batch_strategy as batching
 from espalier.mechanisms.disk_batches import drawn_batches
 from espalier.mechanisms.halo_exchange import halo_parallel

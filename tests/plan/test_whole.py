@@ -15,7 +15,7 @@ from asked import decoder, gpus, processor
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from espalier.cli import prepare, run_plan
+from espalier.cli import run_plan
 from espalier.plan import base, refusals, search, trials
 from espalier.plan.base import Layout, Plan
 from espalier.plan.decide import decide
@@ -160,7 +160,7 @@ def test_two_cut_plans_are_tried_in_real_ranks(
         "plan": {"pin": {"ranks": 4, "hp": 2, "cp": 2, "micro_batch": 1, "recompute": "none"}},
     }
     resolved = workload_registry.settle(recipe_file.from_table(table), tmp_path)
-    plan = run_plan.choose(resolved, prepare.open_workload(resolved), processor(4))
+    plan = run_plan.choose(resolved, workload_registry.open_workload(resolved), processor(4))
     known = trials.Trials(resolved.recipe, processor(4)).known()
     assert {name.split("/")[1].count("context first") for name in known} == {0, 1}
     assert plan.predicted is not None

@@ -20,7 +20,7 @@ import torch
 from PIL import Image
 from programs import MACHINE, forked
 
-from espalier.cli import run_open
+from espalier.cli.open_run import SavedRun
 from espalier.kernels.base import Operation
 from espalier.kernels.ragged import Ragged
 from espalier.machine.cluster import loads
@@ -59,7 +59,7 @@ def steps_of(home: Path, name: str, *kinds: str) -> list[dict[str, Any]]:
 
 
 def state_of(home: Path, name: str) -> dict[str, torch.Tensor]:
-    return dict(run_open.trained(home / "runs" / name).model.state_dict())
+    return dict(SavedRun.find(home / "runs" / name).trained().model.state_dict())
 
 
 def opened(*changes: str, steps: int = 12) -> RadianceWorkload:
@@ -208,7 +208,7 @@ def test_the_energy_of_an_image_is_told_by_part_and_for_the_colour_network(home:
     assert [one[0] for one in found["constants"]][:2] == ["mac", "ac"]
     shown = forked(home, "explain", "runs/on1", "--energy").stdout
     assert "ISSCC 2014" in shown
-    workload, model = (getattr(run_open.trained(home / "runs" / "on1"), name) for name in ("workload", "model"))
+    workload, model = (getattr(SavedRun.find(home / "runs" / "on1").trained(), name) for name in ("workload", "model"))
     made = energy.of_view(model, workload.rendered(model, workload.scene.lens, workload.scene.poses[0]))
     by_hand = spikingnerf.operations(workload.options, made.samples, made.rays, made.spikes)
     colours = made.parts["colours: first layer, neurons, spikes"]

@@ -21,7 +21,8 @@ from espalier.machine import cluster as clusters
 from espalier.plan import base as plans
 from espalier.recipe import recipe_file, serialization
 from espalier.recipe.errors import EspalierError, UserError
-from espalier.track import events, run_tables
+from espalier.track import events
+from espalier.track.run_tables import RunTables
 from espalier.train import skip_list
 
 READERS: dict[str, Callable[[Path], Any]] = {
@@ -29,7 +30,7 @@ READERS: dict[str, Callable[[Path], Any]] = {
     "plan.json": plans.read,
     "cluster.toml": clusters.read,
     "run.toml": recipe_file.load,
-    "events.jsonl": lambda path: (list(events.read(path)), run_tables.open_run(path.parent), EvalHistory(path)),
+    "events.jsonl": lambda path: (list(events.read(path)), RunTables.read(path.parent), EvalHistory(path)),
     "skips.json": lambda path: skip_list.read(path.parent),
     "config.json": hf._read_json,
 }

@@ -131,7 +131,7 @@ def test_a_run_of_another_meaning_is_refused_by_key_and_another_folder_suggested
 
 
 def test_a_run_folder_in_use_names_the_process(home, capsys):
-    held = run.open_folder("runs/small")
+    held = run.lock_folder("runs/small")
     text = refused(capsys, "train", "recipe.toml")
     held.release()
     assert f"in use by another process (pid {os.getpid()})" in text

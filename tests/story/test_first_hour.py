@@ -17,7 +17,7 @@ import torch
 from programs import MACHINE, forked
 
 import espalier
-from espalier.cli import eval, export, init, plan, predict, run_open, train  # noqa: F401
+from espalier.cli import eval, export, init, open_run, plan, predict, train  # noqa: F401
 from espalier.graph import workload_row as _graphs  # noqa: F401 - loaded once, before programs are forked
 from espalier.language import workload_row as _language  # noqa: F401
 from espalier.module import workload as _modules  # noqa: F401

@@ -14,7 +14,7 @@ import pytest
 from tests.story.test_hosts import command_line, environment, espalier, events, lab, none_left, pytestmark
 
 from espalier import recipe as config
-from espalier.cli.prepare import batches_of
+from espalier.cli.run_plan import batches_of
 from espalier.graph.networks.gnn import Gnn
 from espalier.graph.parts import partition_folder
 from espalier.mechanisms.halo_exchange.options import HaloOptions

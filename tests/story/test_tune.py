@@ -10,7 +10,8 @@ import torch
 from programs import MACHINE, forked
 
 from espalier import recipe as config
-from espalier.cli import export, plan, predict, run_open, train  # noqa: F401
+from espalier.cli import export, plan, predict, train  # noqa: F401
+from espalier.cli.open_run import SavedRun
 from espalier.language import gguf_file, hf, text_sources
 from espalier.language import workload_row as _language  # noqa: F401 - loaded once, before programs are forked
 from espalier.language.decoder_workload import new_model
@@ -64,7 +65,7 @@ def test_a_folder_of_chats_becomes_a_file_for_ollama_by_two_commands(tmp_path: P
     file = tmp_path / "ollama" / "model.gguf"
     assert (tmp_path / "ollama" / "Modelfile").read_text().startswith("FROM ./model.gguf\n")
 
-    trained = run_open.trained(tmp_path / "runs" / "mine")
+    trained = SavedRun.find(tmp_path / "runs" / "mine").trained()
     assert isinstance(trained.workload, TuneWorkload)
     theirs = new_model(hf.options(file), 0, torch.device("cpu")).eval()
     hf.load_into(theirs, file)

@@ -18,7 +18,7 @@ from espalier.cli import printing
 from espalier.store.artifacts import Artifact, Image, Table, Text
 from espalier.track import report
 from espalier.track.events import Log
-from espalier.track.run_tables import open_run
+from espalier.track.run_tables import RunTables
 
 
 def decoded(uri: str) -> np.ndarray:
@@ -63,7 +63,7 @@ SHOWN = (
 
 
 def test_the_report_shows_each_kind_as_what_it_is(tmp_path: Path) -> None:
-    page = report.render(open_run(run_that_showed(tmp_path, *SHOWN)))
+    page = report.render(RunTables.read(run_that_showed(tmp_path, *SHOWN)))
     assert "some &lt;b&gt;words&lt;/b&gt;" in page
     (image,) = re.findall(r'<img src="(data:image/png;base64,[^"]+)" alt="a &lt;view&gt; \(3 × 2\)">', page)
     assert decoded(image).shape == (2, 3, 3)
@@ -76,7 +76,7 @@ def test_only_embedded_images_are_shown(tmp_path: Path) -> None:
     run_that_showed(tmp_path)
     with Log(tmp_path / "events.jsonl") as log:
         log.write("sample", step=1, kind="image", text="elsewhere", image="https://example.org/a.png")
-    page = report.render(open_run(tmp_path))
+    page = report.render(RunTables.read(tmp_path))
     assert "example.org" not in page
     assert "elsewhere" in page
 

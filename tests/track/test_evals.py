@@ -7,7 +7,7 @@ from pathlib import Path
 import made
 
 from espalier.track import events, report
-from espalier.track.run_tables import open_run
+from espalier.track.run_tables import RunTables
 
 
 def figure(run: Path, step: int, task: str, metric: str, value: float) -> None:
@@ -22,7 +22,7 @@ def test_the_report_draws_each_metric_with_a_line_for_each_task(tmp_path: Path) 
         figure(run, step, "facts", "accuracy", step / 1000)
         figure(run, step, "logic", "accuracy", 0.5)
         figure(run, step, "held-out", "perplexity", 9.0)
-    found = report._evaluations(open_run(run))
+    found = report._evaluations(RunTables.read(run))
     assert [title for title, _, _ in found] == ["Accuracy", "Perplexity"]
     assert "facts" in found[0][2]
     assert "logic" in found[0][2]
@@ -30,7 +30,7 @@ def test_the_report_draws_each_metric_with_a_line_for_each_task(tmp_path: Path) 
 
 
 def test_a_run_without_evaluations_has_no_such_drawing(tmp_path: Path) -> None:
-    assert report._evaluations(open_run(made.make(tmp_path, 20))) == []
+    assert report._evaluations(RunTables.read(made.make(tmp_path, 20))) == []
 
 
 def test_evaluations_of_an_attempt_that_was_given_up_are_left_out(tmp_path: Path) -> None:
@@ -39,5 +39,5 @@ def test_evaluations_of_an_attempt_that_was_given_up_are_left_out(tmp_path: Path
         figure(run, step, "facts", "accuracy", 0.1)
     events.append(run / "events.jsonl", "run", step=200)
     figure(run, 400, "facts", "accuracy", 0.9)
-    table = open_run(run).evals
+    table = RunTables.read(run).evals
     assert list(zip(table["step"], table["value"], strict=True)) == [(200, 0.1), (400, 0.9)]

@@ -20,6 +20,7 @@ import tomli_w
 from espalier.recipe.errors import UserError
 from espalier.track import page, report
 from espalier.track.events import Log
+from espalier.track.run_tables import RunTables
 
 _EMPTY = {"meta", "link", "br", "img", "input", "hr"}
 
@@ -236,7 +237,7 @@ def graph_run(folder: Path) -> Path:
 
 
 def test_the_page_of_a_graph_begins_with_its_metric_and_knows_no_tokens(tmp_path: Path) -> None:
-    run = report.open_run(graph_run(tmp_path))
+    run = RunTables.read(graph_run(tmp_path))
     figures, plots = report._figures(run), report._plots(run)
     assert figures[:2] == [
         ("accuracy", "0.812", "validation; test 0.797"),
@@ -250,7 +251,7 @@ def test_the_page_of_a_graph_begins_with_its_metric_and_knows_no_tokens(tmp_path
 
 
 def test_predicted_is_beside_the_latest_attempt_and_tiles_say_the_same(tmp_path: Path) -> None:
-    run = report.open_run(graph_run(tmp_path))
+    run = RunTables.read(graph_run(tmp_path))
     rows = {row.label: row for row in report._compared(run, run.plan["predicted"])}
     assert rows["Seconds per step"].measured == "10 ms"
     assert rows["Samples per second"].error == pytest.approx(0)

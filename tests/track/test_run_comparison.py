@@ -10,6 +10,7 @@ import pytest
 
 from espalier.cli import main as cli
 from espalier.track import run_comparison
+from espalier.track.run_tables import RunTables
 
 
 @pytest.fixture
@@ -37,7 +38,7 @@ def test_the_list_as_json_has_the_numbers_of_the_logs(runs: list[str], capsys: p
     assert cli.main(["report", "--json"]) == 0
     table = {one["run"]: one for one in json.loads(capsys.readouterr().out)}
     for name in runs:
-        run = run_comparison.open_run(name)
+        run = RunTables.read(name)
         assert table[name]["step"] == run.steps["step"][-1]
         assert table[name]["loss"] == run.steps["loss"][-1]
         validated = run.validations.get("loss", [])

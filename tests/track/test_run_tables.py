@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from espalier.recipe.errors import UserError
-from espalier.track.run_tables import RunTables, open_run
+from espalier.track.run_tables import RunTables
 
 
 def events(*rows: dict[str, Any]) -> list[dict[str, Any]]:
@@ -23,7 +23,7 @@ def events(*rows: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def test_columns_hold_what_the_steps_said(tmp_path: Path) -> None:
-    run = open_run(made.make(tmp_path, 40))
+    run = RunTables.read(made.make(tmp_path, 40))
     assert run.steps["step"].tolist() == list(range(1, 41))
     assert run.steps["step"].dtype == np.int64
     assert run.steps["bytes.gradients"].tolist() == [7_649_280.0] * 40
@@ -89,28 +89,28 @@ def test_state_tells_a_living_run_from_a_dead_one() -> None:
 def test_no_folder_and_no_run_are_the_users_errors(tmp_path: Path) -> None:
     (tmp_path / "language").mkdir()
     with pytest.raises(UserError, match=r"did you mean .*language"):
-        open_run(tmp_path / "langauge")
+        RunTables.read(tmp_path / "langauge")
     with pytest.raises(UserError, match="not a run folder"):
-        open_run(tmp_path / "language")
+        RunTables.read(tmp_path / "language")
     (tmp_path / "language" / "run.toml").write_text("= broken")
     with pytest.raises(UserError, match="damaged"):
-        open_run(tmp_path / "language")
+        RunTables.read(tmp_path / "language")
 
 
 def test_an_unknown_table_names_the_nearest(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="steps"):
-        open_run(made.make(tmp_path, 1)).table("step")
+        RunTables.read(made.make(tmp_path, 1)).table("step")
 
 
 def test_a_notebook_shows_it_escaped(tmp_path: Path) -> None:
     folder = made.make(tmp_path / "<b>x", 3)
-    run = open_run(folder)
+    run = RunTables.read(folder)
     assert "&lt;b&gt;x" in run._repr_html_()
     assert "step 3" in repr(run)
 
 
 def test_frame_gives_pandas_or_says_how(tmp_path: Path) -> None:
-    run = open_run(made.make(tmp_path, 3))
+    run = RunTables.read(made.make(tmp_path, 3))
     if importlib.util.find_spec("pandas"):
         assert run.frame("steps")["step"].tolist() == [1, 2, 3]
     else:

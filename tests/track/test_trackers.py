@@ -13,7 +13,7 @@ import pytest
 from espalier.recipe.errors import UserError
 from espalier.track import trackers
 from espalier.track.events import read
-from espalier.track.run_tables import open_run
+from espalier.track.run_tables import RunTables
 from espalier.track.trackers import TensorBoard, scalars
 
 
@@ -151,7 +151,7 @@ def test_scalars_equal_the_log(tmp_path: Path) -> None:
         for value in record.summary.value:
             number = value.simple_value or (value.tensor.float_val[0] if value.tensor.float_val else 0.0)
             seen.setdefault(value.tag, []).append((record.step, number))
-    steps = open_run(folder).steps
+    steps = RunTables.read(folder).steps
     assert [step for step, _ in seen["train/loss"]] == steps["step"].tolist()
     assert [loss for _, loss in seen["train/loss"]] == pytest.approx(steps["loss"].tolist(), rel=1e-6)
     assert len(seen["train/bytes/gradients"]) == 210

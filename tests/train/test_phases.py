@@ -14,12 +14,12 @@ from programs import forked, launched
 
 from espalier.checkpoint.save_and_restore import Checkpoints
 from espalier.cli import main as cli
-from espalier.cli import run_open
+from espalier.cli.open_run import load_trained
 from espalier.launch.ranks import agent
 from espalier.plan import base as plans
 from espalier.recipe import recipe_file
 from espalier.recipe.errors import UserError
-from espalier.track.run_tables import open_run
+from espalier.track.run_tables import RunTables
 from espalier.train import phases, worker, workload_registry
 from espalier.train import rank_spec as launch
 from espalier.train.rank_setup import RankSetup
@@ -99,7 +99,7 @@ def train(home: Path, *overrides: str, code: int = 0) -> subprocess.CompletedPro
 
 def state_of(run: Path) -> dict[str, torch.Tensor]:
     """Model and optimizer after the last step."""
-    found = run_open.open_trained(str(run))
+    found = load_trained(str(run))
     assert found.step == 12
     assert found.model.grid.shape[-1] == 8  # type: ignore[union-attr, index]
     optimizer = phases._made(found.recipe, found.workload)[1]
@@ -162,7 +162,7 @@ def test_the_run_log_says_when_a_phase_begins_and_each_has_its_plan(home: Path) 
     assert (first["name"], first["step"], first["steps"]) == ("phase 1", 0, 6)
     assert (second["name"], second["step"], second["steps"]) == ("fine", 6, 12)
     assert second["parameters"] - first["parameters"] == 2 * (64 - 16)
-    run = open_run(home / "runs" / "recipe")
+    run = RunTables.read(home / "runs" / "recipe")
     assert run.steps["step"].tolist() == list(range(1, 13))
     assert [float(run.validations["step"][0]), float(run.validations["step"][-1])] == [6, 12]
     assert "data:image/png" in run.samples["image"][-1]

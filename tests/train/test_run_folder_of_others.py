@@ -21,7 +21,7 @@ def folder(tmp_path: Path) -> Path:
     return made
 
 
-@pytest.mark.parametrize("open_run", [run.find, run.open_folder])
+@pytest.mark.parametrize("open_run", [run.find, run.lock_folder])
 @pytest.mark.parametrize(
     "name",
     [".lock", "events.jsonl", "run.toml", "report.html", "logs", "eval", "checkpoints/step-4", "logs/rank-0.log"],
@@ -43,7 +43,7 @@ def test_a_link_to_nothing_or_to_itself_leads_nowhere_good(folder, tmp_path) -> 
     (folder / "events.jsonl").unlink()
     (folder / "events.jsonl").symlink_to(tmp_path / "not there")
     with pytest.raises(UserError, match="is a link out of"):
-        run.open_folder(folder)
+        run.lock_folder(folder)
     assert not (tmp_path / "not there").exists()
 
 
@@ -57,5 +57,5 @@ def test_a_pipe_is_not_waited_for(folder) -> None:
 def test_a_run_folder_may_itself_be_a_link_and_hold_links_within(folder, tmp_path) -> None:
     (folder / "latest").symlink_to("checkpoints")
     (tmp_path / "short").symlink_to(folder)
-    run.open_folder(tmp_path / "short").release()
+    run.lock_folder(tmp_path / "short").release()
     assert run.find(tmp_path / "short").exists()

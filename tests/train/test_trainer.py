@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from espalier.checkpoint.save_and_restore import Checkpoints
-from espalier.cli import prepare
+from espalier.cli import resolve_recipe
 from espalier.kernels import accelerator
 from espalier.language.workload import open_language
 from espalier.launch.ranks import agent
@@ -24,6 +24,7 @@ from espalier.recipe.errors import Interrupted, RunFailed, UserError
 from espalier.train import build, trainer, worker
 from espalier.train import rank_spec as launch
 from espalier.train.rank_setup import RankSetup
+from espalier.train.workload_registry import Resolved
 
 STEPS = 6
 
@@ -205,7 +206,7 @@ def test_ledger_equals_the_formula_to_the_byte(corpus, tmp_path):
     plan = plan_of(recipe, 4, 2)
     machine = cluster.loads('[[nodes]]\ndevice = "cpu"\ncores = 4\nmemory = "8GiB"\n')
     layout = Layouts(dp=4, micro_batch=2)
-    predicted = estimate(prepare.request(prepare.Resolved(recipe)), machine, layout).sent_bytes
+    predicted = estimate(resolve_recipe.request(Resolved(recipe)), machine, layout).sent_bytes
 
     def life(place):
         sent = []
@@ -240,7 +241,7 @@ def test_the_plans_bytes_of_sharded_states_are_the_ledgers(corpus, tmp_path, kin
         unit = plans.Unit(**groups, whole=kind == "muon")
         plan = plan_of(recipe, 4, 1, units=(unit,))
         layout = Layouts(dp=4, micro_batch=1, **names)
-        predicted = estimate(prepare.request(prepare.Resolved(recipe)), machine, layout).sent_bytes
+        predicted = estimate(resolve_recipe.request(Resolved(recipe)), machine, layout).sent_bytes
 
         def life(place, plan=plan):
             sent = []

@@ -84,9 +84,10 @@ def test_a_language_run_imports_no_graphs(tmp_path: Path) -> None:
     )
     script = f"""
 import sys
-from espalier.cli import predict, prepare, train
-resolved = prepare.resolve({str(file)!r}, [])
-prepare.request(resolved, workload=prepare.open_workload(resolved))
+from espalier.cli import predict, resolve_recipe, train
+from espalier.train import workload_registry
+resolved = resolve_recipe.resolve({str(file)!r}, [])
+resolve_recipe.request(resolved, workload=workload_registry.open_workload(resolved))
 graphs = ("disk_batches", "few_bits", "halo_exchange", "pattern_attention")
 rooms = ("espalier.graph", "espalier.sparse", "espalier.module")
 rooms += tuple("espalier.mechanisms." + name for name in graphs)

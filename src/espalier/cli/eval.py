@@ -26,11 +26,11 @@ def run(arguments: argparse.Namespace) -> int:
         return eval_watch.run(arguments)
     import torch
 
-    from espalier.cli.infer_over_ranks import open_trained
-    from espalier.cli.run_open import DataChoice
+    from espalier.cli.infer_over_ranks import load_over_ranks
+    from espalier.cli.open_run import DataChoice
     from espalier.parallel.workload import Shard
 
-    trained = open_trained(arguments.run, arguments.trust, DataChoice(evaluates=True, path=arguments.data))
+    trained = load_over_ranks(arguments.run, arguments.trust, DataChoice(evaluates=True, path=arguments.data))
     samples = trained.workload.validation_samples()
     if samples == 0:
         raise UserError(

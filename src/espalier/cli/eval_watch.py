@@ -12,9 +12,7 @@ from pathlib import Path
 
 import torch
 
-from espalier.cli import prepare
-from espalier.cli import run_open as opened
-from espalier.cli.run_open import DataChoice
+from espalier.cli.open_run import DataChoice, SavedRun
 from espalier.evaluate import low_priority
 from espalier.evaluate.checkpoint_watcher import CheckpointWatcher, Update
 from espalier.evaluate.lm_eval_harness import HarnessTask
@@ -25,11 +23,10 @@ from espalier.kernels import accelerator
 from espalier.language.tokenizer import Tokenizer
 from espalier.parallel.workload import Phase, Workload
 from espalier.recipe.errors import UserError
-from espalier.recipe.terminal import say
+from espalier.recipe.terminal import say, say_progress
 from espalier.recipe.units import plural, show_seconds
 from espalier.track.progress import Waiting
 from espalier.train import phases, workload_registry
-from espalier.train import run_folder as runs
 from espalier.train.build import DTYPES
 from espalier.train.workload_row import Row, Tokenizes
 
@@ -40,20 +37,18 @@ HARNESS = "lm-eval:"
 def run(arguments: argparse.Namespace) -> int:
     """Prints each task's figures as they come; 1 when a task or a checkpoint failed."""
     count = _workers(arguments.workers)
-    folder = runs.find(arguments.run)
-    recipe = opened.located_here(folder, arguments.trust).announced()
-    saved = phases.checkpoints(recipe, folder)
-    saved.trust = arguments.trust
-    workload = phases.held(opened.open_workload(folder, recipe, saved.trust, DataChoice(evaluates=True)), saved)
-    chosen = tasks(workload, workload_registry.row(recipe), arguments.task, arguments.run)
+    opened = SavedRun.find(arguments.run, arguments.trust, DataChoice(evaluates=True))
+    saved = opened.checkpoints()
+    workload = phases.held(opened.open_workload(), saved)
+    chosen = tasks(workload, workload_registry.row(opened.recipe), arguments.task, arguments.run)
     open_ = partial(open_in_worker, arguments.run, arguments.task, arguments.trust, workload.phases()[0])
     # Counted by the driver's library, without touching a GPU: the workers do.
     devices = [accelerator.of_rank(index) for index in range(max(1, accelerator.count()))]
-    by_name, dtype = {task.name: task for task in chosen}, DTYPES[recipe.train.precision]
-    with CheckpointWatcher(folder.path, saved, dtype, by_name) as watcher:
+    by_name, dtype = {task.name: task for task in chosen}, DTYPES[opened.recipe.train.precision]
+    with CheckpointWatcher(opened.folder.path, saved, dtype, by_name) as watcher:
         if not arguments.json:
             each = ", ".join(f"{task.name} ({plural(task.records, 'record')})" for task in chosen)
-            prepare.say(f"Evaluating {each} with {plural(count, 'worker')}.")
+            say_progress(f"Evaluating {each} with {plural(count, 'worker')}.")
         with Workers(open_, count, devices) as workers:
             low_priority.step_back()
             return _show(watcher.run(workers, once=not arguments.watch), arguments.json)
@@ -61,12 +56,12 @@ def run(arguments: argparse.Namespace) -> int:
 
 def open_in_worker(run: str, asked: Sequence[str], trust: bool, phase: Phase) -> Opened:
     """What a worker process needs of the run in `run`; the process then steps back."""
-    folder = runs.find(run)
-    recipe = opened.located_here(folder, trust).recipe  # the first process has said what is not used
-    workload = opened.open_workload(folder, recipe, trust, DataChoice(evaluates=True)).at(phase)
-    chosen = tasks(workload, workload_registry.row(recipe), asked, run)
+    # The first process has said what is not used.
+    opened = SavedRun.find(run, trust, DataChoice(evaluates=True), silent=True)
+    workload = opened.open_workload().at(phase)
+    chosen = tasks(workload, workload_registry.row(opened.recipe), asked, run)
     low_priority.step_back()
-    build = partial(workload.build, torch.device("cpu"), DTYPES[recipe.train.precision])
+    build = partial(workload.build, torch.device("cpu"), DTYPES[opened.recipe.train.precision])
     return Opened({task.name: task for task in chosen}, build)
 
 
@@ -128,7 +123,7 @@ def _show(updates: Iterator[Update], as_json: bool) -> int:
 
 def _tell(update: Update, as_json: bool) -> None:
     if update.text:
-        prepare.say(update.text)
+        say_progress(update.text)
     if update.result is None:
         return
     task, figures, records, seconds, why = update.result
@@ -137,7 +132,7 @@ def _tell(update: Update, as_json: bool) -> None:
         row = {"step": update.step, "task": task, **figures, "records": records, "seconds": round(seconds, 3), **failed}
         print(json.dumps(row), flush=True)
     elif why:
-        prepare.say(f"step {update.step} · {task} failed: {why}")
+        say_progress(f"step {update.step} · {task} failed: {why}")
     else:
         shown = ", ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in figures.items())
         say(f"step {update.step} · {task}: {shown} · {records:,} records, {show_seconds(seconds)}", flush=True)

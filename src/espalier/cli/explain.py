@@ -44,13 +44,13 @@ def _energy(arguments: argparse.Namespace) -> int:
     """Of each run."""
     if not arguments.names:
         raise UserError("--energy is of a run.", do="espalier explain runs/NAME --energy")
-    from espalier.cli.run_open import DataChoice, open_trained
+    from espalier.cli.open_run import DataChoice, load_trained
     from espalier.kernels import counts
     from espalier.train import workload_registry
     from espalier.train.workload_row import CountsEnergy
 
     for name in arguments.names:
-        trained = open_trained(name, arguments.trust, DataChoice(predicts=True))
+        trained = load_trained(name, arguments.trust, DataChoice(predicts=True))
         row = workload_registry.row(trained.recipe)
         if not isinstance(row, CountsEnergy):
             raise UserError(

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_model
 from torch import nn
 
 from espalier.checkpoint import run_identity, weight_files
-from espalier.cli.run_open import DataChoice, Trained, open_trained
+from espalier.cli.open_run import DataChoice, Trained, load_trained
 from espalier.recipe import Adapters, cache_dir
 from espalier.recipe.errors import UserError
 from espalier.recipe.terminal import say
@@ -26,7 +26,7 @@ WEIGHTS = "model.safetensors"
 
 def run(arguments: argparse.Namespace) -> int:
     """Writes the folder and says where it is."""
-    trained = open_trained(arguments.run, arguments.trust, DataChoice(predicts=arguments.to == "embeddings"))
+    trained = load_trained(arguments.run, arguments.trust, DataChoice(predicts=arguments.to == "embeddings"))
     row = workload_registry.row(trained.recipe)
     known = row.exports if isinstance(row, Exports) else {}
     form = arguments.to or ("hf" if "hf" in known else "safetensors")

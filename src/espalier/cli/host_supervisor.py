@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from espalier import recipe as config
-from espalier.cli import prepare, run_data, run_resizer, train
-from espalier.cli.run_start import RunStart
+from espalier.cli import resolve_recipe, run_data, run_resizer, start_run, train
+from espalier.cli.start_run import RunInputs, RunStart
 from espalier.comm import multihost_probe, plain_collectives
 from espalier.kernels import accelerator
 from espalier.launch.hosts import leader, supervisor_protocol
@@ -31,6 +31,8 @@ from espalier.mechanisms.codecs import choice as codecs
 from espalier.plan import replan
 from espalier.recipe import cache_dir, recipe_file, units
 from espalier.recipe.errors import UserError
+from espalier.recipe.terminal import say_progress
+from espalier.track.progress import waiting
 from espalier.train import worker, workload_registry
 from espalier.train.rank_spec import Entrypoint, RankSpec
 from espalier.train.run_folder import RunFolder
@@ -50,7 +52,7 @@ class HostPost:
     """
 
     team: HostMap
-    given: train.OpenedRun
+    given: RunInputs
     launcher: Launcher
 
     def decide(self) -> train.Begun:
@@ -67,7 +69,9 @@ class HostPost:
                 do="--hosts with one host for each, those that train first, then optimizer nodes, then standbys",
             )
         remaining = [process for process, host in enumerate(hosts) if not more or host < cluster.machines]
-        job = train.decided(self.given, lambda: cluster, len(remaining), [hosts[process] for process in remaining])
+        job = start_run.start_run(
+            self.given, lambda: cluster, len(remaining), [hosts[process] for process in remaining]
+        )
         trainers = [rank.node for rank in job.plan.trainer_ranks]
         order = rank_assignment.numbered([machines[process] for process in remaining], trainers)
         there = [hosts[remaining[process]] for process in order]
@@ -105,20 +109,18 @@ class HostPost:
         return replace(self.team, line=line, hosts=self.team.hosts if ranks is None else tuple(ranks))
 
 
-def opened(place: RankSpec, asked: Told) -> train.OpenedRun:
+def opened(place: RankSpec, asked: Told) -> RunInputs:
     """Opens the data on this host, with what the run has made of it before."""
     torch.set_num_threads(1)  # ranks are forked from here; see launch.agent
     recipe = recipe_file.from_table(asked["recipe"], asked["origin"])
     run = RunFolder(Path(asked["run"]))
     first = run.kept() if not place.rank and run.exists() else None
     frozen = run_data.unpacked(asked["kept"]) if place.rank else first
-    resolved = workload_registry.settle(recipe, Path(asked["beside"]), prepare.waiting, frozen, asked["trust"])
-    if place.rank:
-        return train.joining(resolved, asked["run"])
-    return train.asked(resolved, asked["run"], asked["quiet"])
+    resolved = workload_registry.settle(recipe, Path(asked["beside"]), waiting, frozen, asked["trust"])
+    return start_run.open_inputs(resolved, asked["run"], asked["quiet"], writes=not place.rank)
 
 
-def supervise(launcher: Launcher, place: RankSpec, asked: Told, given: train.OpenedRun) -> Told:
+def supervise(launcher: Launcher, place: RankSpec, asked: Told, given: RunInputs) -> Told:
     """Says what data was `given`, and once all hosts agree measures, plans and trains. `place` is this host's among the
     hosts. One that was started in place of another (`life`) finds the plan where the others have left it."""
     recipe, first = given.resolved.recipe, place.rank == 0
@@ -136,7 +138,7 @@ def supervise(launcher: Launcher, place: RankSpec, asked: Told, given: train.Ope
     if not (first or line.life) and post.measured() is None:
         return {"code": 1}  # the first says why
 
-    def opened() -> train.OpenedRun:
+    def opened() -> RunInputs:
         launcher.tell("joined")
         return given
 
@@ -165,7 +167,7 @@ def _measuring(recipe: config.Recipe) -> Callable[[RankSpec], tuple[str, list[st
             machines = [multihost_probe.host()]
             if channel is not None:
                 machines = plain_collectives.all_gather(multihost_probe.host(), channel)
-            return clusters.dumps(prepare.machines_of(channel, place, recipe)), machines
+            return clusters.dumps(resolve_recipe.machines_of(channel, place, recipe)), machines
 
     return life
 
@@ -176,8 +178,8 @@ def probed(launcher: Launcher, place: RankSpec, asked: Told) -> Told:
     team = _met(launcher, place, asked, {}, train.PROBING)
 
     def measure() -> clusters.Cluster:
-        cluster = codecs.measured(probe.probe(progress=prepare.say, disk=Path(asked["disk"])))
-        probe.save(cluster, say=prepare.say)
+        cluster = codecs.measured(probe.probe(progress=say_progress, disk=Path(asked["disk"])))
+        probe.save(cluster, say=say_progress)
         return cluster
 
     def life(place: RankSpec) -> str:

@@ -14,8 +14,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from espalier.cli import run_open, train
-from espalier.cli.run_open import DataChoice, Trained
+from espalier.cli import train
+from espalier.cli.open_run import DataChoice, SavedRun, Trained, load_trained
 from espalier.kernels import accelerator
 from espalier.launch.launchers import detect_launcher
 from espalier.launch.ranks import agent, rank_assignment
@@ -32,9 +32,9 @@ PARTS = "rows of the graph cross"
 """Of mechanisms that give each rank its part of a graph."""
 
 
-def open_trained(path: str | Path, trust: bool, data: DataChoice) -> Trained:
-    """As `run_open.open_trained`; where ranks have parts of a graph, its answers are theirs. Raises SystemExit on ranks
-    of a launcher that leave the answer to the first. Raises UserError as `run_open.trained`, and for parts that are
+def load_over_ranks(path: str | Path, trust: bool, data: DataChoice) -> Trained:
+    """As `open_run.load_trained`; where ranks have parts of a graph, its answers are theirs. Raises SystemExit on ranks
+    of a launcher that leave the answer to the first. Raises UserError as `SavedRun.trained`, and for parts that are
     not on the machine of their rank."""
     folder = runs.find(path)
     plan = plans.read(folder.plan) if folder.plan.exists() else None
@@ -46,16 +46,16 @@ def open_trained(path: str | Path, trust: bool, data: DataChoice) -> Trained:
         or recipe.graph.inductive
         or not _parts(recipe, plan)
     ):
-        return run_open.open_trained(path, trust, data)
+        return load_trained(path, trust, data)
     torch.set_num_threads(1)  # ranks are forked from here
     seat = detect_launcher.place()
-    trained = run_open.trained(path, trust, data, torch.device("cpu"))
+    trained = SavedRun.find(path, trust, data).trained(torch.device("cpu"))
     workload = cast("Any", trained.workload)
     known = workload.graph.partition
     wanted = len(plan.ranks) if known is None else known.ranks
     if seat is None or seat.world == 1:
         if wanted == 1 or workload.graph.nodes < wanted or 0 < accelerator.count() < wanted:
-            return run_open.open_trained(path, trust, data)
+            return load_trained(path, trust, data)
         asked = over(plan, [0] * wanted, workload.global_batch)
         logits = agent.run(lambda place: _first(trained, asked, place), launch.places(asked))[0]
     else:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from espalier.cli import plan as planning
-from espalier.cli import prepare
+from espalier.cli import resolve_recipe
 from espalier.machine import cluster as clusters
 from espalier.plan import base as plans
 from espalier.recipe import cache_dir
@@ -68,8 +68,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Plans the run, and writes the manifest."""
     torch.set_num_threads(1)
     wanted = options(arguments.kubernetes)
-    resolved = prepare.resolve(arguments.recipe, arguments.overrides, arguments.trust, arguments.run)
-    cluster = prepare.machines(resolved.recipe)
+    resolved = resolve_recipe.resolve(arguments.recipe, arguments.overrides, arguments.trust, arguments.run)
+    cluster = resolve_recipe.machines(resolved.recipe)
     decision = planning.decided(resolved, cluster, None)
     if not decision.fits:
         raise decision.refusal()

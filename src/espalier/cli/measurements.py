@@ -14,15 +14,17 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from espalier.cli import prepare, run_open
+from espalier.cli import resolve_recipe
+from espalier.cli.open_run import SavedRun
 from espalier.machine import cluster as clusters
 from espalier.plan import base as plans
 from espalier.plan.calibration import DATASHEET, Calibration, Measurement, calibrate, own_stack
 from espalier.plan.layouts import of_view
 from espalier.recipe import Recipe, cache_dir, defaults, units
 from espalier.recipe.errors import UserError
-from espalier.recipe.terminal import rows, say
+from espalier.recipe.terminal import rows, say, say_progress
 from espalier.track import events
+from espalier.track.progress import waiting
 from espalier.train import run_folder as runs
 
 if TYPE_CHECKING:
@@ -66,7 +68,7 @@ def calibrated(path: str | Path) -> Calibration:
 @contextmanager
 def patiently(text: str) -> Iterator[None]:
     """Says `text` on standard error once two seconds have passed."""
-    timer = threading.Timer(PATIENCE, prepare.say, [text])
+    timer = threading.Timer(PATIENCE, say_progress, [text])
     timer.daemon = True
     timer.start()
     try:
@@ -86,7 +88,7 @@ def from_run(path: str | Path) -> Measurement:
         raise UserError(f"The run in {path} has no measured step.", do="let it train longer, or name another run")
     whole, _ = defaults.resolve(recipe)
     return Measurement(
-        request=prepare.request(run_open.resolved(folder, whole)).changed(precision=plan.precision),
+        request=resolve_recipe.request(SavedRun(folder, whole).resolve()).changed(precision=plan.precision),
         cluster=cluster,
         layout=replace(of_view(plan.layout), threads=plan.ranks[plan.trainers[0]].threads),
         step_seconds=statistics.median(step["seconds"] for step in steps),
@@ -120,7 +122,7 @@ def run(score: str, calibrate_on: str | None, out: str | None, as_json: bool) ->
     target = _target(Path(score), out)
     table = _read(score)
     calibration = calibrated(calibrate_on) if calibrate_on is not None else DATASHEET
-    with prepare.waiting("Predicting") as progress:
+    with waiting("Predicting") as progress:
         predictions = scoring.predict(table.measurements, calibration.factors, progress)
     scores = scoring.score(table.rows, calibration, predictions)
     cache_dir.replace(target, scoring.with_predictions(table, predictions, calibration))
@@ -130,7 +132,7 @@ def run(score: str, calibrate_on: str | None, out: str | None, as_json: bool) ->
         print(json.dumps(summary | {"calibration": msgspec.to_builtins(calibration), "notes": notes}, indent=2))
         return 0
     for note in notes:
-        prepare.say(f"note: {note}")
+        say_progress(f"note: {note}")
     _tell(table, scores, calibration)
     say(f"\nThe rows with their predictions: {target}")
     return 0

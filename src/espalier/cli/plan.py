@@ -10,7 +10,8 @@ from pathlib import Path
 
 import torch
 
-from espalier.cli import measurements, prepare, printing
+from espalier.cli import measurements, printing, run_plan
+from espalier.cli.resolve_recipe import machines, request, resolve
 from espalier.machine import cluster as clusters
 from espalier.machine.cluster import whatif
 from espalier.parallel.workload import Workload
@@ -26,7 +27,9 @@ from espalier.recipe import Recipe, graphs, model_kinds, recipe_errors
 from espalier.recipe.base import Derivation
 from espalier.recipe.errors import UserError
 from espalier.recipe.terminal import say
+from espalier.track.progress import waiting
 from espalier.train import workload_registry
+from espalier.train.workload_registry import Resolved
 from espalier.train.workload_row import CutsIntoParts
 
 
@@ -45,8 +48,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise UserError("espalier plan needs a recipe.", do="espalier plan recipe.toml, or --score FILE")
     if arguments.out is not None:
         raise UserError("--out goes with --score.", do="--html FILE for the picture, --json > plan.json for the plan")
-    resolved = prepare.resolve(arguments.recipe, arguments.overrides)
-    cluster = prepare.machines(resolved.recipe, arguments.cluster)
+    resolved = resolve(arguments.recipe, arguments.overrides)
+    cluster = machines(resolved.recipe, arguments.cluster)
     decision = decided(resolved, cluster, arguments.calibrate_on)
     if arguments.parts is not None:
         _write_parts(arguments, resolved, decision)
@@ -57,15 +60,13 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def decided(
-    resolved: prepare.Resolved, cluster: clusters.Cluster, calibrate_on: str | None, workload: Workload | None = None
+    resolved: Resolved, cluster: clusters.Cluster, calibrate_on: str | None, workload: Workload | None = None
 ) -> PlanDecision:
     """The plan of a recipe on a cluster, which may not fit. `calibrate_on`: see `measurements.calibration`; `workload`:
     of the recipe, where it is open."""
     if graphs.is_open(resolved.recipe):
-        from espalier.cli import run_plan
-
         plan_of = partial(decided, cluster=cluster, calibrate_on=calibrate_on)
-        workload = prepare.open_workload(resolved)
+        workload = workload_registry.open_workload(resolved, waiting)
         chosen, why = run_plan.batches(
             resolved,
             workload,
@@ -75,14 +76,14 @@ def decided(
         settled, workload = run_plan.with_batches(resolved, workload, chosen)
         decision = plan_of(settled, workload=workload)
         return replace(decision, plan=run_plan.with_chosen(decision.plan, chosen, why))
-    known, asked = measurements.calibration(resolved.recipe, calibrate_on), prepare.request(resolved, None, workload)
+    known, asked = measurements.calibration(resolved.recipe, calibrate_on), request(resolved, None, workload)
     if not cluster.machine:  # described in a file: this machine's disk is not theirs
         asked = replace(asked, free=None)
     return decide(asked, cluster, known, Trials(resolved.recipe, cluster))
 
 
 def _what_if(
-    arguments: argparse.Namespace, resolved: prepare.Resolved, cluster: clusters.Cluster
+    arguments: argparse.Namespace, resolved: Resolved, cluster: clusters.Cluster
 ) -> PlanDecision | UserError | None:
     """With `--what-if`: changes of the cluster, and of the recipe's options; why these cannot run, where that is so."""
     if not arguments.what_if:
@@ -90,7 +91,7 @@ def _what_if(
     sections = {key.partition(".")[0] for key in recipe_errors.known_keys()}
     options = [change for change in arguments.what_if if change.partition("=")[0].partition(".")[0] in sections]
     if options:
-        resolved = prepare.resolve(arguments.recipe, [*arguments.overrides, *options])
+        resolved = resolve(arguments.recipe, [*arguments.overrides, *options])
     others = [change for change in arguments.what_if if change not in options]
     changed = whatif.changed(cluster, others) if others else cluster
     try:
@@ -99,9 +100,7 @@ def _what_if(
         return error
 
 
-def _tell(
-    as_json: bool, resolved: prepare.Resolved, decision: PlanDecision, changed: PlanDecision | UserError | None
-) -> int:
+def _tell(as_json: bool, resolved: Resolved, decision: PlanDecision, changed: PlanDecision | UserError | None) -> int:
     plan, refusal = decision.plan, None if decision.fits else decision.refusal()
     if as_json:
         extra: dict[str, plans.Plan | dict[str, str]] = {}
@@ -118,8 +117,8 @@ def _tell(
         recipe = resolved.recipe
         derived = [*resolved.derivations]
         if recipe.train.precision == AUTO:
-            derived.append(Derivation("train.precision", plan.precision, prepare.PRECISION))
-        chosen = prepare.batches_of(plan)
+            derived.append(Derivation("train.precision", plan.precision, run_plan.PRECISION))
+        chosen = run_plan.batches_of(plan)
         steps = (recipe.train.steps or 0) * (1 if chosen is None else chosen.steps)
         printing.plan(plan, derived, steps or None, model_kinds.of(recipe.model).unit)
         printing.sources(plan)
@@ -130,7 +129,7 @@ def _tell(
     return 0 if refusal is None else refusal.exit_code
 
 
-def _write_parts(arguments: argparse.Namespace, resolved: prepare.Resolved, decision: PlanDecision) -> None:
+def _write_parts(arguments: argparse.Namespace, resolved: Resolved, decision: PlanDecision) -> None:
     """Cuts a graph over the ranks of the plan. Raises UserError where there is nothing to cut, or no plan that fits."""
     row, plan = workload_registry.row(resolved.recipe), decision.plan
     if not isinstance(row, CutsIntoParts):
@@ -140,7 +139,7 @@ def _write_parts(arguments: argparse.Namespace, resolved: prepare.Resolved, deci
     if len(plan.trainers) == 1:
         raise UserError("The plan has one rank, and a graph for one rank has no parts.", do="plan.pin.ranks=2, or more")
     samples, folder = [rank.samples for rank in plan.trainer_ranks], arguments.parts
-    row.cut(prepare.open_workload(resolved), samples, Path(folder))
+    row.cut(workload_registry.open_workload(resolved, waiting), samples, Path(folder))
     say(
         f"{folder}: the parts of {len(samples)} ranks. A machine needs manifest.json, nodes.safetensors and those of "
         f"its ranks.\n  espalier train {arguments.recipe} data.path={folder} plan.pin.ranks={len(samples)}",

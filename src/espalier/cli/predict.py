@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from espalier.cli import chat_server, infer_over_ranks
-from espalier.cli.run_open import DataChoice, Trained, open_trained
+from espalier.cli.open_run import DataChoice, Trained, load_trained
 from espalier.recipe.errors import UserError
 from espalier.recipe.terminal import say, visible
 from espalier.train import run_folder as runs
@@ -35,7 +35,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.data is not None and isinstance(_row(arguments), Tokenizes):
         raise UserError("--data is for runs on graphs.", do=f"espalier predict {arguments.run} 'text to go on from'")
     choice = DataChoice(predicts=True, path=arguments.data)
-    trained = infer_over_ranks.open_trained(arguments.run, arguments.trust, choice)
+    trained = infer_over_ranks.load_over_ranks(arguments.run, arguments.trust, choice)
     row = workload_registry.row(trained.recipe)
     if not isinstance(row, Predicts):
         raise UserError(
@@ -68,7 +68,7 @@ def _turntable(arguments: argparse.Namespace) -> int:
         raise UserError(f"The run in {arguments.run} is of no scene.", do=f"espalier predict {arguments.run}")
     if arguments.input is not None:
         raise UserError("--turntable takes no input.", do=f"espalier predict {arguments.run}")
-    trained = open_trained(arguments.run, arguments.trust, DataChoice(predicts=True))
+    trained = load_trained(arguments.run, arguments.trust, DataChoice(predicts=True))
     trained.say_skipped(arguments.json)
     written = row.turntable(trained.workload, trained.model, Path(arguments.turntable))
     _print({"turntable": arguments.turntable, **trained.checkpoint} if arguments.json else iter([f"{written}\n"]))
@@ -115,7 +115,7 @@ def _serve(arguments: argparse.Namespace) -> int:
 
 def _chatting(arguments: argparse.Namespace) -> tuple[Trained, chat_server.Reply]:
     """The trained model, and what answers turns. Raises UserError for a run that does not chat."""
-    trained = open_trained(arguments.run, arguments.trust)
+    trained = load_trained(arguments.run, arguments.trust)
     row = workload_registry.row(trained.recipe)
     if not isinstance(row, Chats):
         raise UserError(f"The run in {arguments.run} does not answer in text.", do=f"espalier predict {arguments.run}")

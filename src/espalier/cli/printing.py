@@ -183,9 +183,9 @@ def _link(link: Link) -> str:
 
 def results(folder: Path) -> dict[str, Any]:
     """The figures of a finished run, from its log."""
-    from espalier.track import run_tables
+    from espalier.track.run_tables import RunTables
 
-    run = run_tables.open_run(folder)
+    run = RunTables.read(folder)
     numbers: dict[str, Any] = {}
     if len(run.steps["step"]):
         numbers |= {"steps": int(run.steps["step"][-1]), "loss": float(run.steps["loss"][-1])}
@@ -198,9 +198,9 @@ def results(folder: Path) -> dict[str, Any]:
 def finished(folder: Path, page: Path, seconds: float) -> None:
     """What a person wants to read when a run has ended, and what to do next."""
     console = Console(highlight=False)
-    from espalier.track import run_tables
+    from espalier.track.run_tables import RunTables
 
-    run = run_tables.open_run(folder)
+    run = RunTables.read(folder)
     steps = run.samples["step"]
     shown = zip(run.samples["text"], steps, strict=True) if len(steps) else ()
     latest = [str(text) for text, step in shown if step == steps[-1]]

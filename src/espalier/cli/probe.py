@@ -10,7 +10,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from espalier.cli import prepare, printing
+from espalier.cli import printing
 from espalier.comm import multihost_probe
 from espalier.launch.launchers import detect_launcher
 from espalier.machine import cluster as clusters
@@ -19,7 +19,7 @@ from espalier.machine.cluster import Cluster
 from espalier.mechanisms.codecs import choice as codecs
 from espalier.recipe import cache_dir
 from espalier.recipe.errors import UserError
-from espalier.recipe.terminal import say
+from espalier.recipe.terminal import say, say_progress
 from espalier.train import rank_spec as launch
 from espalier.train import worker
 
@@ -33,9 +33,9 @@ def run(arguments: argparse.Namespace) -> int:
     torch.set_num_threads(1)
     place = detect_launcher.place()
     if place is None:
-        measured = codecs.measured(probe.probe(progress=prepare.say, disk=Path(arguments.disk)))
-        cluster = probe.better(measured, probe.cached(), prepare.say)
-        probe.save(cluster, say=prepare.say)
+        measured = codecs.measured(probe.probe(progress=say_progress, disk=Path(arguments.disk)))
+        cluster = probe.better(measured, probe.cached(), say_progress)
+        probe.save(cluster, say=say_progress)
     else:
         with worker.joined(place, timeout=120.0) as channel:
             cluster = _all(channel, place, arguments)
@@ -55,6 +55,6 @@ def _all(channel: dist.ProcessGroup | None, place: launch.RankSpec, arguments: a
     """Under torchrun and its like: every machine, and the links between all ranks."""
 
     def measure() -> Cluster:
-        return codecs.measured(probe.probe(progress=prepare.say, disk=Path(arguments.disk)))
+        return codecs.measured(probe.probe(progress=say_progress, disk=Path(arguments.disk)))
 
     return measure() if channel is None else multihost_probe.probe_ranks(channel, place.local_rank, measure)

@@ -21,7 +21,9 @@ import torch
 
 from espalier.checkpoint import run_identity
 from espalier.checkpoint.storage import folder_name
-from espalier.cli import prepare, run_open, train
+from espalier.cli import train
+from espalier.cli.open_run import DataChoice, SavedRun
+from espalier.cli.start_run import RunInputs, start_run
 from espalier.launch.ranks import supervisor
 from espalier.machine import cluster as clusters
 from espalier.plan import base as plans
@@ -30,9 +32,10 @@ from espalier.recipe.cache_dir import unwritable
 from espalier.recipe.errors import Interrupted, UserError
 from espalier.recipe.terminal import say
 from espalier.track import events
+from espalier.track.progress import waiting
 from espalier.train import rank_spec as launch
 from espalier.train import run_folder as runs
-from espalier.train import skip_list
+from espalier.train import skip_list, workload_registry
 from espalier.train.phases import checkpoints
 
 COMPARED = ("loss", "gradient_norm")
@@ -50,7 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
     if step not in before:
         made = f"its run log has steps {min(before)} to {max(before)}" if before else "it has made none yet"
         raise UserError(f"The run in {folder.path} has no step {step}.", why=made, do="--step with one of those")
-    recipe = run_open.located_here(folder, arguments.trust).announced()
+    recipe = SavedRun.find(folder.path, arguments.trust).recipe
     first = max(
         (entry.step for entry in checkpoints(recipe, folder).entries() if not entry.why and entry.step < step),
         default=0,
@@ -101,9 +104,10 @@ def _again(
         )
     _fill(folder, made, recipe, plan, first)
     recipe = made.read()
-    resolved = run_open.resolved(folder, recipe, arguments.trust, run_open.DataChoice(trains=True))
-    given = train.OpenedRun(resolved, prepare.open_workload(resolved), made.path, recipe, quiet=True)
-    job = train.decided(given, lambda: clusters.read(folder.cluster))
+    resolved = SavedRun(folder, recipe, arguments.trust, DataChoice(trains=True)).resolve()
+    workload = workload_registry.open_workload(resolved, waiting)
+    inputs = RunInputs(resolved, workload, made.path, recipe, quiet=True)
+    job = start_run(inputs, lambda: clusters.read(folder.cluster))
     try:
         for part in train.phased(replace(job, quiet=arguments.json)):
             places = launch.places(part.plan, made.logs)

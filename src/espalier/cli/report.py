@@ -12,7 +12,8 @@ from espalier.cli import printing
 from espalier.ops import job_report, job_trace
 from espalier.recipe.errors import UserError
 from espalier.recipe.terminal import rows, say
-from espalier.track import live_report, report, run_comparison, run_tables
+from espalier.track import live_report, report, run_comparison
+from espalier.track.run_tables import RunTables
 from espalier.train import run_folder as runs
 
 
@@ -33,7 +34,7 @@ def run(arguments: argparse.Namespace) -> int:
         live_report.serve(folder.path, port=arguments.port)
         return 0
     page = report.write(folder.path)
-    account = run_tables.open_run(folder.path).account
+    account = RunTables.read(folder.path).account
     if arguments.json:
         ledger = {"goodput": account.goodput, "failures": account.failures} if account.failures else {}
         spent = {"time": account.parts} if account.useful else {}

@@ -1,36 +1,42 @@
-"""The plan that a run begins or goes on with: the one in its folder while it still holds, else a new one.
+"""New plans: of a run, with trials of real steps in real ranks, and `espalier.make_plan`.
 
-A new one is decided by `plan.decide`, with trials of real steps in real ranks on a processor.
+Both are decided by `plan.decide`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from espalier.checkpoint.save_and_restore import Checkpoints
-from espalier.cli import measurements, prepare
+from espalier.cli import measurements, resolve_recipe
 from espalier.kernels import accelerator
 from espalier.machine import cluster as clusters
 from espalier.machine.probe import BUSY
 from espalier.parallel.workload import Workload
 from espalier.plan import base as plans
 from espalier.plan import decision_cache
-from espalier.recipe import Recipe, graphs
+from espalier.plan.calibration import DATASHEET, Calibration
+from espalier.recipe import Auto, EveryStep, Sync, graphs
 from espalier.recipe.errors import UserError
 from espalier.recipe.graphs import Batches
+from espalier.recipe.terminal import say_progress
 from espalier.recipe.units import show_seconds
-from espalier.track import events
-from espalier.train import phases, version_check
-from espalier.train import run_folder as runs
+from espalier.track.progress import waiting
+from espalier.train import version_check, workload_registry
 from espalier.train.rank_setup import RankSetup
+from espalier.train.workload_registry import Resolved
 
 if TYPE_CHECKING:
+    from espalier.mechanisms.disk_batches.state import DiskBatchesState
     from espalier.plan.trials import Trials
+
+PRECISION = "on GPUs the fastest of what they compute fast; on processors fp32, or bf16 where measured steps are faster"
+"""Why `train.precision` is what its plan has."""
 
 LONG_STEP = 5.0
 """Of a predicted step, above which it is said that one is tried: a trial takes several."""
@@ -38,38 +44,17 @@ TRIAL_SECONDS = 0.6
 """How long each candidate runs in each round, warm-up not counted."""
 
 
-def entered(workload: Workload, recipe: Recipe, saved: Checkpoints, world: int | None) -> Workload:
-    """The workload of the phase that the run is in, by its checkpoints. Raises UserError where it has several and ranks
-    are there."""
-    if world is not None and len(workload.phases()) > 1:
-        raise UserError(
-            f"The run has {len(workload.phases())} phases, and its ranks were started already.",
-            why="each phase is planned anew, and may want other ranks",
-            do="espalier train on one machine",
-        )
-    return phases.enter(recipe, workload, saved)
-
-
-def planned(
-    folder: runs.RunFolder,
-    resolved: prepare.Resolved,
-    workload: Workload,
-    cluster: clusters.Cluster,
-    world: int | None,
-) -> plans.Plan:
-    """The plan that the folder has, while it still holds; else a new one."""
-    plan = _resumed_plan(folder, resolved, cluster, workload)
-    if plan is None or (world is not None and len(plan.ranks) != world):
-        plan = choose(resolved, workload, cluster, world)
-    refuse_elsewhere(plan, world)
-    return plan
+def batches_of(plan: plans.Plan) -> Batches | None:
+    """What steps of a plan train on, where the recipe left that open."""
+    state: DiskBatchesState | None = plan.choices.get("disk_batches")
+    return None if state is None else state.batches
 
 
 def batches(
-    resolved: prepare.Resolved,
+    resolved: Resolved,
     workload: Workload,
-    planned: Callable[[prepare.Resolved, Workload], plans.Plan],
-    trials: Callable[[prepare.Resolved, Workload], Trials | None],
+    planned: Callable[[Resolved, Workload], plans.Plan],
+    trials: Callable[[Resolved, Workload], Trials | None],
 ) -> tuple[Batches, str]:
     """What steps train on, and why, of a recipe that leaves it open and was opened with the whole graph (`workload`).
     `planned`, `trials`: the plan of a recipe that does not, and what steps of it take here."""
@@ -87,14 +72,12 @@ def batches(
     return drawn_batches.choose(resolved.recipe, drawn, lambda chosen: planned(*opened(chosen)), tried)
 
 
-def with_batches(
-    resolved: prepare.Resolved, workload: Workload, chosen: Batches | None
-) -> tuple[prepare.Resolved, Workload]:
+def with_batches(resolved: Resolved, workload: Workload, chosen: Batches | None) -> tuple[Resolved, Workload]:
     """The recipe and its workload as `chosen`, of a recipe that leaves it open."""
     if chosen is None or not graphs.is_open(resolved.recipe):
         return resolved, workload
     resolved = replace(resolved, recipe=graphs.with_batches(resolved.recipe, chosen))
-    return resolved, prepare.open_workload(resolved) if chosen.fanout else workload
+    return resolved, workload_registry.open_workload(resolved, waiting) if chosen.fanout else workload
 
 
 def with_chosen(plan: plans.Plan, chosen: Batches | None, why: str = "") -> plans.Plan:
@@ -106,39 +89,7 @@ def with_chosen(plan: plans.Plan, chosen: Batches | None, why: str = "") -> plan
     return drawn_batches.told(plan, chosen, why)
 
 
-def on_hosts(nodes: Sequence[int], plan: plans.Plan, cluster: clusters.Cluster) -> plans.Plan:
-    """The plan with its ranks on the machines where they are, if those are the cluster's and ranks cannot be numbered
-    as the plan has them (`numbering`)."""
-    from espalier.launch.ranks import rank_assignment
-
-    nodes_of = [rank.node for rank in plan.trainer_ranks]
-    if cluster.machines != len(set(nodes)) or rank_assignment.follows(nodes, nodes_of):
-        return plan
-    ranks = [rank.changed(node=node) for rank, node in zip(plan.ranks, nodes, strict=False)]
-    return plan.changed(ranks=(*ranks, *plan.ranks[len(nodes) :]))
-
-
-def _resumed_plan(
-    folder: runs.RunFolder, resolved: prepare.Resolved, cluster: clusters.Cluster, workload: Workload
-) -> plans.Plan | None:
-    """The plan already in the run folder (perhaps edited), while recipe and machines still ask for the same."""
-    if not folder.exists() or not folder.plan.exists() or not folder.cluster.exists():
-        return None
-    logged = events.read(folder.events) if folder.events.exists() else ()
-    begun = [event["step"] for event in logged if event["event"] == "phase"]
-    if begun and begun[-1] != workload.phases()[0].start:  # the plan is of another phase
-        return None
-    before, asked = (
-        (recipe.plan, recipe.train.compile, recipe.tasks, recipe.towers) for recipe in (folder.read(), resolved.recipe)
-    )
-    plan = plans.check(plans.read(folder.plan), workload.global_batch, str(folder.plan))
-    same_machines = folder.cluster.read_text() == clusters.dumps(cluster)
-    return plan if before == asked and same_machines else None
-
-
-def choose(
-    resolved: prepare.Resolved, workload: Workload, cluster: clusters.Cluster, world: int | None = None
-) -> plans.Plan:
+def choose(resolved: Resolved, workload: Workload, cluster: clusters.Cluster, world: int | None = None) -> plans.Plan:
     """The plan for this recipe on these machines; with `world`, for exactly that many ranks. Raises UserError."""
     pinned = resolved.recipe.plan.pin.ranks
     if world is not None and pinned not in (None, world):
@@ -148,7 +99,7 @@ def choose(
         )
 
     trials = trials_of(resolved, workload, cluster, world)
-    request, calibration = prepare.request(resolved, world, workload), measurements.calibration(resolved.recipe)
+    request, calibration = resolve_recipe.request(resolved, world, workload), measurements.calibration(resolved.recipe)
     code = f"{version_check.code()} torch {torch.__version__}"
     key = partial(decision_cache.key, request, cluster, calibration, code)
     again = trials is not None and trials.doubtful()
@@ -159,21 +110,21 @@ def choose(
         plan = decide(request, cluster, calibration, trials).taken
         if trials is not None and trials.load > BUSY:
             what = f"other programs used {trials.load:.1f} cores while steps were tried"
-            prepare.say(f"Note: {what}: they are tried again when these have ended.")
+            say_progress(f"Note: {what}: they are tried again when these have ended.")
         # Trials that ran decide the same for whoever asks next.
         decision_cache.keep(key(None if trials is None else trials.known()), plan)
     return plan
 
 
 def trials_of(
-    resolved: prepare.Resolved, workload: Workload, cluster: clusters.Cluster, world: int | None = None
+    resolved: Resolved, workload: Workload, cluster: clusters.Cluster, world: int | None = None
 ) -> Trials | None:
     """Trials of real steps in real ranks of this machine; None where ranks are there already, or none are wanted."""
 
     def run(plan: plans.Plan) -> float:
         foreseen = 0.0 if plan.predicted is None else plan.predicted.step_seconds
         if foreseen > LONG_STEP:
-            prepare.say(f"trying steps of {show_seconds(foreseen)} with {key(plan)}")
+            say_progress(f"trying steps of {show_seconds(foreseen)} with {key(plan)}")
         return _seconds(plan, resolved, workload)
 
     if world is not None or not resolved.recipe.plan.trial:
@@ -190,7 +141,7 @@ def _here(plan: plans.Plan) -> bool:
     return all(rank.node == 0 for rank in plan.ranks) and len(wanted) <= (accelerator.count() if wanted else 0)
 
 
-def _seconds(plan: plans.Plan, resolved: prepare.Resolved, workload: Workload) -> float:
+def _seconds(plan: plans.Plan, resolved: Resolved, workload: Workload) -> float:
     """Seconds per step of `plan`, from real steps in real ranks. What it takes is loaded here: `plan` does without."""
     from espalier.launch.ranks import agent
     from espalier.train import rank_spec as launch
@@ -214,12 +165,74 @@ def refuse_elsewhere(plan: plans.Plan, world: int | None) -> None:
         )
 
 
-def refuse_roles(plan: plans.Plan) -> None:
-    """Raises UserError where the plan has processes that serve the ranks which another launcher has started."""
-    roles = sorted({rank.role for rank in plan.ranks} - {"trainer"})
-    if roles:
+# --- as a library call -----------------------------------------------------------------------------------------------
+
+
+def make_plan(
+    model: Any,
+    cluster: clusters.Cluster | str | Path,
+    *,
+    batch: int | None = None,
+    precision: str = "fp32",
+    calibration: Calibration | None = None,
+    **pins: Any,
+) -> plans.Plan:
+    """The plan for a model on a cluster; of a recipe the one that `espalier plan` shows and `espalier train` takes.
+
+    Args:
+        model: a recipe (or its path), or any `nn.Module`; of a bare module only its parameters are known.
+        cluster: or the path of a cluster file.
+        batch: samples per step; a recipe says its own.
+        precision: of a bare module; a recipe says its own.
+        calibration: what measurements say of the coefficients; None: what the recipe names (a file or a
+            run's folder), else datasheets.
+        pins: decisions already taken, by the names of a plan's layout: `dp=8`, `shard={"optimizer": 8}`, …; and `sync`,
+            when replicas agree: by default as the recipe says, and of a module `"auto"`, which is by rounds where links
+            between machines leave little else (`"every_step"`, or a `Co2(…)` of
+            `espalier.mechanisms.local_rounds.options`).
+
+    Returns:
+        The plan.
+
+    Raises:
+        UserError: a pin is not known or cannot be met, or nothing fits in memory (exit code 2 on the command line).
+    """
+    from espalier.plan.decide import decide
+    from espalier.plan.trials import Trials, key
+    from espalier.train.library_request import asked, cluster_of
+
+    where, sync = cluster_of(cluster), pins.pop("sync", None)
+    request, recipe = asked(model, batch, precision, pins)
+    if sync is not None:
+        request = request.changed(sync=_sync(sync))
+    if recipe is not None and graphs.is_open(recipe):
+        from espalier.mechanisms.disk_batches import drawn_batches
+
+        folder = Path(model).absolute().parent if isinstance(model, str | Path) else None
+        drawn = cast("Any", workload_registry.open_workload(Resolved(recipe, folder=folder))).drawn()
+
+        def planned(batches: Batches) -> plans.Plan:
+            settled = graphs.with_batches(recipe, batches)
+            return make_plan(settled, where, batch=batch, calibration=calibration, sync=sync, **pins)
+
+        def tried(batches: Batches, plan: plans.Plan) -> float | None:
+            return Trials(graphs.with_batches(recipe, batches), where).of([plan]).get(key(plan))
+
+        chosen, why = drawn_batches.choose(recipe, drawn, planned, tried)
+        return drawn_batches.told(planned(chosen), chosen, why)
+    known = calibration or (DATASHEET if recipe is None else measurements.calibration(recipe))
+    decision = decide(request, where, known, None if recipe is None else Trials(recipe, where))
+    if not decision.fits:
+        raise decision.refusal()
+    return decision.plan
+
+
+def _sync(given: Any) -> Sync:
+    known: dict[str, Sync] = {"auto": Auto(), "every_step": EveryStep()}
+    choice = known.get(given) if isinstance(given, str) else given
+    if not isinstance(choice, Sync):
         raise UserError(
-            f"The plan has processes with the role {' and '.join(roles)}, and another launcher has started the ranks.",
-            why="what torchrun, srun and mpiexec start are ranks that train; only espalier train starts the others",
-            do="espalier train without a launcher (--hosts a,b,c over several machines), or plan.pin.offload=none",
+            f"sync = {given!r} is not possible.",
+            do='"auto", "every_step", or espalier.mechanisms.local_rounds.options.Co2(…)',
         )
+    return choice

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from espalier.cli import measurements, prepare, run_plan
-from espalier.cli.run_start import RunStart
+from espalier.cli import measurements, resolve_recipe, run_plan
+from espalier.cli.start_run import RunStart
 from espalier.launch.ranks.resize import RunShape
 from espalier.launch.resilience.slowdown import Evidence
 from espalier.plan import base as plans
@@ -130,7 +130,7 @@ class RunResizer:
     def adopt(self, shape: RunShape) -> None:
         """See `Resizer.adopt`."""
         plan = next(plan for offered, plan in self._offered if offered is shape)
-        plan = run_plan.with_chosen(plan, prepare.batches_of(self.job.plan))
+        plan = run_plan.with_chosen(plan, run_plan.batches_of(self.job.plan))
         self.job = replace(self.job, plan=plan)
         self.job.folder.write(self.job.resolved.recipe, self.job.cluster, plan)
         self._offered.clear()
@@ -183,7 +183,7 @@ class RunResizer:
     def _request(self) -> Request:
         """What the planner is asked, as when the run was planned."""
         job = self.job
-        asked = prepare.request(job.resolved, None, job.workload)
+        asked = resolve_recipe.request(job.resolved, None, job.workload)
         from espalier.mechanisms.codecs import choice as codecs
 
         asked, _ = codecs.encoded(asked, job.cluster)

@@ -16,33 +16,25 @@ from typing import TYPE_CHECKING, Any, TextIO, cast
 import msgspec
 import torch
 
-from espalier import recipe as config
-from espalier.checkpoint.storage import open_place
-from espalier.cli import prepare as ready
-from espalier.cli import printing, run_data, run_plan, run_resizer, run_trust
-from espalier.cli.run_start import RunStart, owner_of
+from espalier.cli import printing, resolve_recipe, run_data, run_plan, run_resizer, run_trust, start_run
+from espalier.cli.start_run import RunInputs, RunStart
 from espalier.comm.rendezvous_wait import Deadline
 from espalier.kernels import accelerator
 from espalier.launch.launchers import detect_launcher
 from espalier.launch.ranks import supervisor
 from espalier.machine import cluster as clusters
 from espalier.machine import probe
-from espalier.parallel.workload import Workload
 from espalier.plan import base as plans
-from espalier.plan import checkpoint_cost
-from espalier.plan.request import AUTO
-from espalier.recipe import Constant, Recipe, graphs, model_kinds, recipe_file, units
-from espalier.recipe.base import Derivation
+from espalier.recipe import Recipe, recipe_file, units
 from espalier.recipe.errors import EspalierError, Interrupted
-from espalier.recipe.graphs import Batches
-from espalier.recipe.terminal import line, say
+from espalier.recipe.terminal import say
 from espalier.track.events import Log
-from espalier.track.progress import Forgiving, Progress, trouble
+from espalier.track.progress import Forgiving, Progress, trouble, waiting
 from espalier.train import phases, rejoin_signal, table, worker, workload_registry
 from espalier.train import rank_spec as launch
 from espalier.train import run_folder as runs
 from espalier.train.run_folder import RunFolder
-from espalier.train.workload_row import Freezes
+from espalier.train.workload_registry import Resolved
 
 if TYPE_CHECKING:
     from espalier.launch.hosts.announcement import Announcement
@@ -59,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
     torch.set_num_threads(1)  # ranks are forked from here; see launch.agent
     sys.stdout = cast("TextIO", Forgiving(sys.stdout))
     place = detect_launcher.place()
-    ranks = forked(lambda: prepared(arguments)) if place is None else _launched(arguments, place)
+    ranks = forked(lambda: start_run.of_command(arguments)) if place is None else _launched(arguments, place)
     return carry_out(ranks, arguments.json)
 
 
@@ -140,14 +132,14 @@ def announced(decide: Callable[[], Begun], others: Announcement) -> Begun:
     return job, hosts
 
 
-def heard(opened: Callable[[], OpenedRun], others: Announcement) -> Begun:
+def heard(opened: Callable[[], RunInputs], others: Announcement) -> Begun:
     """What another process has decided. `opened`: opens the data, then."""
     decided = msgspec.json.decode(others.hear(WAIT), type=Decided)
-    given, plan = opened(), plans.loads(decided.plan)
-    resolved, workload = run_plan.with_batches(given.resolved, given.workload, ready.batches_of(plan))
+    inputs, plan = opened(), plans.loads(decided.plan)
+    resolved, workload = run_plan.with_batches(inputs.resolved, inputs.workload, run_plan.batches_of(plan))
     job = RunStart(
         resolved, workload, clusters.loads(decided.cluster), plan, 0,
-        RunFolder(given.path), True, finished=decided.finished,
+        RunFolder(inputs.path), True, finished=decided.finished,
     )  # fmt: skip
     return job, decided.hosts
 
@@ -183,13 +175,14 @@ def _launched(arguments: argparse.Namespace, place: launch.RankSpec) -> Ranks:
     measured = _measured(place, resolved.recipe) if measures else None
 
     def decide() -> Begun:
-        given = replace(asked(resolved, arguments.run, arguments.json), launched=True)
+        inputs = replace(start_run.open_inputs(resolved, arguments.run, arguments.json), launched=True)
         nodes = [names.index(host) for host in hosts] if len(names) > 1 else None
-        job = decided(given, lambda: measured or ready.machines(resolved.recipe), place.world, nodes)
+        machines = partial(resolve_recipe.machines, resolved.recipe)
+        job = start_run.start_run(inputs, lambda: measured or machines(), place.world, nodes)
         return replace(job, finished=False), ()  # they meet also where nothing is left to do
 
-    def opened() -> OpenedRun:
-        return joining(resolved, arguments.run)
+    def opened() -> RunInputs:
+        return start_run.open_inputs(resolved, arguments.run, quiet=True, writes=False)
 
     run = partial(_live, place, hosts)
     if place.world == 1:
@@ -202,18 +195,18 @@ def _launched(arguments: argparse.Namespace, place: launch.RankSpec) -> Ranks:
     return Ranks(lambda: heard(opened, others), run, first=False)
 
 
-def _resolved(arguments: argparse.Namespace, place: launch.RankSpec | None) -> ready.Resolved:
+def _resolved(arguments: argparse.Namespace, place: launch.RankSpec | None) -> Resolved:
     """The recipe of a command line. `place`: of this rank, where others are on other hosts, which may not have the
     run's folder."""
     if place is None:
-        return ready.resolve(arguments.recipe, arguments.overrides, arguments.trust, arguments.run)
+        return resolve_recipe.resolve(arguments.recipe, arguments.overrides, arguments.trust, arguments.run)
     recipe = run_trust.load(arguments.recipe, arguments.overrides, arguments.trust)
     run = None if place.rank else runs.path_of(recipe, arguments.run)
     timeout = units.seconds(recipe.comm.timeout, "comm.timeout")
     store, deadline = launch.store(place, timeout), Deadline(timeout, f"Rank {place.rank}")
     shared_files = run_data.shared(store, f"espalier/{place.keys}/kept", run, deadline)
     folder = Path(arguments.recipe).absolute().parent
-    return workload_registry.settle(recipe, folder, ready.waiting, shared_files, arguments.trust)
+    return workload_registry.settle(recipe, folder, waiting, shared_files, arguments.trust)
 
 
 def _live(place: launch.RankSpec, started: Sequence[str], job: RunStart, hosts: Sequence[int]) -> bool:
@@ -255,7 +248,7 @@ def hosts_of(place: launch.RankSpec, timeout: float) -> list[str]:
 def _measured(place: launch.RankSpec, recipe: Recipe) -> clusters.Cluster:
     """The hosts of ranks that another launcher has started, and the links between them."""
     with worker.joined(replace(place, job=f"{place.job}-probe"), PROBING) as channel:
-        return ready.machines_of(channel, place, recipe)
+        return resolve_recipe.machines_of(channel, place, recipe)
 
 
 def seated(place: launch.RankSpec, timeout: float) -> launch.RankSpec:
@@ -285,7 +278,7 @@ def phased(job: RunStart) -> Iterator[RunStart]:
         plan = run_plan.choose(resolved, workload, job.cluster)
         run_plan.refuse_elsewhere(plan, None)
         folder.write(resolved.recipe, job.cluster, plan)
-        parameters = ready.parameters(resolved.recipe, workload)
+        parameters = resolve_recipe.parameters(resolved.recipe, workload)
         job = replace(job, workload=workload, plan=plan, parameters=parameters, new=False)
 
 
@@ -308,120 +301,6 @@ def _tell(job: RunStart, event: str, **fields: Any) -> None:
         entry = log.write(event, **fields)
     if not job.quiet and not entry.get("action", "").startswith("stop"):  # what ends the run is its error, said once
         say(trouble(entry), file=sys.stderr, flush=True)
-
-
-# --- before ------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class OpenedRun:
-    """A recipe whose data is open, and where its run is to go; nothing is decided or written yet."""
-
-    resolved: ready.Resolved
-    workload: Workload
-    path: Path
-    before: config.Recipe | None
-    """The recipe of the run that is taken up again."""
-    quiet: bool
-    launched: bool = False
-    """Another launcher has started the ranks, which all train."""
-    batches: Batches | None = None
-    """What its steps train on, where the recipe leaves that open and the run has begun."""
-
-
-def asked(resolved: ready.Resolved, run: str | None, quiet: bool) -> OpenedRun:
-    """Opens the data of a recipe. Raises UserError when the run's folder holds another run."""
-    recipe = resolved.recipe
-    path = runs.path_of(recipe, run)
-    before = None
-    runs.refuse_links(path)
-    batches = None
-    if (existing := runs.RunFolder(path)).exists():
-        if graphs.is_open(recipe) and existing.plan.exists():
-            batches = ready.batches_of(plans.read(existing.plan))
-        runs.refuse_other_meaning(existing, recipe if batches is None else graphs.with_batches(recipe, batches))
-        before = existing.read()
-    return OpenedRun(resolved, ready.open_workload(resolved), path, before, quiet, batches=batches)
-
-
-def joining(resolved: ready.Resolved, run: str | None) -> OpenedRun:
-    """Opens the data of a recipe on a rank that writes nothing."""
-    path = runs.path_of(resolved.recipe, run)
-    return OpenedRun(resolved, ready.open_workload(resolved), path, None, True)
-
-
-def prepared(arguments: argparse.Namespace, world: int | None = None) -> RunStart:
-    """The run of a command line, planned. `world`: ranks that there are already."""
-    resolved = ready.resolve(arguments.recipe, arguments.overrides, arguments.trust, arguments.run)
-    return decided(asked(resolved, arguments.run, arguments.json), lambda: ready.machines(resolved.recipe), world)
-
-
-def decided(
-    given: OpenedRun,
-    machines: Callable[[], clusters.Cluster],
-    world: int | None = None,
-    nodes: Sequence[int] | None = None,
-) -> RunStart:
-    """Plans the run and opens its folder. `nodes`: the machine that each rank is on already."""
-    recipe = given.resolved.recipe
-    open_place(recipe.checkpoint.target or given.path)  # an unknown scheme is refused before anything is written
-    cluster = machines()
-    folder = runs.open_folder(given.path)
-    try:
-        saved = phases.checkpoints(recipe, folder)
-        owner = owner_of(folder, recipe, given.workload.fingerprint(), saved)
-        saved.run = owner.identity
-        data = run_data.data_of(folder, recipe, given.workload)
-        chosen, why = given.batches, ""
-        if chosen is None and graphs.is_open(recipe):
-            choose = partial(run_plan.choose, cluster=cluster, world=world)
-            trials = partial(run_plan.trials_of, cluster=cluster, world=world)
-            chosen, why = run_plan.batches(given.resolved, given.workload, choose, trials)
-        resolved, workload = run_plan.with_batches(given.resolved, given.workload, chosen)
-        given, recipe = replace(given, workload=workload), resolved.recipe
-        workload = run_plan.entered(workload, recipe, saved, world)
-        plan = run_plan.planned(folder, resolved, workload, cluster, world)
-        plan = run_plan.with_chosen(plan, chosen, why)
-        if given.launched:
-            run_plan.refuse_roles(plan)
-        if nodes is not None:
-            plan = run_plan.on_hosts(nodes, plan, cluster)
-        checkpoint_cost.refuse_full(plan, recipe.checkpoint, folder.checkpoints)
-        entries = saved.entries()
-        finished = bool(entries) and not entries[-1].why and entries[-1].step >= (recipe.train.steps or 0)
-        begins = not finished or given.before is None
-        if begins:
-            owner.keep(folder, recipe)
-    except BaseException:
-        folder.discard_if_empty()
-        folder.release()
-        raise
-    if recipe.train.precision == AUTO:
-        by_plan = Derivation("train.precision", plan.precision, ready.PRECISION)
-        resolved = replace(resolved, derivations=[*resolved.derivations, by_plan])
-    if begins:
-        row = workload_registry.row(recipe)
-        freeze = partial(row.freeze, given.workload) if isinstance(row, Freezes) else None
-        data.keep(folder, freeze, workload.notes())
-        folder.write(recipe, cluster, plan)
-        if not given.quiet:
-            stretched = _stretched(given.before, recipe) if given.before else []
-            for note in [*owner.notes, *workload.notes(), *data.notes, *stretched]:
-                line(f"note: {note}")
-            printing.plan(plan, resolved.derivations, recipe.train.steps, model_kinds.of(recipe.model).unit)
-    parameters = ready.parameters(recipe, workload)
-    new = given.before is None and not entries
-    return RunStart(resolved, workload, cluster, plan, parameters, folder, given.quiet, given.workload, new, finished)
-
-
-def _stretched(before: config.Recipe, recipe: config.Recipe) -> list[str]:
-    """Says what growing the steps of a run does to its learning rate."""
-    if before.train.steps == recipe.train.steps or isinstance(recipe.train.schedule, Constant):
-        return []
-    return [
-        f"the schedule is stretched from {before.train.steps} to {recipe.train.steps} steps, so the learning rate "
-        'rises again before it falls; train.schedule.kind = "constant" extends smoothly'
-    ]
 
 
 # --- as one rank -------------------------------------------------------------------------------------------------

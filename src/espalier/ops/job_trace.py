@@ -23,7 +23,7 @@ from espalier.ops.diagnosis import diagnose
 from espalier.ops.taxonomy import NO_FAILURE
 from espalier.recipe.data_table import data_table
 from espalier.recipe.errors import UserError
-from espalier.track.run_tables import open_run
+from espalier.track.run_tables import RunTables
 
 Floats = NDArray[np.float64]
 Words = NDArray[np.str_]
@@ -210,7 +210,7 @@ def of_runs(folder: str | Path) -> Jobs:
 
 def _run(folder: Path) -> TracedJob:
     """A run as a row; the cause of one that failed is diagnosed from its logs."""
-    run = open_run(folder)
+    run = RunTables.read(folder)
     state = _TABLES["states"].get(run.state, "UNKNOWN")
     kind = str((run.recipe.get("model") or {}).get("kind") or run.start.get("workload") or "run")
     cause = diagnose(folder)[0].reason if state == "FAILED" else ""

@@ -29,6 +29,11 @@ def say(text: str = "", *, file: TextIO | None = None, flush: bool = False) -> N
         out.flush()
 
 
+def say_progress(text: str) -> None:
+    """A line of progress on standard error."""
+    say(text, file=sys.stderr, flush=True)
+
+
 def columns() -> int | None:
     """How wide the terminal is; None when the output goes elsewhere, where lines are left whole."""
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else None

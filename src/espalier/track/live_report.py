@@ -13,7 +13,7 @@ from pathlib import Path
 from espalier.recipe.errors import EspalierError, UserError
 from espalier.recipe.terminal import say
 from espalier.track.report import render
-from espalier.track.run_tables import open_run
+from espalier.track.run_tables import RunTables
 
 _HOST = "127.0.0.1"
 
@@ -27,7 +27,7 @@ class Live(ThreadingHTTPServer):
 
     def __init__(self, folder: str | Path, port: int = 0) -> None:
         self.folder = Path(folder)
-        open_run(self.folder)
+        RunTables.read(self.folder)
         self._lock = threading.Lock()
         self._seen: tuple[int, int] | None = None
         self._page = b""
@@ -53,7 +53,7 @@ class Live(ThreadingHTTPServer):
             stat = log.stat() if log.is_file() else None
             seen = (stat.st_size, stat.st_mtime_ns) if stat else (0, 0)
             if seen != self._seen or not self._page:
-                self._page = render(open_run(self.folder), live=True).encode()
+                self._page = render(RunTables.read(self.folder), live=True).encode()
                 self._seen = seen
             return self._page
 

@@ -7,7 +7,8 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Self, TextIO, cast
 
 from espalier.recipe.terminal import visible
@@ -295,6 +296,18 @@ class Waiting:
     def _write(self, text: str) -> None:
         self._out.write(visible(text) + "\n")
         self._out.flush()
+
+
+@contextmanager
+def waiting(what: str) -> Iterator[Callable[[int, int], None]]:
+    """Shows `what` on standard error once it has taken two seconds; called with (done, total)."""
+    with Waiting(what, total=0, out=sys.stderr) as bar:
+
+        def update(done: float, total: float) -> None:
+            bar.total = total
+            bar.advance(done - bar.done)
+
+        yield update
 
 
 class Stages(Waiting):

@@ -13,7 +13,7 @@ from espalier.recipe import cache_dir
 from espalier.recipe.units import plural, show_count, show_seconds, show_size
 from espalier.track import charts, page
 from espalier.track.page import Figure
-from espalier.track.run_tables import RunTables, open_run
+from espalier.track.run_tables import RunTables
 
 NAME = "report.html"
 
@@ -46,7 +46,7 @@ def write(folder: str | Path) -> Path:
     Raises UserError when there is no run in `folder`, or it cannot be written.
     """
     path = Path(folder) / NAME
-    cache_dir.replace(path, render(open_run(folder)))
+    cache_dir.replace(path, render(RunTables.read(folder)))
     return path
 
 

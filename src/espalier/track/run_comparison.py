@@ -14,7 +14,7 @@ from espalier.recipe.errors import UserError
 from espalier.recipe.units import show_count, show_seconds
 from espalier.track import charts, page, report
 from espalier.track.page import Figure
-from espalier.track.run_tables import RunTables, open_run
+from espalier.track.run_tables import RunTables
 
 NAME = "comparison.html"
 METRICS = 3
@@ -46,7 +46,7 @@ def runs_in(folder: str | Path) -> list[Summary]:
 
 def summary(folder: str | Path) -> Summary:
     """The run in `folder`. Raises UserError when there is none."""
-    run = open_run(folder)
+    run = RunTables.read(folder)
     steps = run.start.get("steps") or (run.recipe.get("train") or {}).get("steps") or 0
     metrics = {name: _last(run.validations[name]) for name in run.metrics()[:METRICS]}
     for label, table in (("validation loss", run.validations), ("loss", run.steps)):

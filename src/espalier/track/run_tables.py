@@ -15,7 +15,7 @@ import tomllib
 from collections.abc import Iterable
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,7 +23,8 @@ from numpy.typing import NDArray
 from espalier.recipe import model_kinds
 from espalier.recipe.errors import UserError, nearest
 from espalier.recipe.units import show_count, show_seconds, show_size
-from espalier.track.events import Event, read
+from espalier.track import events as event_log
+from espalier.track.events import Event
 from espalier.track.goodput import Account, GoodputMeter
 
 Table = dict[str, NDArray[Any]]
@@ -43,7 +44,7 @@ _QUIET = 60.0
 
 
 class RunTables:
-    """What a run folder holds. Made by `open_run`.
+    """What a run folder holds. Made by `RunTables.read`.
 
     Tables are dicts of equally long NumPy arrays: numbers as float64 (`step` as int64; what an event lacks is NaN),
     the rest as objects. Fields that are tables themselves become `bytes.gradients` and the like. A table without rows
@@ -69,6 +70,20 @@ class RunTables:
         self._tables: dict[str, Table] = {}
         for event in events:
             self._take(event)
+
+    @classmethod
+    def read(cls, folder: str | Path) -> Self:
+        """The run in `folder`. Raises UserError when there is no such folder, or no run in it."""
+        path = Path(folder)
+        if not path.is_dir():
+            near = nearest(path.name, _siblings(path))
+            hint = f"did you mean {path.parent / near}?" if near else "name the folder of a run, such as runs/language"
+            raise UserError(f"No folder {path}.", do=hint)
+        log = path / "events.jsonl"
+        if not log.is_file() and not (path / "run.toml").is_file():
+            what = f"{path} is not a run folder: it has no events.jsonl."
+            raise UserError(what, do="espalier train RECIPE makes one")
+        return cls(path, event_log.read(log) if log.is_file() else ())
 
     @property
     def steps(self) -> Table:
@@ -228,24 +243,6 @@ class RunTables:
             return not alive
         usual = float(np.median([row.get("seconds") or 0.0 for row in self._rows["step"][-50:]] or [0.0]))
         return time.time() - self.last_time > _QUIET + 10 * usual
-
-
-def open_run(folder: str | Path) -> RunTables:
-    """The run in `folder`. Raises UserError when there is no such folder, or no run in it."""
-    return RunTables(*run_files(folder))
-
-
-def run_files(folder: str | Path) -> tuple[Path, Iterable[Event]]:
-    """The path and the events of the run in `folder`. Raises UserError."""
-    path = Path(folder)
-    if not path.is_dir():
-        near = nearest(path.name, _siblings(path))
-        hint = f"did you mean {path.parent / near}?" if near else "name the folder of a run, such as runs/language"
-        raise UserError(f"No folder {path}.", do=hint)
-    if not (path / "events.jsonl").is_file() and not (path / "run.toml").is_file():
-        raise UserError(f"{path} is not a run folder: it has no events.jsonl.", do="espalier train RECIPE makes one")
-    log = path / "events.jsonl"
-    return path, read(log) if log.is_file() else ()
 
 
 def _siblings(path: Path) -> list[str]:

@@ -103,14 +103,32 @@ class RunFolder:
         return self.preprocessing
 
     def lock(self, place: Path, name: str, other: str) -> None:
-        """Locks the folder `place` against other processes, until `release`.
+        """Locks the folder `place`, made if need be, against other processes, until `release`.
 
         Args:
             name: what it is, for messages; other: how another one is named.
 
         Raises UserError where another process has it, or it cannot be locked.
         """
-        self.locks += (_locked(place, name, other),)
+        try:
+            place.mkdir(parents=True, exist_ok=True)
+            lock = os.open(place / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+        except OSError as error:
+            raise unwritable(place, error) from None
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            owner = os.pread(lock, 64, 0).decode(errors="replace").strip() or "unknown"
+            os.close(lock)
+            if isinstance(error, BlockingIOError):
+                what = f"{name} {place} is in use by another process (pid {owner})."
+                raise UserError(what, do=f"wait for it, stop it, or {other}") from None
+            what = f"{name} {place} cannot be locked: {error.strerror}."
+            raise UserError(what, do=f"mount that file system with locks (flock), or {other}") from None
+        with contextlib.suppress(OSError):  # the number is a courtesy to whom finds the folder locked
+            os.ftruncate(lock, 0)
+            os.pwrite(lock, str(os.getpid()).encode(), 0)
+        self.locks += (lock,)
 
     def release(self) -> None:
         """Lets other processes have the folder, and the target."""
@@ -201,35 +219,12 @@ def path_of(recipe: config.Recipe, run: str | None) -> Path:
     return Path(run or Path("runs") / recipe.name)
 
 
-def open_folder(path: str | Path) -> RunFolder:
+def lock_folder(path: str | Path) -> RunFolder:
     """The folder at `path`, made if need be and locked against other processes. Raises UserError when it cannot be."""
     folder = RunFolder(Path(path))
     refuse_links(folder.path)
     folder.lock(folder.path, "The run folder", "give another folder with --run")
     return folder
-
-
-def _locked(place: Path, name: str, other: str) -> int:
-    """A descriptor that locks the folder `place` while it is open."""
-    try:
-        place.mkdir(parents=True, exist_ok=True)
-        lock = os.open(place / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
-    except OSError as error:
-        raise unwritable(place, error) from None
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        owner = os.pread(lock, 64, 0).decode(errors="replace").strip() or "unknown"
-        os.close(lock)
-        if isinstance(error, BlockingIOError):
-            what = f"{name} {place} is in use by another process (pid {owner})."
-            raise UserError(what, do=f"wait for it, stop it, or {other}") from None
-        what = f"{name} {place} cannot be locked: {error.strerror}."
-        raise UserError(what, do=f"mount that file system with locks (flock), or {other}") from None
-    with contextlib.suppress(OSError):  # the number is a courtesy to whom finds the folder locked
-        os.ftruncate(lock, 0)
-        os.pwrite(lock, str(os.getpid()).encode(), 0)
-    return lock
 
 
 def _in_common(before: config.Recipe, after: config.Recipe) -> tuple[config.Recipe, config.Recipe]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from espalier.cli import prepare
+from espalier.cli import resolve_recipe
 from espalier.cli.main import main
 from espalier.machine import cluster as clusters
 from espalier.plan.base import Plan
@@ -55,7 +55,7 @@ iops_parallel = 20000
 def planned(folder: Path, memory: str, disk: float = 1e9) -> Plan:
     (folder / "recipe.toml").write_text(RECIPE.format(folder=folder, memory=memory))
     cluster = clusters.loads(MACHINE + (DISK.format(read=disk) if disk else ""))
-    return decide(prepare.request(prepare.resolve(folder / "recipe.toml", [])), cluster).plan
+    return decide(resolve_recipe.request(resolve_recipe.resolve(folder / "recipe.toml", [])), cluster).plan
 
 
 def sizes(plan: Plan, what: str) -> float:
@@ -118,7 +118,7 @@ def test_how_results_of_layers_lie_on_disk_is_said_with_the_bytes_of_both_forms(
 ) -> None:
     recipe = RECIPE.replace("nodes=6000", f"nodes={nodes}").format(folder=tmp_path, memory=memory)
     (tmp_path / "recipe.toml").write_text(recipe)
-    request = prepare.request(prepare.resolve(tmp_path / "recipe.toml", []))
+    request = resolve_recipe.request(resolve_recipe.resolve(tmp_path / "recipe.toml", []))
     plan = decide(request, clusters.loads(MACHINE)).plan
     (told,) = (line for line in plan.why if "results of layer 1" in line)
     assert ("are written by ranges with the rows that each reads (condensed)" in told) == pays

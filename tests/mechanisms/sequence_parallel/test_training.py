@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from espalier.checkpoint.save_and_restore import Checkpoints
-from espalier.cli import prepare
+from espalier.cli import resolve_recipe
 from espalier.language.decoder_workload import TokenWindows
 from espalier.language.workload import LanguageWorkload, open_language
 from espalier.launch.ranks import agent
@@ -28,6 +28,7 @@ from espalier.recipe.errors import Interrupted, UserError
 from espalier.train import rank_spec as launch
 from espalier.train import table, trainer, worker
 from espalier.train.rank_setup import RankSetup
+from espalier.train.workload_registry import Resolved
 
 STEPS = 5
 
@@ -159,7 +160,7 @@ def test_weights_are_sharded_over_ranks_of_their_own_number(
     """Over 1, 2 or 4 of four ranks, whether these share one sequence or two: neither degree asks for the other."""
     recipe, (heads, context, window) = recipe_of(corpus), cut
     machine = cluster.loads('[[nodes]]\ndevice = "cpu"\ncores = 4\nmemory = "8GiB"\n')
-    request = prepare.request(prepare.Resolved(recipe))
+    request = resolve_recipe.request(Resolved(recipe))
     for factors in ((1, 1, 1), (2, 2, 2), (4, 4, 4), (2, 2, 4)):
         found, sent = train(recipe, plan_of(4, cut, units=sharded(*factors), placement="context_first"))
         assert found == pytest.approx(whole, rel=1e-9), factors

@@ -13,7 +13,7 @@ import pytest
 import tiny_tasks
 import torch
 
-from espalier.cli import train
+from espalier.cli import start_run, train
 from espalier.mechanisms.task_waves import wave_schedule as spindle
 from espalier.recipe import recipe_file
 from espalier.train import worker
@@ -41,7 +41,7 @@ def prepared(folder: Path) -> Any:
     arguments = argparse.Namespace(
         recipe=path, overrides=[], run=str(folder / "run"), json=True, trust=True, frozen=False
     )
-    return train.prepared(arguments)
+    return start_run.of_command(arguments)
 
 
 def told(monkeypatch: pytest.MonkeyPatch, folder: Path, slow: int | None) -> list[dict[str, Any]]:

@@ -207,7 +207,7 @@ def test_a_task_comes_and_goes_between_runs_and_the_others_do_not_notice(two: pl
 
 
 def test_tasks_that_stay_have_to_stay_what_they_are(tmp_path: Path) -> None:
-    folder = runs.open_folder(tmp_path / "run")
+    folder = runs.lock_folder(tmp_path / "run")
     folder.write(tiny_tasks.resolved().recipe, MACHINE, ALONE)
     runs.refuse_other_meaning(folder, tiny_tasks.resolved(**some("match", "write")).recipe)
     for changes in (

@@ -12,7 +12,7 @@ import torch
 from decoders import whole
 
 from espalier.checkpoint.save_and_restore import Checkpoints
-from espalier.cli import prepare
+from espalier.cli import resolve_recipe
 from espalier.language import generate, hf
 from espalier.language.gpt import roles
 from espalier.language.workload import open_language
@@ -27,6 +27,7 @@ from espalier.recipe.errors import Interrupted, UserError
 from espalier.train import rank_spec as launch
 from espalier.train import table, trainer, worker
 from espalier.train.rank_setup import RankSetup
+from espalier.train.workload_registry import Resolved
 
 STEPS = 4
 
@@ -307,7 +308,7 @@ def test_error_feedback_goes_on_bit_for_bit(corpus: Path, tmp_path: Path) -> Non
 def test_the_plan_s_bytes_are_the_ledger_s(corpus: Path, tmp_path: Path, algorithm: str, mode: str) -> None:
     recipe = recipe_of(corpus, sequence=16, batch_tokens=128)
     machine = cluster.loads('[[nodes]]\ndevice = "cpu"\ncores = 4\nmemory = "8GiB"\n')
-    request = prepare.request(prepare.Resolved(recipe))
+    request = resolve_recipe.request(Resolved(recipe))
     for ranks in (2, 4):
         layout = Layouts(algorithm=algorithm, recompute=mode, dp=ranks // 2, tp=2, micro_batch=2)
         predicted = estimate(request, machine, layout).sent_bytes

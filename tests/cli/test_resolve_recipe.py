@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from espalier import recipe as config
-from espalier.cli import prepare
+from espalier.cli import resolve_recipe
 from espalier.language import decoder_workload as language
 from espalier.optim.base import names_of
 from espalier.recipe import decoder_shapes, defaults
+from espalier.train.workload_registry import Resolved
 
 
 def resolved(model: config.Gpt | config.Moe) -> config.Recipe:
@@ -26,7 +27,7 @@ def resolved(model: config.Gpt | config.Moe) -> config.Recipe:
 def test_counting_blocks_equals_building_them(kind: type[config.Gpt], tied: bool, depth: int) -> None:
     recipe = resolved(kind(depth=depth, width=64, heads=2, kv_heads=1, vocabulary=100, tied=tied))
     assert isinstance(recipe.model, config.Gpt | config.Moe)
-    request = prepare.request(prepare.Resolved(recipe))
+    request = resolve_recipe.request(Resolved(recipe))
     model = language.new_model(recipe.model, 0, torch.device("meta"))
     trainable = names_of(model)
     outside = set(language.embeddings(model))
@@ -44,8 +45,8 @@ def test_counting_blocks_equals_building_them(kind: type[config.Gpt], tied: bool
 def test_deep_models_are_asked_about_at_once(model: config.Gpt) -> None:
     recipe = resolved(msgspec.structs.replace(model, vocabulary=50257))
     assert isinstance(recipe.model, config.Gpt)
-    prepare.request(prepare.Resolved(resolved(config.Gpt(depth=1, vocabulary=64))))  # imports what it takes
+    resolve_recipe.request(Resolved(resolved(config.Gpt(depth=1, vocabulary=64))))  # imports what it takes
     begun = time.process_time()
-    request = prepare.request(prepare.Resolved(recipe))
+    request = resolve_recipe.request(Resolved(recipe))
     assert time.process_time() - begun < 1
     assert request.profile.parameters == decoder_shapes.parameter_count(recipe.model)

@@ -1,15 +1,12 @@
-"""Prepares a recipe for the verbs: resolves it, opens its data, probes its machines, asks for its plan."""
+"""Resolves a recipe: what it leaves open, the machines it is for, and what the planner is asked."""
 
 from __future__ import annotations
 
 import shutil
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
@@ -18,21 +15,14 @@ from espalier.comm import plain_collectives
 from espalier.machine import cluster as clusters
 from espalier.machine import probe
 from espalier.parallel.workload import Workload
-from espalier.plan.base import Plan
 from espalier.plan.request import Request
-from espalier.recipe import Recipe, terminal
-from espalier.recipe.graphs import Batches
-from espalier.track.progress import Waiting
+from espalier.recipe import Recipe
+from espalier.recipe.terminal import say_progress
+from espalier.track.progress import waiting
 from espalier.train import request_from_recipe, workload_registry
 from espalier.train.rank_spec import RankSpec
 from espalier.train.run_folder import RunFolder, path_of
-
-if TYPE_CHECKING:
-    from espalier.mechanisms.disk_batches.state import DiskBatchesState
-
-Resolved = workload_registry.Resolved
-PRECISION = "on GPUs the fastest of what they compute fast; on processors fp32, or bf16 where measured steps are faster"
-"""Why `train.precision` is what its plan has."""
+from espalier.train.workload_registry import Resolved
 
 
 def resolve(path: str | Path, overrides: Sequence[str], trust: bool = False, run: str | None = None) -> Resolved:
@@ -44,23 +34,12 @@ def resolve(path: str | Path, overrides: Sequence[str], trust: bool = False, run
     return workload_registry.settle(recipe, Path(path).absolute().parent, waiting, frozen, trust)
 
 
-def open_workload(resolved: Resolved) -> Workload:
-    """The workload of a resolved recipe, its data opened (built on first use, with a progress bar)."""
-    return workload_registry.open_workload(resolved, waiting)
-
-
-def batches_of(plan: Plan) -> Batches | None:
-    """What steps of a plan train on, where the recipe left that open."""
-    state: DiskBatchesState | None = plan.choices.get("disk_batches")
-    return None if state is None else state.batches
-
-
 def machines(recipe: Recipe, cluster: str | None = None) -> clusters.Cluster:
     """The cluster file that was named, else this machine (probed once, then from the cache)."""
     named = cluster or recipe.plan.cluster
     if named is not None:
         return clusters.read(named)
-    return probe.ready(say=say)
+    return probe.ready(say=say_progress)
 
 
 def machines_of(channel: dist.ProcessGroup | None, place: RankSpec, recipe: Recipe) -> clusters.Cluster:
@@ -76,36 +55,19 @@ def machines_of(channel: dist.ProcessGroup | None, place: RankSpec, recipe: Reci
         cluster = clusters.read(recipe.plan.cluster) if recipe.plan.cluster else multihost_probe.stored_cluster(key)
         known = clusters.dumps(cluster) if cluster is not None else None
         if cluster is None:
-            say("Measuring the hosts and the links between them (once).")
+            say_progress("Measuring the hosts and the links between them (once).")
     known = plain_collectives.broadcast(known, channel)
     if known is not None:
         return clusters.loads(known)
-    measured = multihost_probe.probe_ranks(channel, place.local_rank, lambda: probe.ready(say=say))
+    measured = multihost_probe.probe_ranks(channel, place.local_rank, lambda: probe.ready(say=say_progress))
     multihost_probe.keep(measured, key)
     return measured
-
-
-def say(text: str) -> None:
-    """A line of progress on standard error."""
-    terminal.say(text, file=sys.stderr, flush=True)
 
 
 def say_notes(workload: Workload) -> None:
     """What is to be known of the data of a workload, on standard error."""
     for note in workload.notes():
-        say(f"note: {note}")
-
-
-@contextmanager
-def waiting(what: str) -> Iterator[Callable[[int, int], None]]:
-    """Shows `what` on standard error once it has taken two seconds; called with (done, total)."""
-    with Waiting(what, total=0, out=sys.stderr) as bar:
-
-        def update(done: float, total: float) -> None:
-            bar.total = total
-            bar.advance(done - bar.done)
-
-        yield update
+        say_progress(f"note: {note}")
 
 
 def parameters(recipe: Recipe, workload: Workload) -> int:
@@ -119,9 +81,9 @@ def request(resolved: Resolved, ranks: int | None = None, workload: Workload | N
 
     @cache
     def opened() -> Workload:
-        made = open_workload(resolved)
-        say_notes(made)
-        return made
+        workload = workload_registry.open_workload(resolved, waiting)
+        say_notes(workload)
+        return workload
 
     asked = request_from_recipe.of_recipe(resolved.recipe, lambda: workload or opened())
     if ranks is not None:
