@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 
 from espalier.ops import incidents, rules
 from espalier.ops.diagnosis import Means, diagnose
 from espalier.ops.taxonomy import NO_FAILURE, Diagnosis, as_dict, restart_helps
 from espalier.recipe.errors import EspalierError, UserError
-from espalier.recipe.terminal import line, say
+from espalier.recipe.terminal import line, say, say_progress
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -38,7 +37,7 @@ def _refused(path: str, error: EspalierError, as_json: bool) -> None:
     if as_json:
         print(json.dumps({"file": path, "error": error.what, "why": error.why, "try": error.do}), flush=True)
     else:
-        say(f"espalier: {error}", file=sys.stderr, flush=True)
+        say_progress(f"espalier: {error}")
 
 
 def _tell(diagnoses: list[Diagnosis], as_json: bool) -> None:

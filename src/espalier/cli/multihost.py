@@ -23,7 +23,7 @@ from espalier.launch.launchers import torchrun
 from espalier.machine import cluster as clusters
 from espalier.recipe import Recipe, cache_dir, mechanism_options, recipe_file, units, value_ranges
 from espalier.recipe.errors import EspalierError, PeerLost, RunFailed, UserError
-from espalier.recipe.terminal import say
+from espalier.recipe.terminal import say, say_progress
 from espalier.track.events import read
 from espalier.track.progress import Forgiving, trouble
 from espalier.train.failure import Failure, RestartBudget
@@ -151,4 +151,4 @@ def _show(far: Far, stream: str, line: str) -> None:
 
 def _say(lines: Sequence[str]) -> None:
     for line in lines:
-        say(line, file=sys.stderr, flush=True)
+        say_progress(line)

@@ -15,7 +15,7 @@ from typing import Any
 from espalier.cli import chat_server, infer_over_ranks
 from espalier.cli.open_run import DataChoice, Trained, load_trained
 from espalier.recipe.errors import UserError
-from espalier.recipe.terminal import say, visible
+from espalier.recipe.terminal import say, say_progress, visible
 from espalier.train import run_folder as runs
 from espalier.train import workload_registry
 from espalier.train.workload_row import Chats, Predicts, Renders, Row, Sampling, Tokenizes
@@ -57,7 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
             if arguments.json:
                 _print({"error": error.what, "try": error.do, "input": asked})
             else:
-                say(f"espalier: {error}", file=sys.stderr, flush=True)
+                say_progress(f"espalier: {error}")
     return 2 if failed else 0
 
 

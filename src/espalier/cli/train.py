@@ -27,7 +27,7 @@ from espalier.machine import probe
 from espalier.plan import base as plans
 from espalier.recipe import Recipe, recipe_file, units
 from espalier.recipe.errors import EspalierError, Interrupted
-from espalier.recipe.terminal import say
+from espalier.recipe.terminal import say, say_progress
 from espalier.track.events import Log
 from espalier.track.progress import Forgiving, Progress, trouble, waiting
 from espalier.train import phases, rejoin_signal, table, worker, workload_registry
@@ -300,7 +300,7 @@ def _tell(job: RunStart, event: str, **fields: Any) -> None:
     with Log(job.folder.events) as log:
         entry = log.write(event, **fields)
     if not job.quiet and not entry.get("action", "").startswith("stop"):  # what ends the run is its error, said once
-        say(trouble(entry), file=sys.stderr, flush=True)
+        say_progress(trouble(entry))
 
 
 # --- as one rank -------------------------------------------------------------------------------------------------

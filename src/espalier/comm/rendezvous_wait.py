@@ -12,7 +12,6 @@ from __future__ import annotations
 import secrets
 import socket
 import struct
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -20,7 +19,7 @@ from concurrent.futures import Future, wait
 from typing import Any, TypeVar
 
 from espalier.recipe.errors import EspalierError, PeerLost
-from espalier.recipe.terminal import say
+from espalier.recipe.terminal import say_progress
 from espalier.recipe.units import show_seconds
 
 QUIET = 1.0
@@ -102,7 +101,7 @@ class Deadline:
         threading.Thread(target=ask, name="wait", daemon=True).start()
         try:
             if not wait([answer], self.quiet).done and self.left:
-                say(self.first_line(awaited()), file=sys.stderr, flush=True)
+                say_progress(self.first_line(awaited()))
             wait([answer], self.left + _GRACE)
         finally:
             if not answer.done():  # a thread that is in a store when the interpreter ends would bring it down

@@ -16,7 +16,6 @@ import os
 import selectors
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -35,7 +34,7 @@ from espalier.launch.ranks import postmortem
 from espalier.machine import network_interface
 from espalier.recipe import Launch
 from espalier.recipe.errors import EspalierError, HostLost, UserError
-from espalier.recipe.terminal import say
+from espalier.recipe.terminal import say_progress
 from espalier.train.signal_handling import handling
 
 AWAITED = {
@@ -197,7 +196,7 @@ class Crowd:
         while (late := [far for far in whom if not far.answered(kinds)]) and time.monotonic() < deadline:
             if time.monotonic() >= silent_until:
                 awaited = f"{', '.join(far.host.name for far in late)} to {AWAITED[kinds[0]]}"
-                say(limit.first_line(awaited), file=sys.stderr, flush=True)
+                say_progress(limit.first_line(awaited))
                 silent_until = math.inf
             self._listen(min(0.5, limit.quiet, max(0.0, deadline - time.monotonic())))
             failed = [far for far in self.all if far.error is not None]
