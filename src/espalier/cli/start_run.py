@@ -122,13 +122,6 @@ class RunStart:
 # --- whose checkpoints they are --------------------------------------------------------------------------------------
 
 
-def meaning(recipe: Recipe, data: str) -> str:
-    """A digest of what a run means. `data`: its fingerprint, which stands for the paths."""
-    options = recipe_file.meaning(recipe)
-    paths = [key for key in options if key.startswith("data.") and key.endswith(".path")]
-    return cache_dir.hashed([{key: options[key] for key in options.keys() - {*paths}}, data])
-
-
 @dataclass(frozen=True)
 class Owner:
     """The identity of a run that starts, and what is to be said of it."""
@@ -157,12 +150,16 @@ class Owner:
 
 
 def owner_of(folder: runs.RunFolder, recipe: Recipe, data: str, saved: Checkpoints) -> Owner:
-    """Who the checkpoints of a run belong to that starts or goes on; `data`: the fingerprint of its data.
+    """Who the checkpoints of a run belong to that starts or goes on; `data`: the fingerprint of its data,
+    which stands for their paths in the digest of what the run means.
 
     A run without a folder that means the same as the run of the newest checkpoint goes on as that one: its folder was
     lost, and its checkpoints are elsewhere. Raises UserError where a checkpoint is of another run.
     """
-    digest, entries, before = meaning(recipe, data), saved.entries(), run_identity.read(folder.path)
+    options = recipe_file.meaning(recipe)
+    paths = {key for key in options if key.startswith("data.") and key.endswith(".path")}
+    digest = cache_dir.hashed([{key: options[key] for key in options.keys() - paths}, data])
+    entries, before = saved.entries(), run_identity.read(folder.path)
     stamps = [entry.run for entry in entries if entry.run is not None]
     if before is not None:
         owner = Owner(before.now_means(digest), saved)
