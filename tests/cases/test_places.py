@@ -85,17 +85,72 @@ def test_a_checkpoint_of_another_run_in_the_place_of_this_runs_is_refused_by_nam
     assert {file.name: file.read_bytes() for file in place.iterdir()} == weights
 
 
-def test_two_runs_with_one_target_are_not_taken_for_one(home: Path) -> None:
+def target_of(home: Path, run: str, target: str) -> Path:
+    """The folder of a run below its `checkpoint.target`."""
+    return home / target / f"{run}-{json.loads((home / run / 'run.json').read_text())['run']['id']}"
+
+
+def test_two_runs_with_one_target_have_a_folder_each_and_one_of_another_is_refused_by_name(home: Path) -> None:
     shared = f"checkpoint.target={home / 'shared'}"
     trained(home, "three", shared)
-    done = train(home, "four", shared, "train.seed=2")
+    trained(home, "four", shared, "train.seed=2")
+    folders = [target_of(home, run, "shared") for run in ("three", "four")]
+    assert sorted(place.parent for place in (home / "shared").glob("*/step-00000002")) == sorted(folders)
+    trained(home, "three", shared, "train.steps=3")
+    assert (folders[0] / "step-00000003").exists()
+    assert forked(home, "eval", "three", "--json").stdout != forked(home, "eval", "four", "--json").stdout
+    for name in ("step-00000003", "step-00000002"):  # before its first checkpoint a run has its folder too
+        done = train(home, "five", f"checkpoint.target={folders[0]}", "train.seed=3")
+        assert done.returncode == 2
+        assert re.search(r"(step-0000000.|owner.json) belongs to run three \(\w+\) of host .*, begun on", done.stderr)
+        assert "espalier train --from the folder of that run if you mean to continue it" in done.stderr
+        assert not (home / "five").exists()
+        shutil.rmtree(folders[0] / name)
+
+
+def test_a_target_that_an_earlier_version_filled_stays_its_runs(home: Path) -> None:
+    target = f"checkpoint.target={home / 'saved'}"
+    trained(home, "three", target)
+    before = target_of(home, "three", "saved")
+    for entry in before.iterdir():
+        entry.rename(home / "saved" / entry.name)
+    before.rmdir()
+    trained(home, "three", target, "train.steps=3")
+    assert (home / "saved" / "step-00000003").exists()
+    done = train(home, "four", target, "train.seed=2")
     assert done.returncode == 2
-    assert "shared/step-00000002 belongs to run three" in done.stderr
-    assert not (home / "four").exists()
-    shutil.rmtree(home / "shared" / "step-00000002")  # before its first checkpoint a run has its target too
-    done = train(home, "four", shared, "train.seed=2")
-    assert done.returncode == 2
-    assert "shared/owner.json belongs to run three" in done.stderr
+    assert "saved/step-00000002 belongs to run three" in done.stderr
+
+
+def test_a_fork_goes_on_from_another_run_and_both_say_it(home: Path) -> None:
+    changes = "train.seed=3", "train.steps=3", f"checkpoint.target={home / 'forks'}"
+    trained(home, "four", "--from", "one", *changes)
+    first, identity = (json.loads((home / run / "run.json").read_text()) for run in ("one", "four"))
+    assert identity["forked"] == {"run": first["run"], "step": 2}
+    assert identity["run"]["id"] != first["run"]["id"]
+    told = json.loads((home / "one" / "events.jsonl").read_text().splitlines()[-1])
+    assert (told["event"], told["step"], told["run"]["id"]) == ("fork", 2, identity["run"]["id"])
+    events = list(map(json.loads, (home / "four" / "events.jsonl").read_text().splitlines()))
+    assert [event["step"] for event in events if event["event"] == "step"] == [3]
+    assert events[0]["forked"] == identity["forked"]
+    weights = [place / "step-00000002" / "__0_0.distcp" for place in (home / "one" / "checkpoints",
+               target_of(home, "four", "forks"))]  # fmt: skip
+    assert weights[0].read_bytes() == weights[1].read_bytes()
+    again = train(home, "four", "--from", "one", *changes)
+    assert (again.returncode, "is finished" in again.stdout) == (0, True)
+    for other in (["--from", "two"], ["--from", "nowhere"]):
+        assert train(home, "four", *other, *changes).returncode == 2
+
+
+def test_names_in_the_wrong_order_are_said(home: Path) -> None:
+    for words, answer in (
+        (["train", "one"], "one is a folder, not a recipe."),
+        (["eval", "r.toml"], "r.toml is a file, and this names a run folder."),
+        (["predict", "a line", "one"], "espalier predict one 'a line'"),
+        (["train", "r.toml", "--from", "r.toml"], "r.toml is a file, and this names a run folder."),
+    ):
+        done = forked(home, *words)
+        assert (done.returncode, answer in done.stderr) == (2, True), done.stderr
 
 
 def test_a_run_whose_folder_was_lost_goes_on_from_its_target(home: Path) -> None:
@@ -103,11 +158,11 @@ def test_a_run_whose_folder_was_lost_goes_on_from_its_target(home: Path) -> None
     trained(home, "three", target)
     lost = json.loads((home / "three" / "run.json").read_text())
     shutil.rmtree(home / "three")
-    done = train(home, "again", target, "train.steps=3")
+    done = train(home, "three", target, "train.steps=3")
     assert done.returncode == 0, done.stderr
     assert "with the same recipe, seed and data: the run goes on as that one" in done.stdout
-    assert json.loads((home / "again" / "run.json").read_text())["run"]["id"] == lost["run"]["id"]
-    steps = [json.loads(line) for line in (home / "again" / "events.jsonl").read_text().splitlines()]
+    assert json.loads((home / "three" / "run.json").read_text())["run"]["id"] == lost["run"]["id"]
+    steps = [json.loads(line) for line in (home / "three" / "events.jsonl").read_text().splitlines()]
     assert [event["step"] for event in steps if event["event"] == "step"] == [3]
 
 
@@ -115,12 +170,13 @@ def test_two_copies_of_a_run_do_not_write_to_one_target_at_once(home: Path) -> N
     target = home / "saved"
     trained(home, "three", f"checkpoint.target={target}")
     shutil.copytree(home / "three", home / "copy")
-    with (target / ".lock").open("r+") as file:
+    place = target_of(home, "three", "saved")
+    with (place / ".lock").open("r+") as file:
         fcntl.flock(file, fcntl.LOCK_EX)  # as a process does that trains `three`
         done = train(home, "copy", f"checkpoint.target={target}", "train.steps=3")
     assert done.returncode == 2
-    assert f"checkpoint.target {target} is in use by another process" in done.stderr
-    assert [place.name for place in target.glob("step-*")] == ["step-00000002"]
+    assert f"checkpoint.target {place} is in use by another process" in done.stderr
+    assert [saved.name for saved in place.glob("step-*")] == ["step-00000002"]
     trained(home, "copy", f"checkpoint.target={target}", "train.steps=3")
 
 
@@ -129,11 +185,13 @@ def test_a_target_that_is_the_run_folder_is_locked_once(home: Path) -> None:
 
 
 def test_the_lock_of_a_target_is_no_link(home: Path) -> None:
-    target, other = home / "saved", home / "other"
-    target.mkdir()
+    target, other = f"checkpoint.target={home / 'saved'}", home / "other"
+    trained(home, "three", target)
     other.write_text("text")
-    (target / ".lock").symlink_to(other)
-    assert train(home, "three", f"checkpoint.target={target}").returncode == 2
+    lock = target_of(home, "three", "saved") / ".lock"
+    lock.unlink()
+    lock.symlink_to(other)
+    assert train(home, "three", target, "train.steps=3").returncode == 2
     assert other.read_text() == "text"
 
 
@@ -300,7 +358,7 @@ def test_trust_or_ones_own_option_uses_a_place_and_says_so(home: Path) -> None:
     (note,) = [line for line in said["named"].splitlines() if line.startswith("note: not used")]
     assert "launch.command" in note
     assert not any(option.partition("=")[0] in note for option in named)
-    assert (home / "run" / "named" / "step-00000003").exists()
+    assert (target_of(home, "one", "run/named") / "step-00000003").exists()
 
 
 def test_checkpoints_at_a_place_of_somebody_else_are_refused_by_name(home: Path) -> None:

@@ -1,8 +1,9 @@
 """Run identity: which run a checkpoint belongs to. Imports no torch.
 
 A run draws a random id when it first starts. The id, the host and the time of that start, and digests of what the run
-means (recipe, seed, data) are in `run.json` of the run folder and travel with it. Every checkpoint's manifest, export
-and `run` event has them as a `RunStamp`; weights and their files do not, so that equal runs have equal bytes.
+means (recipe, seed, data, code) are in `run.json` of the run folder and travel with it. Every checkpoint's manifest,
+export and `run` event has them as a `RunStamp`; weights and their files do not, so that equal runs have equal bytes.
+Below `checkpoint.target` each run has a folder of its own, `NAME-ID`.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import msgspec
 from espalier.recipe import serialization
 from espalier.recipe.errors import UserError
 from espalier.recipe.foreign_files import printable
+from espalier.recipe.recipe_file import plain_name
 
 Kind = TypeVar("Kind")
 
@@ -55,6 +57,18 @@ class RunStamp(msgspec.Struct, frozen=True):
         name, drawn, host = (printable(text, _LONGEST) for text in (self.name, self.id, self.host))
         return f"run {name} ({drawn}) of host {host}, begun on {begun}"
 
+    @property
+    def folder(self) -> str:
+        """The name of its folder below `checkpoint.target`."""
+        return f"{plain_name(self.name)}-{plain_name(self.id)}"
+
+
+class Fork(msgspec.Struct, frozen=True):
+    """Where a run was forked from another one (`train --from`): that run, and the step of its checkpoint."""
+
+    run: RunStamp
+    step: int
+
 
 class RunIdentity(msgspec.Struct, frozen=True):
     """What `run.json` holds.
@@ -63,16 +77,18 @@ class RunIdentity(msgspec.Struct, frozen=True):
         run: the stamp of what is saved from now on.
         meanings: those that the run ever had, `run.meaning` among them: tasks may come and go, data may be accepted.
         seal: see `cli.run_trust`.
+        forked: of a run that goes on from another one's checkpoint.
     """
 
     run: RunStamp
     meanings: tuple[str, ...]
     seal: str = ""
+    forked: Fork | None = None
 
     def now_means(self, digest: str) -> RunIdentity:
         """The same run, which now means this."""
         meanings = (*(known for known in self.meanings if known != digest), digest)
-        return RunIdentity(msgspec.structs.replace(self.run, meaning=digest), meanings, self.seal)
+        return msgspec.structs.replace(self, run=msgspec.structs.replace(self.run, meaning=digest), meanings=meanings)
 
 
 def new(name: str, host: str, meaning: str) -> RunIdentity:
@@ -118,8 +134,8 @@ def refuse_foreign(identity: RunIdentity | None, stamp: RunStamp | None, path: s
     if is_foreign(identity, stamp):
         raise UserError(
             f"{path} belongs to {stamp}: another run than this one.",
-            do="move it away, or name another checkpoint.target or --run; the command that began that run goes on with "
-            "it",
+            do="espalier train --from the folder of that run if you mean to continue it; else move it away, or name "
+            "another checkpoint.target or --run",
         )
 
 

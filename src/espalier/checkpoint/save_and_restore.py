@@ -251,7 +251,7 @@ class Checkpoints:
         another run's."""
         try:
             content = read_manifest(self.place, name)
-            run_identity.refuse_foreign(self.run, content.stamp, self.place.path(name))
+            self.refuse_foreign(name, content)
             for file in sorted(content.files)[self.team.rank :: self.team.world]:
                 with self.place.open(name, file) as opened:
                     if manifest.digest(opened) != content.files[file]:
@@ -261,6 +261,10 @@ class Checkpoints:
         except OSError as error:
             return f"a file is missing or unreadable ({error})"
         return ""
+
+    def refuse_foreign(self, name: str, content: manifest.Manifest) -> None:
+        """Raises UserError where checkpoint `name`, whose manifest is `content`, is another run's."""
+        run_identity.refuse_foreign(self.run, content.stamp, self.place.path(name))
 
     def _entry(self, name: str) -> CheckpointInfo:
         path = self.place.path(name)

@@ -7,6 +7,7 @@ the manifest goes up last: a folder without one is not a checkpoint.
 from __future__ import annotations
 
 import contextlib
+import glob
 import os
 import re
 import shutil
@@ -152,6 +153,19 @@ class Folder:
         except OSError as error:
             raise unwritable(path, error, "name another checkpoint.target") from error
 
+    def owner(self) -> bytes | None:
+        """What `owner.json` beside the checkpoints holds; None without one."""
+        try:
+            return (self.root / OWNER).read_bytes()
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except OSError as error:
+            raise unwritable(self.root / OWNER, error, "name another checkpoint.target") from error
+
+    def owned_folders(self, beginning: str) -> list[str]:
+        """Names of the folders in this one that begin so and have an `owner.json`."""
+        return sorted(path.parent.name for path in self.root.glob(f"{glob.escape(beginning)}*/{OWNER}"))
+
     def _unfinished(self, name: str) -> Path:
         return self.root / f"{name}.tmp"
 
@@ -230,12 +244,23 @@ class Remote:
 
     def claim(self, content: bytes) -> bytes:
         """See Folder. Stores have no lock: of two that ask at the same moment the later one is there."""
+        if self.owner() is None:
+            with _asking(self.url):
+                self.fs.makedirs(str(self.root), exist_ok=True)
+                self.fs.pipe_file(self._at(OWNER), content)
+        return self.owner() or content
+
+    def owner(self) -> bytes | None:
+        """See Folder."""
         path = self._at(OWNER)
         with _asking(self.url):
-            if not self.fs.exists(path):
-                self.fs.makedirs(str(self.root), exist_ok=True)
-                self.fs.pipe_file(path, content)
-            return cast("bytes", self.fs.cat_file(path))
+            return cast("bytes", self.fs.cat_file(path)) if self.fs.exists(path) else None
+
+    def owned_folders(self, beginning: str) -> list[str]:
+        """See Folder."""
+        with _asking(self.url):
+            paths: list[Any] = self.fs.glob(self._at(f"{glob.escape(beginning)}*", OWNER))
+        return sorted(str(path).split("/")[-2] for path in paths)
 
     def _folders(self) -> list[str]:
         try:

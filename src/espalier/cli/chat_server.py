@@ -1,12 +1,14 @@
 """`espalier predict RUN --serve`: a chat model on loopback, for programs that speak OpenAI's protocol.
 
 For trying a model out: one answer at a time, in the order of the requests. Served are `GET /v1/models` and `POST
-/v1/chat/completions` (whole, or as a stream), by Starlette and uvicorn (extra `serve`).
+/v1/chat/completions` (whole, or as a stream), by Starlette and uvicorn (extra `serve`), below a random path that other
+users of this machine do not know.
 """
 
 from __future__ import annotations
 
 import json
+import secrets
 import socket
 import threading
 import time
@@ -18,6 +20,10 @@ from espalier.recipe.terminal import say
 from espalier.train.workload_row import Sampling
 
 HOST = "127.0.0.1"
+LARGEST = 16 << 20
+"""Bytes of a request."""
+VISITORS = 64
+"""Connections at once that have not asked anything; one more closes the oldest."""
 Reply = Callable[[Sequence[tuple[str, str]], Sampling], Iterator[str]]
 """(turns of (role, text), how it is drawn) -> the answer in pieces."""
 
@@ -34,12 +40,52 @@ def serve(name: str, reply: Reply, defaults: Sampling, port: int) -> None:
     try:
         import uvicorn
 
-        app = application(name, reply, defaults)
+        path = f"/{secrets.token_urlsafe(16)}"
+        app = private(application(name, reply, defaults), path)
+        config = uvicorn.Config(app, log_level="warning", http=_protocol())
     except ImportError:
         raise missing_extra("starlette", "serve", "espalier predict --serve") from None
     with listening(port) as where:
-        say(f"{name} answers at http://{HOST}:{where.getsockname()[1]}/v1 (Ctrl-C ends it)", flush=True)
-        uvicorn.Server(uvicorn.Config(app, log_level="warning")).run(sockets=[where])
+        say(f"{name} answers at http://{HOST}:{where.getsockname()[1]}{path}/v1 (Ctrl-C ends it)", flush=True)
+        uvicorn.Server(config).run(sockets=[where])
+
+
+def private(app: Any, path: str) -> Any:
+    """`app` below `path`, for requests to this machine by its own name: a page elsewhere could point a name at it."""
+    from starlette.applications import Starlette
+    from starlette.middleware import Middleware
+    from starlette.middleware.trustedhost import TrustedHostMiddleware
+    from starlette.routing import Mount
+
+    hosts = Middleware(TrustedHostMiddleware, allowed_hosts=[HOST, "localhost"])
+    return Starlette(routes=[Mount(path, app)], middleware=[hosts])
+
+
+def _protocol() -> Any:
+    """uvicorn's HTTP, of which silent connections keep nobody out."""
+    from uvicorn.protocols.http.h11_impl import H11Protocol
+
+    silent: dict[Any, None] = {}  # the oldest first
+
+    class Bounded(H11Protocol):
+        def connection_made(self, transport: Any) -> None:
+            super().connection_made(transport)
+            silent[self] = None
+            if len(silent) > VISITORS:
+                oldest = next(iter(silent))
+                del silent[oldest]
+                oldest.transport.abort()
+
+        def data_received(self, data: bytes) -> None:
+            super().data_received(data)
+            if self.cycle is not None:
+                silent.pop(self, None)
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            silent.pop(self, None)
+            super().connection_lost(exc)
+
+    return Bounded
 
 
 def listening(port: int) -> socket.socket:
@@ -78,17 +124,26 @@ def application(name: str, reply: Reply, defaults: Sampling) -> Any:
 
     async def chat(request: Any) -> Any:
         try:
-            table = json.loads(await request.body())
+            table = json.loads(await _body(request))
             pieces = answer(table)
             if table.get("stream"):
                 return StreamingResponse(_events(name, pieces), media_type="text/event-stream")
             text = await run_in_threadpool("".join, pieces)
-        except (Invalid, ValueError, UserError) as error:
+        except (Invalid, ValueError, RecursionError, UserError) as error:
             body = {"message": str(error), "type": "invalid_request_error"}
             return JSONResponse({"error": body}, status_code=400)
         return JSONResponse(_said(name, "chat.completion", {"message": {"role": "assistant", "content": text}}, "stop"))
 
     return Starlette(routes=[Route("/v1/models", models), Route("/v1/chat/completions", chat, methods=["POST"])])
+
+
+async def _body(request: Any) -> bytes:
+    body = b""
+    async for piece in request.stream():
+        body += piece
+        if len(body) > LARGEST:
+            raise Invalid(f"a request has at most {LARGEST >> 20} MiB")
+    return body
 
 
 def _turns(table: Any) -> list[tuple[str, str]]:

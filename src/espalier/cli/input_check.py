@@ -34,9 +34,17 @@ def check(arguments: argparse.Namespace) -> None:
                 if _is_missing(data.path):
                     raise data_path.missing(data.path, known)
     elif arguments.verb in ("eval", "predict", "replay", "export", "report"):
+        _check_order(arguments)
         for run in [arguments.run] if arguments.verb != "report" else arguments.runs:
             runs.find(run)
         _check_inputs(arguments)
+
+
+def _check_order(arguments: argparse.Namespace) -> None:
+    """Raises UserError where the run stands behind the input."""
+    second = getattr(arguments, "input", None)
+    if second and runs.RunFolder(Path(second)).exists():
+        raise UserError(f"{second} is a run, which comes first.", do=f"espalier predict {second} {arguments.run!r}")
 
 
 def _check_inputs(arguments: argparse.Namespace) -> None:

@@ -86,6 +86,9 @@ def _options(made: dict[str, argparse.ArgumentParser]) -> None:
         help="ranks as actors of a Ray cluster: this host's (default), HOST:6379, or local",
     )  # fmt: skip
     made["train"].add_argument("--run", help="run folder (default runs/<recipe name>)")
+    made["train"].add_argument(
+        "--from", dest="source", metavar="RUN", help="begin another run with the newest checkpoint of the run in RUN"
+    )
     watch = made["eval"]
     watch.add_argument(
         "--watch", action="store_true", help="evaluate checkpoints as they come, beside training, until the run is done"
@@ -186,9 +189,7 @@ def main(argv: Sequence[str] | None = None, begin: Callable[[], None] = lambda: 
     process_environment.settle()
     store_client.own_process()
     try:
-        importlib.import_module("espalier.cli.input_check").check(arguments)  # before torch is imported
-        verb = next((name for key, name in LAUNCHERS.items() if getattr(arguments, key, None) is not None), None)
-        run: Callable[[argparse.Namespace], int] = importlib.import_module(f"espalier.cli.{verb or arguments.verb}").run
+        run = _checked(arguments)
         begin()
         return run(arguments)
     except EspalierError as error:
@@ -204,6 +205,16 @@ def main(argv: Sequence[str] | None = None, begin: Callable[[], None] = lambda: 
         # The reader (head, less) went away; point stdout at nothing so that the interpreter's last flush is quiet.
         sys.stdout = open("/dev/null", "w")  # noqa: SIM115
         return 0
+
+
+def _checked(arguments: argparse.Namespace) -> Callable[[argparse.Namespace], int]:
+    """What runs the verb, once its arguments are checked and the run is forked that it begins with."""
+    importlib.import_module("espalier.cli.input_check").check(arguments)  # before torch is imported
+    if getattr(arguments, "source", None) is not None:
+        importlib.import_module("espalier.cli.run_fork").fork(arguments)
+    verb = next((name for key, name in LAUNCHERS.items() if getattr(arguments, key, None) is not None), None)
+    run: Callable[[argparse.Namespace], int] = importlib.import_module(f"espalier.cli.{verb or arguments.verb}").run
+    return run
 
 
 def _unknown(top: argparse.ArgumentParser, word: str, known: Iterable[str]) -> NoReturn:

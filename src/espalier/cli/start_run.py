@@ -16,11 +16,11 @@ import msgspec
 import torch
 
 from espalier.checkpoint import run_identity
-from espalier.checkpoint.run_identity import RunIdentity, RunStamp
 from espalier.checkpoint.save_and_restore import Checkpoints
-from espalier.checkpoint.storage import Folder, open_place
+from espalier.checkpoint.storage import open_place
 from espalier.cli import printing, run_data, run_plan, run_trust
 from espalier.cli.resolve_recipe import machines, parameters, resolve
+from espalier.cli.run_owner import owner_of
 from espalier.machine import cluster as clusters
 from espalier.machine import resource_limits
 from espalier.parallel.workload import PackStart, Workload
@@ -83,6 +83,7 @@ class RunStart:
         about = {
             "name": recipe.name,
             "run": None if identity is None else msgspec.to_builtins(identity.run),
+            "forked": None if identity is None else msgspec.to_builtins(identity.forked),
             "workload": type(self.workload).__name__.removesuffix("Workload").lower(),
             "parameters": self.parameters,
             "ranks": len(self.plan.ranks),
@@ -117,61 +118,6 @@ class RunStart:
         """What all ranks must have in common."""
         recipe = cache_dir.hashed(recipe_file.to_table(self.resolved.recipe))
         return version_check.identity(recipe=recipe, data=self.workload.fingerprint())
-
-
-# --- whose checkpoints they are --------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Owner:
-    """The identity of a run that starts, and what is to be said of it."""
-
-    identity: RunIdentity
-    saved: Checkpoints
-    notes: Sequence[str] = ()
-    new: bool = False
-    """Whether it was drawn now."""
-
-    def keep(self, folder: runs.RunFolder, recipe: Recipe) -> None:
-        """Writes the identity into the run folder, and beside checkpoints that are elsewhere, and locks their
-        folder. Raises UserError where another run was first there, or another process writes there."""
-        identity = self.identity
-        if recipe.checkpoint.target is not None:
-            path = self.saved.place.path(run_identity.OWNER)
-            content = self.saved.place.claim(msgspec.json.encode(identity.run))
-            first = run_identity.loads(content, RunStamp, path)
-            if self.new and first.meaning == identity.run.meaning:
-                identity = run_identity.taken_up(first)
-            run_identity.refuse_foreign(identity, first, path)
-            if isinstance(self.saved.place, Folder) and self.saved.place.root != folder.path.absolute():
-                folder.lock(self.saved.place.root, "checkpoint.target", "name another checkpoint.target")
-        sealed = msgspec.structs.replace(identity, seal=run_trust.seal_places(recipe))
-        cache_dir.replace(folder.identity, msgspec.json.format(msgspec.json.encode(sealed)).decode())
-
-
-def owner_of(folder: runs.RunFolder, recipe: Recipe, data: str, saved: Checkpoints) -> Owner:
-    """Who the checkpoints of a run belong to that starts or goes on; `data`: the fingerprint of its data,
-    which stands for their paths in the digest of what the run means.
-
-    A run without a folder that means the same as the run of the newest checkpoint goes on as that one: its folder was
-    lost, and its checkpoints are elsewhere. Raises UserError where a checkpoint is of another run.
-    """
-    options = recipe_file.meaning(recipe)
-    paths = {key for key in options if key.startswith("data.") and key.endswith(".path")}
-    digest = cache_dir.hashed([{key: options[key] for key in options.keys() - paths}, data])
-    entries, before = saved.entries(), run_identity.read(folder.path)
-    stamps = [entry.run for entry in entries if entry.run is not None]
-    if before is not None:
-        owner = Owner(before.now_means(digest), saved)
-    elif not stamps or stamps[-1].meaning != digest:
-        owner = Owner(run_identity.new(folder.path.name, socket.gethostname(), digest), saved, new=True)
-    else:
-        same = f"is of {stamps[-1]}, with the same recipe, seed and data: the run goes on as that one"
-        owner = Owner(run_identity.taken_up(*stamps), saved, [f"{entries[-1].path} {same}"])
-    for entry in entries:
-        run_identity.refuse_foreign(owner.identity, entry.run, entry.path)
-    nameless = [entry.path for entry in entries if entry.run is None and not entry.why][-1:]
-    return replace(owner, notes=[*owner.notes, *(run_identity.doubt(owner.identity, None, path) for path in nameless)])
 
 
 # --- starting it -----------------------------------------------------------------------------------------------------
@@ -214,7 +160,8 @@ def open_inputs(resolved: Resolved, run: str | None, quiet: bool, writes: bool =
                 batches = run_plan.batches_of(plans.read(existing.plan))
             if batches is not None:
                 recipe = graphs.with_batches(recipe, batches)
-            runs.refuse_other_meaning(existing, recipe)
+            if existing.is_begun():
+                runs.refuse_other_meaning(existing, recipe)
             before = existing.read()
     workload = workload_registry.open_workload(resolved, waiting)
     return RunInputs(resolved, workload, path, before, quiet, batches=batches)
@@ -246,9 +193,9 @@ def start_run(
     cluster = machines()
     folder = runs.lock_folder(inputs.path)
     try:
-        saved = phases.checkpoints(recipe, folder)
-        owner = owner_of(folder, recipe, inputs.workload.fingerprint(), saved)
-        saved.run = owner.identity
+        owner = owner_of(folder, recipe, inputs.workload.fingerprint())
+        saved, recipe = owner.saved, owner.recipe
+        inputs = replace(inputs, resolved=replace(inputs.resolved, recipe=recipe))
         data = run_data.data_of(folder, recipe, inputs.workload)
         chosen, why = inputs.batches, ""
         if chosen is None and graphs.is_open(recipe):
@@ -269,7 +216,7 @@ def start_run(
         finished = bool(entries) and not entries[-1].why and entries[-1].step >= (recipe.train.steps or 0)
         begins = not finished or inputs.before is None
         if begins:
-            owner.keep(folder, recipe)
+            owner.keep(folder)
     except BaseException:
         folder.discard_if_empty()
         folder.release()

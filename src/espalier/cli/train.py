@@ -86,12 +86,14 @@ class Decided:
         plan, cluster: the plan and the machines, as files hold them.
         hosts: see `Begun`.
         finished: there is nothing to do.
+        target: `checkpoint.target`, the folder of this run.
     """
 
     plan: str
     cluster: str
     hosts: tuple[int, ...]
     finished: bool
+    target: str | None
 
 
 def carry_out(ranks: Ranks, as_json: bool) -> int:
@@ -127,7 +129,8 @@ def announced(decide: Callable[[], Begun], others: Announcement) -> Begun:
     except EspalierError as error:
         others.refuse(error)
         raise
-    decided = Decided(plans.dumps(job.plan), clusters.dumps(job.cluster), tuple(hosts), job.finished)
+    target = job.resolved.recipe.checkpoint.target
+    decided = Decided(plans.dumps(job.plan), clusters.dumps(job.cluster), tuple(hosts), job.finished, target)
     others.tell(msgspec.json.encode(decided))
     return job, hosts
 
@@ -137,6 +140,8 @@ def heard(opened: Callable[[], RunInputs], others: Announcement) -> Begun:
     decided = msgspec.json.decode(others.hear(WAIT), type=Decided)
     inputs, plan = opened(), plans.loads(decided.plan)
     resolved, workload = run_plan.with_batches(inputs.resolved, inputs.workload, run_plan.batches_of(plan))
+    checkpoint = resolved.recipe.checkpoint.changed(target=decided.target)
+    resolved = replace(resolved, recipe=resolved.recipe.changed(checkpoint=checkpoint))
     job = RunStart(
         resolved, workload, clusters.loads(decided.cluster), plan, 0,
         RunFolder(inputs.path), True, finished=decided.finished,

@@ -97,21 +97,30 @@ def function(text: str, folder: str | Path | None) -> tuple[Callable[..., Any], 
 def keep_sources(text: str, place: Path) -> None:
     """Copies the module of the function that `text` names, and the modules beside it that were imported, into the
     folder `KEPT_CODE` of `place`. What is installed stays where it is."""
+    for name, origin in sources(text).items():
+        target = place / KEPT_CODE / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(origin, target)
+
+
+def sources(text: str) -> dict[Path, Path]:
+    """The module of the function that `text` names, and the modules beside it that were imported, without those that
+    are installed: each file, by its path in their folder."""
     name = text.partition(":")[0]
     file = Path(getattr(sys.modules.get(name), "__file__", None) or "").resolve()
     package = file.name == "__init__.py"
     root = file.parents[name.count(".") + package] if len(file.parents) > name.count(".") + package else file.parent
     if file.suffix != ".py" or _INSTALLED & set(root.parts) or str(root) == sysconfig.get_paths()["stdlib"]:
-        return
+        return {}
+    files = {}
     for module in list(sys.modules.values()):
         origin = Path(getattr(module, "__dict__", {}).get("__file__") or "")  # a few modules of torch give a name alone
         if not (origin.is_absolute() and origin.suffix == ".py" and origin.is_file()):
             continue
         origin = origin.resolve()
         if origin.is_relative_to(root) and not _INSTALLED & set(origin.parts):
-            target = place / KEPT_CODE / origin.relative_to(root)
-            target.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(origin, target)
+            files[origin.relative_to(root)] = origin
+    return files
 
 
 def unchanged_sources(place: Path, folder: Path | None) -> bool:

@@ -6,7 +6,8 @@ writes these; a reader ignores names and fields it does not know:
 | event      | fields |
 |------------|--------|
 | run        | step (already done: 0, or the checkpoint resumed from), steps (wanted), name, |
-|            | run {id, name, host, begun, meaning: as in run.json}, workload, parameters, |
+|            | run {id, name, host, begun, meaning: as in run.json}, forked {run, step: where it came from}, |
+|            | workload, parameters, |
 |            | ranks, threads (per rank), versions {name: text}, host {name: text}, pid, |
 |            | notes (of the data, in sentences), |
 |            | derivations [{key, value, why}], source (where the state was taken up: memory or disk, and why), |
@@ -26,6 +27,7 @@ writes these; a reader ignores names and fields it does not know:
 |            | store {tier: bytes of features read from it for this step and those ahead} with a [store] |
 |            | of experts over ranks: experts {number: rows that it got, in all layers}, dispatch {waited: seconds |
 |            | that a rank had nothing to do in these, on average; longest: the rank that had most} |
+| fork       | step, run (of the run that began with this run's checkpoint of that step), folder (of that run) |
 | data       | changed (files that are not what they were when the run was begun), action |
 | phase      | name, step (its first), steps (its last), parameters: a phase begins; a plan of its own follows |
 | validation | step, seconds, loss, bits_per_byte (language) and whatever else the workload's `summary` says |

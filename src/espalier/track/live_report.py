@@ -6,9 +6,11 @@ import hmac
 import secrets
 import socket
 import threading
+from contextlib import suppress
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 from espalier.recipe.errors import EspalierError, UserError
 from espalier.recipe.terminal import say
@@ -16,6 +18,8 @@ from espalier.track.report import render
 from espalier.track.run_tables import RunTables
 
 _HOST = "127.0.0.1"
+VISITORS = 64
+"""Connections at once; one more closes the oldest."""
 
 
 class Live(ThreadingHTTPServer):
@@ -31,6 +35,8 @@ class Live(ThreadingHTTPServer):
         self._lock = threading.Lock()
         self._seen: tuple[int, int] | None = None
         self._page = b""
+        self._visitors: dict[Any, None] = {}  # the oldest first
+        self._door = threading.Lock()
         self.path = f"/{secrets.token_urlsafe(16)}/"
         try:
             super().__init__((_HOST, port), _Handler)
@@ -46,6 +52,26 @@ class Live(ThreadingHTTPServer):
         """Where it is served."""
         return f"http://{_HOST}:{self.server_port}{self.path}"
 
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Answers in a thread of its own."""
+        with self._door:
+            self._visitors[request] = None
+            if len(self._visitors) > VISITORS:
+                oldest = next(iter(self._visitors))
+                del self._visitors[oldest]
+                with suppress(OSError):
+                    oldest.shutdown(socket.SHUT_RDWR)  # its thread closes it
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        """Ends a connection."""
+        with self._door:
+            self._visitors.pop(request, None)
+        super().shutdown_request(request)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A visitor that went away is nothing anybody reads."""
+
     def page(self) -> bytes:
         """The report as it is now."""
         with self._lock:
@@ -60,6 +86,7 @@ class Live(ThreadingHTTPServer):
 
 class _Handler(BaseHTTPRequestHandler):
     server: Live
+    timeout = 5.0
 
     def do_GET(self) -> None:
         # A page elsewhere could point a name of its own at 127.0.0.1; only our own names are answered.

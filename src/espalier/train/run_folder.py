@@ -59,9 +59,17 @@ class RunFolder:
         """Whether a run was begun here."""
         return self.recipe.exists()
 
+    def is_begun(self) -> bool:
+        """Whether it has a plan: one that was forked from another run, and not begun, has none."""
+        return self.plan.exists() or not self.identity.exists()
+
+    def write_recipe(self, recipe: config.Recipe) -> None:
+        """Writes `run.toml`, whole or not at all."""
+        replace(self.recipe, recipe_file.dump(located(recipe)))
+
     def write(self, recipe: config.Recipe, cluster: clusters.Cluster, plan: plans.Plan) -> None:
         """Writes the three files that say what this run is, each whole or not at all."""
-        replace(self.recipe, recipe_file.dump(located(recipe)))
+        self.write_recipe(recipe)
         replace(self.cluster, clusters.dumps(cluster))
         replace(self.plan, plans.dumps(plan))
 
@@ -182,6 +190,8 @@ def find(path: str | Path) -> RunFolder:
     refuse_links(folder.path)
     if folder.exists():
         return folder
+    if folder.path.is_file():
+        raise UserError(f"{path} is a file, and this names a run folder.", do="the run's folder, such as runs/language")
     near = Path(path).parent if Path(path).parent.is_dir() else Path(".")
     runs = sorted(str(file.parent) for file in near.glob("*/run.toml"))
     raise UserError(

@@ -252,14 +252,13 @@ class ReductionServer(ABC):
 
     def _accept(self) -> None:
         strangers: dict[socket.socket, None] = {}  # who has not proved anything, the oldest first
-        with suppress(OSError):
-            while True:
+        while not self.closed:
+            with suppress(OSError):  # no descriptor is left, until a stranger goes
                 connection, _ = self.door.accept()
                 if len(strangers) >= _STRANGERS:
                     wire.hang_up(next(iter(strangers)))
                 strangers[connection] = None
-                arguments = connection, strangers
-                threading.Thread(target=self._admit, args=arguments, daemon=True).start()
+                threading.Thread(target=self._admit, args=(connection, strangers), daemon=True).start()
 
     def _admit(self, connection: socket.socket, strangers: dict[socket.socket, None]) -> None:
         greeting = member = None
