@@ -42,7 +42,7 @@ def serve(name: str, reply: Reply, defaults: Sampling, port: int) -> None:
 
         path = f"/{secrets.token_urlsafe(16)}"
         app = private(application(name, reply, defaults), path)
-        config = uvicorn.Config(app, log_level="warning", http=_protocol())
+        config = uvicorn.Config(app, log_level="warning", http=protocol())
     except ImportError:
         raise missing_extra("starlette", "serve", "espalier predict --serve") from None
     with listening(port) as where:
@@ -61,7 +61,7 @@ def private(app: Any, path: str) -> Any:
     return Starlette(routes=[Mount(path, app)], middleware=[hosts])
 
 
-def _protocol() -> Any:
+def protocol() -> Any:
     """uvicorn's HTTP, of which silent connections keep nobody out."""
     from uvicorn.protocols.http.h11_impl import H11Protocol
 

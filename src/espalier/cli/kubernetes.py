@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from espalier.cli import plan as planning
-from espalier.cli import resolve_recipe
+from espalier.cli import resolve_recipe, run_trust
 from espalier.machine import cluster as clusters
 from espalier.plan import base as plans
 from espalier.recipe import cache_dir
@@ -74,7 +74,8 @@ def run(arguments: argparse.Namespace) -> int:
     if not decision.fits:
         raise decision.refusal()
     asked = pods(decision.plan)
-    files = {"recipe.toml": Path(arguments.recipe).read_text(encoding="utf-8"), "cluster.toml": clusters.dumps(cluster)}
+    text = run_trust.text(arguments.recipe, arguments.trust)
+    files = {"recipe.toml": text, "cluster.toml": clusters.dumps(cluster)}
     name = _name(resolved.recipe.name)
     cache_dir.replace(
         wanted.file, manifest(wanted, asked, _words(arguments, name), files), do="--kubernetes with another file"

@@ -213,10 +213,8 @@ def refuse_hub(folder: RunFolder, recipe: Recipe, trust: bool) -> None:
 
 def load(path: str | Path, overrides: Sequence[str], trust: bool) -> Recipe:
     """The recipe in file `path` with `overrides`; of a run folder's `run.toml` with the places that may be used."""
-    recipe, file = recipe_file.load(path, overrides), Path(path)
-    folder = RunFolder(file.parent)
-    of_run = file.name == folder.recipe.name and (folder.events.exists() or folder.plan.exists())
-    if not of_run:
+    recipe, folder = recipe_file.load(path, overrides), _run_of(path)
+    if folder is None:
         return recipe
     before, places = named_places(folder.read()), named_places(recipe)
     given = {text.partition("=")[0].strip() for text in overrides}
@@ -224,3 +222,19 @@ def load(path: str | Path, overrides: Sequence[str], trust: bool) -> Recipe:
     if any(value.startswith(_HUB) and key not in typed for key, value in places.items()):
         refuse_hub(folder, recipe, trust)
     return usable(folder, recipe, trust, typed, writes=True).announced()
+
+
+def text(path: str | Path, trust: bool) -> str:
+    """The recipe file `path`, as it is for another machine; of a run folder's `run.toml` with the places that may be
+    used."""
+    folder = _run_of(path)
+    if folder is None:
+        return Path(path).read_text(encoding="utf-8")
+    return recipe_file.dump(usable(folder, folder.read(), trust, writes=True).recipe)
+
+
+def _run_of(path: str | Path) -> RunFolder | None:
+    """The run whose `run.toml` is at `path`."""
+    file, folder = Path(path), RunFolder(Path(path).parent)
+    of_run = file.name == folder.recipe.name and (folder.events.exists() or folder.plan.exists())
+    return folder if of_run else None

@@ -28,6 +28,7 @@ class Live(ThreadingHTTPServer):
 
     daemon_threads = True
     allow_reuse_address = True
+    request_queue_size = 1024
 
     def __init__(self, folder: str | Path, port: int = 0) -> None:
         self.folder = Path(folder)

@@ -251,23 +251,23 @@ class ReductionServer(ABC):
     # Members
 
     def _accept(self) -> None:
-        strangers: dict[socket.socket, None] = {}  # who has not proved anything, the oldest first
+        strangers: dict[socket.socket, socket.socket] = {}  # who has not proved anything, the oldest first
         while not self.closed:
             with suppress(OSError):  # no descriptor is left, until a stranger goes
-                connection, _ = self.door.accept()
+                connection = self.door.accept()[0]
                 if len(strangers) >= _STRANGERS:
-                    wire.hang_up(next(iter(strangers)))
-                strangers[connection] = None
+                    wire.hang_up(strangers.pop(next(iter(strangers))))
+                strangers[connection] = connection
                 threading.Thread(target=self._admit, args=(connection, strangers), daemon=True).start()
 
-    def _admit(self, connection: socket.socket, strangers: dict[socket.socket, None]) -> None:
+    def _admit(self, connection: socket.socket, strangers: dict[socket.socket, socket.socket]) -> None:
         greeting = member = None
         with suppress(OSError, EspalierError, KeyError):
             greeting = wire.admit(connection, self.token, self._greet)
         strangers.pop(connection, None)
-        if greeting is not None and greeting["ask"] == "link" and greeting["reply"]["known"]:
+        if greeting and greeting["reply"].get("known"):
             member = self.members.get(greeting["rank"])
-        if greeting is None or member is None:
+        if not greeting or not member:
             wire.hang_up(connection)
         else:
             member.links[greeting["stream"]].attach(connection, greeting["expected"])
