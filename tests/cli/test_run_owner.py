@@ -47,7 +47,7 @@ def test_runs_below_one_target_have_a_folder_each_and_find_it_again(tmp_path: Pa
     for owner in owners:
         owner.saved.place.claim(msgspec.json.encode(owner.identity.run))
     lost = run_owner.owner_of(RunFolder(tmp_path / "a"), recipe(target), "data")
-    assert (lost.identity.run, lost.recipe.checkpoint.target, lost.new) == (owners[0].identity.run, places[0], False)
+    assert (lost.identity.run, lost.recipe.checkpoint.target) == (owners[0].identity.run, places[0])
     assert any("the run goes on as that one" in note for note in lost.notes)
     other = run_owner.owner_of(RunFolder(tmp_path / "a"), recipe(target), "other data")
     assert other.recipe.checkpoint.target not in places

@@ -39,14 +39,12 @@ class Owner:
 
     Attributes:
         recipe: with the run's own folder as `checkpoint.target`, where it has one; saved: its checkpoints.
-        new: whether the identity was drawn now.
     """
 
     identity: RunIdentity
     recipe: Recipe
     saved: Checkpoints
     notes: Sequence[str] = ()
-    new: bool = False
 
     def keep(self, folder: runs.RunFolder) -> None:
         """Writes the identity into the run folder, and beside checkpoints that are elsewhere, and locks their
@@ -56,8 +54,6 @@ class Owner:
             path = self.saved.place.path(run_identity.OWNER)
             content = self.saved.place.claim(msgspec.json.encode(identity.run))
             first = run_identity.loads(content, RunStamp, path)
-            if self.new and first.meaning == identity.run.meaning:
-                identity = run_identity.taken_up(first)
             run_identity.refuse_foreign(identity, first, path)
             if isinstance(self.saved.place, Folder) and self.saved.place.root != folder.path.absolute():
                 folder.lock(self.saved.place.root, "checkpoint.target", "name another checkpoint.target")
@@ -75,10 +71,9 @@ def owner_of(folder: runs.RunFolder, recipe: Recipe, data: str) -> Owner:
     saved, target = phases.checkpoints(recipe, folder), recipe.checkpoint.target
     entries = saved.entries()
     identity = before.now_means(digest) if before is not None else _same(digest, entries)
-    new, notes = identity is None, list[str]()
     if target is not None and not entries:
         identity = identity or _lost(target, folder.path.name, digest)
-        new = identity is None
+    notes, goes_on = list[str](), before is None and identity is not None
     identity = identity or run_identity.new(folder.path.name, socket.gethostname(), digest)
     if target is not None and not entries:
         recipe = recipe.changed(checkpoint=recipe.checkpoint.changed(target=_own_folder(target, identity)))
@@ -88,14 +83,14 @@ def owner_of(folder: runs.RunFolder, recipe: Recipe, data: str) -> Owner:
             forks.copy_newest(Checkpoints(folder.checkpoints), saved, identity.run)
             entries = saved.entries()
     saved.run = identity
-    if before is None and not new:
+    if goes_on:
         place = entries[-1].path if entries else saved.place.path("")
         notes.append(f"{place} is of {identity.run}, with the same recipe, seed and data: the run goes on as that one")
     for entry in entries:
         run_identity.refuse_foreign(identity, entry.run, entry.path)
     nameless = [entry.path for entry in entries if entry.run is None and not entry.why][-1:]
     notes += [run_identity.doubt(identity, None, path) for path in nameless]
-    return Owner(identity, recipe, saved, notes, new)
+    return Owner(identity, recipe, saved, notes)
 
 
 def _same(digest: str, entries: Sequence[CheckpointInfo]) -> RunIdentity | None:
