@@ -113,6 +113,10 @@ class Mechanism:
     def close(self, context: Build) -> None:
         """Leaves what other processes wait for. Called once, when this rank makes no more steps."""
 
+    def abandon(self, context: Build) -> None:
+        """In place of `close` where this rank ends by an error, and the others may wait for it."""
+        self.close(context)
+
 
 Choose = Callable[["Recipe", "Plan"], "Mechanism | None"]
 """A row of the table of mechanisms: the answer to its question that a recipe and its plan ask for, if they do."""

@@ -133,7 +133,7 @@ def as_trainer(setting: RankSetup, channel: dist.ProcessGroup | None) -> dict[st
     trainer = None
     try:
         trainer = Trainer(setting, channel)
-        with contextlib.closing(trainer.built):
+        with trainer.built.closing():
             return live(trainer)
     except Exception as error:
         from espalier.plan.oom_advice import exhausted, is_exhausted

@@ -254,10 +254,11 @@ class Client:
             )
         return self.step
 
-    def close(self) -> None:
-        """Leaves the run after what was sent has arrived; the others go on."""
+    def close(self, leave: bool = True) -> None:
+        """Leaves the run after what was sent has arrived; the others go on. Not `leave`: as a process that is killed,
+        which the nodes wait for where a step needs all workers."""
         for connection in self._connections:
-            connection.leave()
+            connection.end(leave)
 
     # Encoding
 
@@ -365,10 +366,10 @@ class _NodeConnection(Session):
             if not ready() and self._error is not None:
                 raise self._error
 
-    def leave(self) -> None:
+    def end(self, leave: bool) -> None:
         """See Client.close."""
-        if self._error is None:
-            super().leave()
+        if leave and self._error is None:
+            self.leave()
         self.close()
         # for a push that still waits for others
         self._fail(RunFailed(f"{self.name} has left {self.peer}."))

@@ -13,7 +13,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -29,6 +29,7 @@ from espalier.mechanisms.optimizer_node.aggregator import Aggregator
 from espalier.mechanisms.optimizer_node.client import Client
 from espalier.mechanisms.optimizer_node.local_steps import LocalRound, LocalSteps
 from espalier.mechanisms.optimizer_node.node import OptimizerNode
+from espalier.mechanisms.optimizer_node.reduction import ReductionServer
 from espalier.mechanisms.optimizer_node.standby import Replica, Standby
 from espalier.mechanisms.optimizer_node.state import OptimizerNodeState
 from espalier.mechanisms.optimizer_node.state_file import open_state, open_sums, read_layer
@@ -42,6 +43,7 @@ from espalier.recipe.cache_dir import unwritable
 from espalier.recipe.errors import RunFailed, UserError
 from espalier.recipe.serialization import Value
 from espalier.store.state_folder import locked
+from espalier.track import events
 from espalier.train.layer_window import rank_memory
 
 if TYPE_CHECKING:
@@ -54,6 +56,9 @@ if TYPE_CHECKING:
 
 _LOOK = 0.02
 """Seconds between two looks at who is there."""
+_QUIET = 5.0
+"""Seconds without a word of any worker after which all have left a process that was started again behind the last step.
+"""
 LONGEST_ROUND = 86_400.0
 """Seconds that a worker waits at the end of a round for one that still computes; one that is gone is noticed sooner."""
 POSTS = "posts.json"
@@ -66,11 +71,12 @@ TIMES = Times()
 
 class NodePost(Value, frozen=True):
     """Where a process serves others, as it tells every rank at the beginning: an address for each node that it is or
-    stands before, the token it would choose, the step of its files, and what was damaged in the step after that."""
+    stands before, the token it would choose, the step of its files, and what was damaged in the step after that. A
+    worker has no address, and the step is the last that the run's log knows."""
 
     rank: int
-    addresses: tuple[Address, ...]
-    token: str
+    addresses: tuple[Address, ...] = ()
+    token: str = ""
     step: int = 0
     restored: str = ""
 
@@ -211,8 +217,11 @@ def serve(place: NodePlace, channel: dist.ProcessGroup | None, stepped: Callable
         token, pair = _token(posts), serving(place.plan, posts)[place.number]
         serves = place.spec.rank == pair[0]
         files, link = (state, open_sums(place.folder, job)), place.plan.state(OptimizerNodeState).node_link
+        if not place.spec.alone:
+            _go_back(place, state, posts)
         server = OptimizerNode if serves else Standby
         node = server(job, files, door, token, replace(times, link=link))
+        node.complete = True
         if serves and len(pair) > 1:
             node.replica = Replica(job, (posts[pair[1]].addresses[0], token), node.name, times)
         node.start()
@@ -241,12 +250,15 @@ def _aggregate(
         nodes = addresses_of(place.plan, posts)
         for job, door, addresses in zip(jobs, doors, nodes, strict=True):
             local_job, node = replace(job, workers=workers), (addresses, _token(posts))
-            aggregators.append(Aggregator(local_job, node, door, place.number, times).start())
-            opened.callback(aggregators[-1].close)
+            aggregators.append(Aggregator(local_job, node, door, place.number, times))
+            aggregators[-1].complete = True
+            opened.callback(aggregators[-1].start().close)
         stepped(0)
         came = False
         while not came or any(each.members or each.session is None for each in aggregators):
             came = came or all(len(each.members) == workers for each in aggregators)
+            if _quiet(place, aggregators) and aggregators[0].status({})["step"] >= last_of(place):
+                break
             time.sleep(_LOOK)
         for aggregator in aggregators:
             aggregator.leave()
@@ -258,7 +270,6 @@ def _until_left(place: NodePlace, node: OptimizerNode, stepped: Callable[[int], 
     Raises what the node failed with."""
     sites = [site_of(place.plan, rank) for rank in place.plan.trainers]
     due = len(set(sites) - {None}) + sites.count(None)
-    last = -(-(place.recipe.train.steps or 0) // place.plan.state(RoundsState).steps)
     stands_by = isinstance(node, Standby)
     came, step = 0, -1
     while True:
@@ -271,7 +282,7 @@ def _until_left(place: NodePlace, node: OptimizerNode, stepped: Callable[[int], 
         came = max(came, members)
         if stands_by and isinstance(node, Standby) and node.promoted:
             stands_by, came = False, members
-        whole = came >= (1 if stands_by else due) or (place.spec.alone and node.state.step >= last)
+        whole = came >= (1 if stands_by else due) or (_quiet(place, [node]) and node.state.step >= last_of(place))
         if whole and not members:
             return
         if node.state.step != step:
@@ -281,6 +292,17 @@ def _until_left(place: NodePlace, node: OptimizerNode, stepped: Callable[[int], 
                 raise gone
             stepped(step)
         time.sleep(_LOOK)
+
+
+def last_of(place: NodePlace) -> int:
+    """The last step of the run's nodes: their steps are rounds where there are any."""
+    return -(-(place.recipe.train.steps or 0) // place.plan.state(RoundsState).steps)
+
+
+def _quiet(place: NodePlace, servers: Sequence[ReductionServer]) -> bool:
+    """Whether it was started again alone, when some workers may have left, and those that had not would be here."""
+    newest = max(server.asked for server in servers)
+    return place.spec.alone and not any(each.members for each in servers) and time.monotonic() > newest + _QUIET
 
 
 def _gone(place: NodePlace) -> UserError:
@@ -314,8 +336,17 @@ def _tell_restored(state: Generations) -> None:
         sys.stderr.write(f"{state.restored} The state of step {state.step} is whole.\n")
 
 
+def _go_back(place: NodePlace, state: Generations, posts: Posts) -> None:
+    """Gives up the last step where the run's log has no line of it: rank 0 ended in between. No worker has begun the
+    step after, so the one before is there. A round stays, as workers' own files are of its end."""
+    logged = posts[0].step if 0 in posts else -1
+    if state.step == logged + 1 > 0 and not place.plan.replicas:
+        with suppress(UserError):  # it is not whole: the log may have lost more than a line
+            state.revert(verify=True)
+
+
 def _token(posts: Posts) -> str:
-    return posts[min(posts)].token
+    return next(post.token for _, post in sorted(posts.items()) if post.token)
 
 
 def _door(place: NodePlace) -> socket.socket:
@@ -389,7 +420,9 @@ def connect(context: Build, layers: Sequence[FlatLayer]) -> Connected:
     """
     plan, rank = context.plan, context.mesh.rank
     job = job_of(context.recipe, plan, layers)
-    posts = _gather(None, context.mesh.channel)
+    log = None if context.folder is None or rank else context.folder / events.NAME
+    line = {} if log is None else events.last(log, "step", "run") or {}
+    posts = _gather(NodePost(rank, step=line["step"]) if "step" in line else None, context.mesh.channel)
     context.damaged += [post.restored for post in posts.values() if post.restored]
     site = site_of(plan, rank)
     if not set(ranks_of(plan, "optimizer")) <= set(posts):
