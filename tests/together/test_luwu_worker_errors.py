@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,11 +16,13 @@ from node_runs import STEPS, STRUCK, OnNode, on_node, recipe
 from struck import same, write_corpus
 
 from espalier.launch.testing.faults import Fault
+from espalier.mechanisms.optimizer_node.mechanism import ModelOnNodes
 from espalier.recipe.cache_dir import unwritable
 from espalier.recipe.errors import EspalierError, UserError
 from espalier.store.generations import Generations
 from espalier.track.events import Event, Log
 from espalier.train import rank_spec as launch
+from espalier.train.mechanism import Build
 
 
 @pytest.fixture(scope="module")
@@ -110,3 +114,39 @@ def test_figures_of_a_step_that_the_log_refused_are_made_again(
     assert steps_of(run) <= {max(run.losses), max(run.losses) + 1}
     assert same(run.run(), whole)
     assert run.validated == whole.validated
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("served", ["optimizer", "aggregator"])
+def test_a_process_killed_behind_the_last_step_when_a_worker_has_left_holds_nobody_up(
+    corpus: Path, tmp_path: Path, whole: OnNode, served: str
+) -> None:
+    """Workers wait a minute for a node that cannot be reached, and this one is there again."""
+    left, killed = tmp_path / "left", tmp_path / "killed"
+
+    def arm(place: launch.RankSpec) -> None:
+        if place.role == served and not killed.exists():
+            (tmp_path / "pid").write_text(str(os.getpid()))
+
+    def arm_worker(place: launch.RankSpec) -> None:
+        close = ModelOnNodes.close
+
+        def closed(mechanism: ModelOnNodes, context: Build) -> None:
+            until = time.monotonic() + 30.0
+            while place.rank and not left.exists() and time.monotonic() < until:
+                time.sleep(0.01)
+            if place.rank:
+                os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
+                killed.touch()
+            close(mechanism, context)
+            left.touch()
+
+        ModelOnNodes.close = closed  # type: ignore[method-assign]
+
+    asked = recipe(corpus)
+    plan = on_node(asked, 2, *(("aggregator",) if served == "aggregator" else ()))
+    run = OnNode(asked, len(plan.ranks), tmp_path / "run", plan=plan, arm=arm, arm_worker=arm_worker).run()
+    assert time.time() - killed.stat().st_mtime < 30.0
+    assert same(run, whole)
+    (incident,) = run.all("incident")
+    assert incident["action"].startswith("start it again, the others stay")

@@ -30,6 +30,7 @@ from espalier.mechanisms.optimizer_node.client import Client
 from espalier.mechanisms.optimizer_node.local_steps import LocalRound, LocalSteps
 from espalier.mechanisms.optimizer_node.node import OptimizerNode
 from espalier.mechanisms.optimizer_node.reduction import ReductionServer
+from espalier.mechanisms.optimizer_node.residuals import Residuals
 from espalier.mechanisms.optimizer_node.standby import Replica, Standby
 from espalier.mechanisms.optimizer_node.state import OptimizerNodeState
 from espalier.mechanisms.optimizer_node.state_file import open_state, open_sums, read_layer
@@ -61,6 +62,8 @@ _QUIET = 5.0
 """
 LONGEST_ROUND = 86_400.0
 """Seconds that a worker waits at the end of a round for one that still computes; one that is gone is noticed sooner."""
+_WHOLE = "go on from the step before, which is whole"
+_ROUNDED = "go on without: the last bits differ from those of an unbroken run"
 POSTS = "posts.json"
 """Where all such processes serve, in the folder of each."""
 
@@ -421,9 +424,10 @@ def connect(context: Build, layers: Sequence[FlatLayer]) -> Connected:
     plan, rank = context.plan, context.mesh.rank
     job = job_of(context.recipe, plan, layers)
     log = None if context.folder is None or rank else context.folder / events.NAME
-    line = {} if log is None else events.last(log, "step", "run") or {}
-    posts = _gather(NodePost(rank, step=line["step"]) if "step" in line else None, context.mesh.channel)
-    context.damaged += [post.restored for post in posts.values() if post.restored]
+    line = None if log is None else events.last(log, "step", "run")
+    logged = -1 if line is None else int(line.get("step", -1))
+    posts = _gather(NodePost(rank, step=logged) if logged >= 0 else None, context.mesh.channel)
+    context.damaged |= {post.restored: _WHOLE for post in posts.values() if post.restored}
     site = site_of(plan, rank)
     if not set(ranks_of(plan, "optimizer")) <= set(posts):
         raise RunFailed("A rank is planned as an optimizer node, and does not say where it listens.")
@@ -435,10 +439,26 @@ def connect(context: Build, layers: Sequence[FlatLayer]) -> Connected:
     times = replace(TIMES, answer=answer, unheard=context.reconnects, link=link)
     client = Client(addresses, rank, job, _token(posts), times)
     client.ledger = getattr(context.mesh.channel, "ledger", client.ledger)
+    _feed_back(context, client)
+    return _local(context, plan.state(RoundsState), client) if plan.replicas else client
+
+
+def _feed_back(context: Build, client: Client) -> None:
+    """Where the plan leaves memory for what rounding leaves, that is kept, and what is there of it is taken up."""
+    plan, rank = context.plan, client.rank
     predicted = {} if plan.predicted is None else plan.predicted.memory_bytes
     spare = rank_memory(context) - predicted.get("peak", 0.0)
-    client.feedback = sum(4 * layer.numel for layer in layers) <= spare
-    return _local(context, plan.state(RoundsState), client) if plan.replicas else client
+    client.feedback = sum(4 * layer.numel for layer in client.job.layers) <= spare
+    if client.job.push != "int8" or context.folder is None:
+        return
+    if client.feedback:
+        folder = folders_of(context.recipe, context.folder, "worker", rank)[0]
+        client.residuals = Residuals(client.job, rank, folder / "residuals")
+    lacking = client.feedback and client.residuals.lacking(client.step)
+    mine, team = rank if lacking else None, context.mesh.trainers
+    ranks = [mine] if team is None else plain_collectives.all_gather(mine, team)
+    what = f"What rounding left of the pushes before step {client.step + 1} is not there"
+    context.damaged |= {f"{what} on rank {rank}.": _ROUNDED for rank in ranks if rank is not None}
 
 
 def _local(context: Build, outer: RoundsState, client: Client) -> LocalSteps:
