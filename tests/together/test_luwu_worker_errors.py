@@ -106,9 +106,7 @@ def test_figures_of_a_step_that_the_log_refused_are_made_again(
     corpus: Path, tmp_path: Path, whole: OnNode, name: str
 ) -> None:
     asked = recipe(corpus)
-    run = OnNode(
-        asked, 3, tmp_path / "run", plan=on_node(asked, 2), arm_worker=refused(name, 4, tmp_path / "refused")
-    )
+    run = OnNode(asked, 3, tmp_path / "run", plan=on_node(asked, 2), arm_worker=refused(name, 4, tmp_path / "refused"))
     with pytest.raises(UserError, match="No space left"):
         run.run()
     assert steps_of(run) <= {max(run.losses), max(run.losses) + 1}
@@ -135,9 +133,9 @@ def test_a_process_killed_behind_the_last_step_when_a_worker_has_left_holds_nobo
             until = time.monotonic() + 30.0
             while place.rank and not left.exists() and time.monotonic() < until:
                 time.sleep(0.01)
-            if place.rank:
-                os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
+            if place.rank and not killed.exists():
                 killed.touch()
+                os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
             close(mechanism, context)
             left.touch()
 
@@ -146,6 +144,7 @@ def test_a_process_killed_behind_the_last_step_when_a_worker_has_left_holds_nobo
     asked = recipe(corpus)
     plan = on_node(asked, 2, *(("aggregator",) if served == "aggregator" else ()))
     run = OnNode(asked, len(plan.ranks), tmp_path / "run", plan=plan, arm=arm, arm_worker=arm_worker).run()
+    assert killed.exists()
     assert time.time() - killed.stat().st_mtime < 30.0
     assert same(run, whole)
     (incident,) = run.all("incident")

@@ -304,8 +304,12 @@ def last_of(place: NodePlace) -> int:
 
 def _quiet(place: NodePlace, servers: Sequence[ReductionServer]) -> bool:
     """Whether it was started again alone, when some workers may have left, and those that had not would be here."""
-    newest = max(server.asked for server in servers)
-    return place.spec.alone and not any(each.members for each in servers) and time.monotonic() > newest + _QUIET
+    if not place.spec.alone or any(server.members for server in servers):
+        return False
+    quiet = time.monotonic() > max(server.asked for server in servers) + _QUIET
+    if not quiet:
+        place.spec.pulse.reconnects()
+    return quiet
 
 
 def _gone(place: NodePlace) -> UserError:
