@@ -207,6 +207,21 @@ def test_the_step_before_comes_back_until_something_is_written(tmp_path: Path) -
         assert values(store) == {7}
 
 
+def test_a_step_that_is_not_whole_is_not_gone_back_to(tmp_path: Path) -> None:
+    with Generations.create(tmp_path / "file", SIZES) as store:
+        for step in range(2):
+            write_all(store, step)
+            store.commit(step)
+        store.write("norm", filled(4, 9))  # over that of step 0
+    with Generations(tmp_path / "file") as store:
+        with pytest.raises(DamagedExtent, match="'norm'"):
+            store.revert(verify=True)
+        assert (store.step, values(store)) == (1, {1})
+        store.commit(2)
+        store.revert(verify=True)
+        assert (store.step, values(store)) == (1, {1})
+
+
 def test_state_may_lie_on_several_disks(tmp_path: Path) -> None:
     where = [tmp_path / "a", tmp_path / "b"]
     sizes = {"embedding": 9 << 20, "norm": 4}

@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from espalier.recipe.errors import UserError
-from espalier.track.events import Log, append, read
+from espalier.track.events import Log, append, last, read
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.floats() | st.text(),
@@ -76,6 +76,23 @@ def test_a_whole_last_line_without_its_newline_is_kept(tmp_path: Path) -> None:
     with Log(path) as log:
         log.write("step", step=1)
     assert [event["event"] for event in read(path)] == ["run", "step"]
+
+
+@pytest.mark.parametrize("size", [10, 200_000])
+def test_the_last_event_of_a_name_is_read_from_the_end(tmp_path: Path, size: int) -> None:
+    assert last(tmp_path / "log", "step") is None
+    with Log(tmp_path / "log") as log:
+        log.write("run", step=0, text="x" * size)
+        for step in (1, 2):
+            log.write("step", step=step, loss=math.nan)
+        log.write("other", text="x" * size)
+    with (tmp_path / "log").open("a") as file:
+        file.write('{"event":"step","step":3')
+    step, run = last(tmp_path / "log", "step", "run"), last(tmp_path / "log", "run")
+    assert step is not None and run is not None  # noqa: PT018
+    assert (step["step"], run["step"]) == (2, 0)
+    assert math.isnan(step["loss"])
+    assert last(tmp_path / "log", "end") is None
 
 
 def test_a_line_that_is_not_an_event_is_named(tmp_path: Path) -> None:

@@ -199,12 +199,22 @@ class Generations(Closing):
         assert self._count > 1, "one generation is rewritten in place"
         self._pending.clear()
 
-    def revert(self) -> None:
-        """Goes back to the step before the last one, which is there as long as nothing was written since its commit."""
+    def revert(self, verify: bool = False) -> None:
+        """Goes back to the step before the last one, which is there as long as nothing was written since its commit.
+
+        `verify`: read and check it first. Raises DamagedExtent, and stays, where it is not whole.
+        """
         assert self._count > 1, "one generation is rewritten in place"
         before = [header for header in self._layout.headers(self._file) if header.sequence == self._header.sequence - 1]
         if not before or not self._clean:
             raise UserError(f"{self.path} no longer holds the step before {self.step}.", do="restore a checkpoint")
+        if verify:
+            newest = self._header
+            self._use(before[0])
+            try:
+                self._check_all()
+            finally:
+                self._use(newest)
         self._write_header(before[0].changed(sequence=self._header.sequence + 1))
 
     def close(self) -> None:

@@ -57,6 +57,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -73,6 +74,7 @@ NAME = "events.jsonl"
 Event = dict[str, Any]
 
 _MARK = b'_is":"'
+_BLOCK = 1 << 16
 
 
 class Log:
@@ -163,12 +165,28 @@ def read(path: str | Path) -> Iterator[Event]:
                 yield _unreadable(path, number + 1)
 
 
+def last(path: str | Path, *names: str) -> Event | None:
+    """The last event with one of these `names` in the file `path`, read from its end; None where there is none."""
+    rest = b""
+    with suppress(FileNotFoundError), Path(path).open("rb") as file:
+        start = file.seek(0, os.SEEK_END)
+        while start > 0:
+            stop, start = start, max(0, start - _BLOCK)
+            file.seek(start)
+            rest, *lines = (file.read(stop - start) + rest).split(b"\n")
+            for line in (*reversed(lines), *([] if start else [rest])):
+                event = _parse(line)
+                if event is not None and event["event"] in names:
+                    return event
+    return None
+
+
 def _mend(file: int) -> None:
     """Cuts a torn last line off; ends a whole one that only lacks its newline."""
     size = os.fstat(file).st_size
     start, tail = size, b""
     while start > 0 and b"\n" not in tail:
-        step = min(1 << 16, start)
+        step = min(_BLOCK, start)
         start -= step
         tail = os.pread(file, step, start) + tail
     rest = tail.rpartition(b"\n")[2]

@@ -6,7 +6,8 @@ These know nothing of ranks: precision, recomputation, compilation. All others l
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, get_args
 
@@ -16,7 +17,7 @@ from torch import nn
 from espalier.kernels import accelerator
 from espalier.plan.compose import Claim
 from espalier.recipe import Precision
-from espalier.recipe.errors import UserError
+from espalier.recipe.errors import Interrupted, UserError
 from espalier.train.mechanism import Build, Mechanism
 
 if TYPE_CHECKING:
@@ -235,6 +236,20 @@ class Built(NamedTuple):
         """Ends what the mechanisms have begun."""
         for mechanism in self.mechanisms:
             mechanism.close(self.context)
+
+    @contextmanager
+    def closing(self) -> Iterator[None]:
+        """Closes it behind the last step, or abandons it where an error ends this rank."""
+        try:
+            yield
+        except Interrupted:
+            self.close()
+            raise
+        except BaseException:
+            for mechanism in self.mechanisms:
+                mechanism.abandon(self.context)
+            raise
+        self.close()
 
 
 def build(setting: RankSetup, mesh: ProcessMesh, mechanisms: Sequence[Mechanism]) -> Built:

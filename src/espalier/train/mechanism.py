@@ -54,7 +54,7 @@ class Build:
         folder: of the run; None: nothing is kept.
         meters: what every step says of itself besides, by name of the event's field.
         decisions: what follows signals while it runs.
-        damaged: what was damaged in files that outlive ranks, of which the step before was taken.
+        damaged: what was damaged in files that outlive ranks, and what is done about it.
         stalled: seconds in all that forward and backward passes have waited for other ranks.
         reconnects: see `Pulse.reconnects`.
     """
@@ -79,7 +79,7 @@ class Build:
     folder: Path | None = None
     meters: dict[str, Callable[[], Any]] = field(default_factory=dict)
     decisions: list[Decisions] = field(default_factory=list)
-    damaged: list[str] = field(default_factory=list)
+    damaged: dict[str, str] = field(default_factory=dict)
     stalled: Callable[[], float] = float
     reconnects: Callable[[], object] = float
 
@@ -112,6 +112,10 @@ class Mechanism:
 
     def close(self, context: Build) -> None:
         """Leaves what other processes wait for. Called once, when this rank makes no more steps."""
+
+    def abandon(self, context: Build) -> None:
+        """In place of `close` where this rank ends by an error, and the others may wait for it."""
+        self.close(context)
 
 
 Choose = Callable[["Recipe", "Plan"], "Mechanism | None"]

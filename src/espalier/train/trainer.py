@@ -26,6 +26,7 @@ from espalier.optim import schedules
 from espalier.parallel.agreement import AgreedStep
 from espalier.parallel.mesh import REPLICA, ProcessMesh
 from espalier.parallel.workload import Shard, to_device
+from espalier.plan.base import RoundsState
 from espalier.recipe.errors import Anomaly, EspalierError, Interrupted, PeerLost, UserError
 from espalier.train.build import build
 from espalier.train.mechanism import Choose
@@ -302,7 +303,9 @@ class Trainer:
                 why="a node keeps the state of its last step only",
                 do='faults.rollback = "never" and a lower train.optimizer.learning_rate, in a new run',
             )
-        self.step = self.level = step
+        if self.step != step:  # no checkpoint ends it: what is due after it may not be done
+            self.level = max(0, step - self.setting.plan.state(RoundsState).steps)
+        self.step = step
         self.tokens = round(self.step_tokens * step)
         self.built.agreement.at(step)
 

@@ -51,7 +51,6 @@ SAVING = timedelta(minutes=30)
 """How long ranks wait for each other while a checkpoint is written."""
 
 
-_DAMAGED = "go on from the step before, which is whole"
 LONGEST = timedelta(days=1)
 """How long ranks wait for one that computes, whatever `comm.timeout` says of one that does not."""
 
@@ -133,7 +132,7 @@ def as_trainer(setting: RankSetup, channel: dist.ProcessGroup | None) -> dict[st
     trainer = None
     try:
         trainer = Trainer(setting, channel)
-        with contextlib.closing(trainer.built):
+        with trainer.built.closing():
             return live(trainer)
     except Exception as error:
         from espalier.plan.oom_advice import exhausted, is_exhausted
@@ -251,8 +250,8 @@ def _begin(trainer: Trainer, about: Mapping[str, Any]) -> None:
     """Says that steps are made from now on, and of what."""
     setting, place = trainer.setting, trainer.setting.place
     setting.emit("run", step=trainer.step, steps=trainer.total, pid=os.getpid(), **about, **setting.about)
-    for what in trainer.built.context.damaged:
-        setting.emit("incident", kind="damaged", what=what, rank=place.rank, step=trainer.step, action=_DAMAGED)
+    for what, action in trainer.built.context.damaged.items():
+        setting.emit("incident", kind="damaged", what=what, rank=place.rank, step=trainer.step, action=action)
     predicted = setting.plan.predicted
     setting.emit("plan", predicted=msgspec.to_builtins(predicted) if predicted else None)
 

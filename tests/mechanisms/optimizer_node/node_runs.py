@@ -33,8 +33,9 @@ def recipe(corpus: Path, **tables: Any) -> Recipe:
     return recipe_of(corpus, train=train, checkpoint={"every": 4}, **tables)
 
 
-def on_node(recipe: Recipe, workers: int, **more: Any) -> plans.Plan:
-    ranks = (*plan_of(recipe, workers).ranks, plans.Rank(role="optimizer"))
+def on_node(recipe: Recipe, workers: int, *helpers: str, **more: Any) -> plans.Plan:
+    served = tuple(plans.Rank(role=role) for role in ("optimizer", *helpers))
+    ranks = (*plan_of(recipe, workers).ranks, *served)
     return plans.Plan(ranks=ranks, micro_batch=2, precision="fp32", **more)
 
 
@@ -54,10 +55,12 @@ class FewerOnNode(Fewer):
 
 @dataclass
 class OnNode(Struck):
-    """`killed`: the node dies as it commits that step, or has: "before", "after". `arm`: is called in its process."""
+    """`killed`: the node dies as it commits that step, or has: "before", "after". `arm`: is called in its process,
+    `arm_worker` in those of the workers."""
 
     killed: tuple[int, str] | None = None
     arm: Callable[[launch.RankSpec], None] | None = None
+    arm_worker: Callable[[launch.RankSpec], None] | None = None
 
     @property
     def care(self) -> supervisor.RestartOptions:
@@ -68,6 +71,8 @@ class OnNode(Struck):
         workload = open_language(self.recipe)
 
         def life(place: launch.RankSpec) -> Any:
+            if self.arm_worker is not None and place.role == "trainer":
+                self.arm_worker(place)
             log = Log(self.folder / "events.jsonl") if place.rank == 0 else None
             emit = log.write if log else lambda event, **fields: None
             setting = RankSetup(self.recipe, plan, workload, place, self.folder, emit, self.stop_after)
@@ -79,11 +84,10 @@ class OnNode(Struck):
                     return worker.as_optimizer(setting, channel)
                 self._arm(workload, place)
                 self.trainer = one = trainer.Trainer(setting, channel)
-                worker.live(one)
-                one.built.sharding.detach()
-                found = {name: value.clone() for name, value in one.built.model.state_dict().items()}
-                one.built.close()
-                return found
+                with one.built.closing():
+                    worker.live(one)
+                    one.built.sharding.detach()
+                    return {name: value.clone() for name, value in one.built.model.state_dict().items()}
 
         return life
 

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ from espalier.plan.axes.node_layout import FlatLayer, NodeJob
 from espalier.recipe import Adamw
 from espalier.store.generations import Generations
 
+Made = TypeVar("Made")
 TOKEN = "0123456789abcdef"
 FAST = Times(heartbeat=0.01, resend=0.1, silence=2.0, patience=10.0, answer=20.0)
 LAYERS = (
@@ -61,7 +63,7 @@ def free_port() -> int:
         return door.getsockname()[1]
 
 
-def again(start: Callable[[], OptimizerNode]) -> OptimizerNode:
+def again(start: Callable[[], Made]) -> Made:
     """What `start` gives, as soon as the kernel has freed the address of the node before it."""
     until = time.monotonic() + 10.0
     while True:

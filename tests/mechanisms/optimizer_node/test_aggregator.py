@@ -12,12 +12,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from nodes import FAST, TOKEN, client, equal, free_port, gradient, job, node, pulled, push_all
+from nodes import FAST, TOKEN, again, client, equal, free_port, gradient, job, node, pulled, push_all
 from test_recovery import begun, train
 from torch import Tensor
 
 from espalier.mechanisms.optimizer_node.aggregator import Aggregator
 from espalier.mechanisms.optimizer_node.wire import Address
+from espalier.parallel.layer_client import StepLost
 from espalier.plan.axes.node_layout import NodeJob
 
 
@@ -86,6 +87,36 @@ def test_the_node_sends_and_receives_as_much_as_for_one_worker() -> None:
         assert sorted(made.members) == [-1]
     assert 3 * bytes_of_layers < sent < 3 * 1.2 * bytes_of_layers
     assert 4 * bytes_of_layers < received < 4 * 1.2 * bytes_of_layers
+
+
+@pytest.mark.parametrize("which", ["worker", "aggregator"])
+def test_where_a_step_needs_all_workers_it_is_made_again_at_all_sites(which: str) -> None:
+    one, steps = job(workers=4), 4
+    with node(one) as (_, address), ThreadPoolExecutor(4) as pool:
+        workers = [client(address, one, rank) for rank in range(4)]
+        unbroken = next(iter(pool.map(lambda worker: train(worker, steps), workers)))
+    with node(one) as (made, address), sites(one, address, 2) as aggregators, ThreadPoolExecutor(4) as pool:
+        for server in (made, *aggregators):
+            server.complete = True
+        doors = [each.door.getsockname() for each in aggregators]
+        runs = [pool.submit(lambda rank: train(client(doors[rank // 2], one, rank), steps), rank) for rank in range(3)]
+        last = client(doors[1], one, 3)
+        train(last, 2)
+        last.wait(last.push(2, 2, gradient(one, 2, 2, 3)))
+        if which == "worker":
+            last.close(leave=False)
+            last = client(doors[1], one, 3)
+        else:
+            aggregators[1].close()
+            door = again(lambda: socket.create_server(doors[1]))
+            aggregators[1] = Aggregator(replace(one, workers=2), ([address], TOKEN), door, 1, FAST)
+            aggregators[1].complete = True
+            aggregators[1].start()
+            with pytest.raises(StepLost):
+                last.wait(last.pull(0, 9, torch.empty(one.layers[0].numel)))
+        assert last.recover() == 2 if which == "aggregator" else last.step == 2
+        runs.append(pool.submit(train, last, steps))
+        assert all(equal(run.result(30), unbroken) for run in runs)
 
 
 def test_workers_of_a_site_go_on_when_the_node_behind_their_aggregator_was_killed(tmp_path: Path) -> None:

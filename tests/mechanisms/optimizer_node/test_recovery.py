@@ -228,6 +228,49 @@ def dies_in_a_push(address: Address, one: NodeJob) -> None:
     time.sleep(30)
 
 
+def vanish(worker: Client) -> None:
+    """As a process that is killed."""
+    worker.close(leave=False)
+
+
+@pytest.mark.parametrize("where", ["before its push", "in its push", "behind its push"])
+@pytest.mark.parametrize("lost", [False, True], ids=["comes again", "is lost first"])
+def test_where_a_step_needs_all_workers_it_is_made_again_with_one_that_comes_for_a_lost_one(
+    where: str, lost: bool
+) -> None:
+    one, steps = job(workers=2), 4
+    times = replace(FAST, patience=0.3) if lost else FAST
+
+    def run(struck: bool) -> list[Tensor]:
+        with node(one, times=times) as (made, address), ThreadPoolExecutor(2) as pool:
+            made.complete = True
+            stays = pool.submit(lambda: train(client(address, one, 0), steps))
+            goes = client(address, one, 1)
+            train(goes, 2)
+            if struck:
+                gradients = [gradient(one, layer, 2, 1) for layer in range(3)]
+                pulled(goes, 2)
+                if where == "in its push":
+                    goes.wait(goes.push(2, 2, gradients[2]))
+                elif where == "behind its push":
+                    push_all(goes, 2, gradients)
+                vanish(goes)
+                until = time.monotonic() + 10.0
+                while lost and 1 in made.members and time.monotonic() < until:
+                    time.sleep(0.01)
+                time.sleep(0.1)
+                assert made.state.step == 2
+                assert not stays.done()
+                goes = client(address, one, 1)
+                assert goes.step == 2
+            found = train(goes, steps)
+            assert equal(stays.result(20), found)
+            assert made.state.step == steps
+            return found
+
+    assert equal(run(struck=True), run(struck=False))
+
+
 def test_a_worker_that_comes_takes_part_from_the_next_step_and_one_that_leaves_is_not_waited_for() -> None:
     one = job(workers=1)
     with node(one) as (made, address), ThreadPoolExecutor(1) as pool:

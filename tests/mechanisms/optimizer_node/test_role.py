@@ -30,9 +30,10 @@ def test_what_rounding_leaves_is_kept_where_the_plan_leaves_four_bytes_a_paramet
     how = plans.Plan(ranks=(plans.Rank(share=(0, 4)), plans.Rank(role="optimizer")), micro_batch=4, predicted=predicted)
     post = role.NodePost(1, (("127.0.0.1", 1),), "token")
     monkeypatch.setattr(role, "_gather", lambda own, channel: {1: post})
-    monkeypatch.setattr(role, "Client", lambda *arguments: SimpleNamespace(ledger=None))
+    made: Any = lambda *given: SimpleNamespace(ledger=None, rank=given[1], job=given[2])  # noqa: E731
+    monkeypatch.setattr(role, "Client", made)
     here = {"mesh": SimpleNamespace(rank=0, channel=None), "device": torch.device("cpu")}
-    context: Any = SimpleNamespace(recipe=asked, plan=how, damaged=[], reconnects=float, **here)
+    context: Any = SimpleNamespace(recipe=asked, plan=how, damaged={}, folder=None, reconnects=float, **here)
     assert role.connect(context, LAYERS).feedback is kept
 
 

@@ -85,6 +85,7 @@ class Aggregator(ReductionServer):
         self.session: _SiteSession | None = None
         self._pushing: SimpleQueue[tuple[SumSlot, int, _SiteSession | None] | None] = SimpleQueue()
         self._copies: list[_LayerCopy] = []
+        self._decided = 0
 
     def leave(self) -> None:
         """Ends it when all of its workers have left: the node waits for it no more."""
@@ -123,7 +124,19 @@ class Aggregator(ReductionServer):
         self.session = session
         if session.ended:
             raise ConnectionError
+        self._decided = session.first
         return session.first
+
+    def forget(self) -> None:
+        """See ReductionServer. The node has the round without this site then, and it begins anew there too."""
+        super().forget()
+        session, self.session = self.session, None
+        if session is not None:
+            session.close()
+
+    def took_part(self, member: Member) -> bool:
+        """See ReductionServer. A round whose sums were sent on is open until it is decided."""
+        return self.round > self._decided or super().took_part(member)
 
     def exponents(self, round: int, layer: int, shared: SharedExponents) -> None:
         """The node has to be asked for those of all sites."""
@@ -137,7 +150,7 @@ class Aggregator(ReductionServer):
     def decide(self, end: _SiteRound, frame: Frame) -> None:
         """See ReductionServer. All workers decide the same."""
         if not end.decided:
-            end.decided = True
+            end.decided, self._decided = True, frame.step + 1
             self._ask(frame)
 
     def progress(self) -> None:
@@ -243,7 +256,6 @@ class Aggregator(ReductionServer):
                 member.fail(error)
         with self.lock:
             if session is self.session:
-                self.session = None
                 self.forget()
 
 

@@ -22,6 +22,7 @@ from torch import Tensor
 from espalier.comm.base import Ledger, Traffic
 from espalier.mechanisms.optimizer_node import fixed_point, wire
 from espalier.mechanisms.optimizer_node.reduction import SharedExponents
+from espalier.mechanisms.optimizer_node.residuals import Residuals
 from espalier.mechanisms.optimizer_node.session import Session, reach
 from espalier.mechanisms.optimizer_node.state_file import PULLED
 from espalier.mechanisms.optimizer_node.wire import RAW, Address, Frame, FrameKind, Times, packed
@@ -47,6 +48,7 @@ class NodeTransfer:
         tensor: what is pushed, or where it is pulled to.
         left: chunks that have not arrived.
         round, samples: of a push.
+        residual: that is added to a push, where there is one.
     """
 
     what: str
@@ -58,6 +60,7 @@ class NodeTransfer:
     left: int
     round: int = 0
     samples: int = 0
+    residual: Tensor | None = None
 
 
 class Client:
@@ -73,6 +76,7 @@ class Client:
     Attributes:
         feedback: of 8-bit pushes what rounding leaves is kept for the next step, 4 bytes a parameter; else they are
             rounded at random.
+        residuals: where it is kept.
         step: that the nodes stand at, or are on their way to; at first, the one that this worker begins with.
         ledger: bytes sent by traffic class; `received` and `sent` count all bytes of the links.
         pushed_as: the class of pushes.
@@ -97,7 +101,7 @@ class Client:
         self._place = {
             number: (node, local) for node, numbers in enumerate(self._parts) for local, number in enumerate(numbers)
         }
-        self._residuals: dict[int, Tensor] = {}
+        self.residuals = Residuals(job)
         self._disk = (0, 0)
         self._connections: list[_NodeConnection] = []
         self._connect()
@@ -254,10 +258,12 @@ class Client:
             )
         return self.step
 
-    def close(self) -> None:
-        """Leaves the run after what was sent has arrived; the others go on."""
+    def close(self, leave: bool = True) -> None:
+        """Leaves the run after what was sent has arrived; the others go on. Not `leave`: as a process that is killed,
+        which the nodes wait for where a step needs all workers."""
         for connection in self._connections:
-            connection.leave()
+            connection.end(leave)
+        self.residuals.close()
 
     # Encoding
 
@@ -269,28 +275,19 @@ class Client:
         bits = BITS[self.job.push]
         form = (bits, fixed_point.shift(bits, shared.workers))
         rounding: Tensor | int | None = None
-        if self._feeds_back:
-            rounding = self._residual(push.layer, chunk)
+        if push.residual is not None:
+            rounding = push.residual[chunk.start : chunk.stop]
         elif bits == 8:
             seed = repr((self.rank, push.step, push.layer, chunk.index))
             rounding = xxhash.xxh3_64_intdigest(seed.encode())
         return fixed_point.encode(values, shared.values, form, rounding, out), bits // 8
-
-    @property
-    def _feeds_back(self) -> bool:
-        return self.job.push == "int8" and self.feedback
 
     def corrected(self, push: NodeTransfer, chunk: LayerChunk) -> Tensor:
         """A chunk of a gradient as it is to be sent: weighted, with what earlier steps left out."""
         values = push.tensor[chunk.start : chunk.stop]
         if push.samples:
             values = values * push.samples
-        return values + self._residual(push.layer, chunk) if self._feeds_back else values
-
-    def _residual(self, layer: int, chunk: LayerChunk) -> Tensor:
-        if layer not in self._residuals:
-            self._residuals[layer] = torch.zeros(self.job.layers[layer].numel)
-        return self._residuals[layer][chunk.start : chunk.stop]
+        return values if push.residual is None else values + push.residual[chunk.start : chunk.stop]
 
 
 class _NodeConnection(Session):
@@ -365,10 +362,10 @@ class _NodeConnection(Session):
             if not ready() and self._error is not None:
                 raise self._error
 
-    def leave(self) -> None:
+    def end(self, leave: bool) -> None:
         """See Client.close."""
-        if self._error is None:
-            super().leave()
+        if leave and self._error is None:
+            self.leave()
         self.close()
         # for a push that still waits for others
         self._fail(RunFailed(f"{self.name} has left {self.peer}."))
@@ -393,6 +390,8 @@ class _NodeConnection(Session):
 
     def _prepare(self) -> None:
         while push := self.preparing.get():
+            if self.job.push == "int8" and self.client.feedback:
+                push.residual = self.client.residuals.of(push.layer, push.step)
             exponents = [torch.empty(0, dtype=torch.uint8)]
             for chunk in self.chunks[push.local]:
                 exponents.append(fixed_point.exponents(self.client.corrected(push, chunk)))
@@ -414,6 +413,8 @@ class _NodeConnection(Session):
                 if room is None:
                     return
                 codes, width = self.client.encode(push, chunk, shared, room)
+                if push.residual is not None and chunk is self.chunks[push.local][-1]:
+                    self.client.residuals.keep(push.layer, push.step + 1, push.residual)  # before all has arrived
                 payload = bytes_of(codes)
                 place = push.local, push.round, chunk.index, width, push.samples
                 frame = Frame(FrameKind.GRADIENT, *place, payload)

@@ -145,9 +145,9 @@ class LocalSteps:
     def settle(self, step: int) -> None:
         """Rounds are whole when they end."""
 
-    def close(self) -> None:
-        """Leaves the nodes."""
-        self.outer.close()
+    def close(self, leave: bool = True) -> None:
+        """See `Client.close`."""
+        self.outer.close(leave)
         self._pool.shutdown()
         self._state.close()
 

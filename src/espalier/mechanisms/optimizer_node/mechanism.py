@@ -22,6 +22,7 @@ from espalier.train.window_sharding import WindowOptimizer, WindowSharding
 
 if TYPE_CHECKING:
     from espalier.checkpoint.base import Stateful
+    from espalier.mechanisms.optimizer_node.client import Client
     from espalier.mechanisms.optimizer_node.local_steps import LocalSteps
     from espalier.optim.base import Optimizer
     from espalier.plan.base import Plan
@@ -148,6 +149,11 @@ class ModelOnNodes(Mechanism):
         assert isinstance(context.sharding, NodeSharding)
         context.sharding.settle()
         context.sharding.client.close()
+
+    def abandon(self, context: Build) -> None:
+        """The nodes wait for this worker, or another in its place: no step counts without its part."""
+        assert isinstance(context.sharding, NodeSharding)
+        cast("Client | LocalSteps", context.sharding.client).close(leave=False)
 
 
 class OptimizerOnNodes(Mechanism):

@@ -11,6 +11,7 @@ from __future__ import annotations
 import secrets
 import socket
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -130,11 +131,14 @@ class ReductionServer(ABC):
 
     Attributes:
         lock: of all that is not in a slot; `changed` is its condition.
+        complete: a round needs all workers of the job, and begins anew where it loses one; else the
+            others go on. Set before `start`.
         gathered: all workers of the job have come.
         round: how often all chunks were summed, or were to be. A round ends with a step, or with
             gradients that are dropped. Frames of workers carry it in place of the step, except for
             pulls.
         ends: of rounds that have not ended.
+        asked: when somebody came last (`time.monotonic`).
         error: why it has ended.
     """
 
@@ -156,7 +160,8 @@ class ReductionServer(ABC):
         self.lock = threading.RLock()
         self.changed = threading.Condition(self.lock)
         self.round = 0
-        self.gathered = self.closed = False
+        self.complete = self.gathered = self.closed = False
+        self.asked = time.monotonic()
         self.error: EspalierError | None = None
         self._table = MinimumTable()
         self._proposals: dict[tuple[int, int], dict[int, SharedExponents]] = {}
@@ -274,6 +279,7 @@ class ReductionServer(ABC):
 
     def _greet(self, greeting: wire.Greeting) -> wire.Greeting:
         with self.lock:
+            self.asked = time.monotonic()
             if greeting["ask"] == "status":
                 return {"incarnation": self.incarnation} | self.status(greeting)
             check_job(self.job, greeting["job"], self.name, greeting["rank"])
@@ -289,8 +295,10 @@ class ReductionServer(ABC):
 
     def _join(self, greeting: wire.Greeting) -> Member:
         before = self.members.get(greeting["rank"])
-        if before is not None:
+        if before is not None and greeting["cluster"] == self._cluster:
             self.drop(before)
+            if not self._cluster:
+                raise ConnectionError("the round begins anew")
         if greeting["cluster"] != self._cluster or self._abandoned(greeting):
             # the first to come after some node of the run has started again, or after all others
             # were lost in a step
@@ -327,13 +335,24 @@ class ReductionServer(ABC):
         return self.status(greeting)["step"] != greeting["resume"]
 
     def drop(self, member: Member) -> None:
-        """From now on nothing waits for it. Chunks that it has pushed count."""
+        """From now on nothing waits for it. Chunks that it has pushed count, unless rounds are to be
+        `complete`: then it is as if this server had started again, and all come anew."""
         with self.lock:
             if self.members.get(member.rank) is member:
-                del self.members[member.rank]
-                self._table.remove(member.rank)
-                self._review()
+                if self.complete and self.took_part(member):
+                    self.forget()
+                    self.incarnation = secrets.token_hex(8)
+                else:
+                    del self.members[member.rank]
+                    self._table.remove(member.rank)
+                    self.gathered = self.gathered and not self.complete
+                    self._review()
         member.close()
+
+    def took_part(self, member: Member) -> bool:
+        """Whether the round may have something of it: exponents, which come before all else."""
+        proposed = any(member.rank in proposals for proposals in self._proposals.values())
+        return proposed or any(round >= self.round for round, _ in self.agreed)
 
     def _review(self) -> None:
         """Members have come or gone: some may have waited for that."""

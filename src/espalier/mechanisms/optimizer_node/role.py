@@ -13,7 +13,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -29,6 +29,8 @@ from espalier.mechanisms.optimizer_node.aggregator import Aggregator
 from espalier.mechanisms.optimizer_node.client import Client
 from espalier.mechanisms.optimizer_node.local_steps import LocalRound, LocalSteps
 from espalier.mechanisms.optimizer_node.node import OptimizerNode
+from espalier.mechanisms.optimizer_node.reduction import ReductionServer
+from espalier.mechanisms.optimizer_node.residuals import Residuals
 from espalier.mechanisms.optimizer_node.standby import Replica, Standby
 from espalier.mechanisms.optimizer_node.state import OptimizerNodeState
 from espalier.mechanisms.optimizer_node.state_file import open_state, open_sums, read_layer
@@ -42,6 +44,7 @@ from espalier.recipe.cache_dir import unwritable
 from espalier.recipe.errors import RunFailed, UserError
 from espalier.recipe.serialization import Value
 from espalier.store.state_folder import locked
+from espalier.track import events
 from espalier.train.layer_window import rank_memory
 
 if TYPE_CHECKING:
@@ -54,8 +57,13 @@ if TYPE_CHECKING:
 
 _LOOK = 0.02
 """Seconds between two looks at who is there."""
+_QUIET = 5.0
+"""Seconds without a word of any worker after which all have left a process that was started again behind the last step.
+"""
 LONGEST_ROUND = 86_400.0
 """Seconds that a worker waits at the end of a round for one that still computes; one that is gone is noticed sooner."""
+_WHOLE = "go on from the step before, which is whole"
+_ROUNDED = "go on without: the last bits differ from those of an unbroken run"
 POSTS = "posts.json"
 """Where all such processes serve, in the folder of each."""
 
@@ -66,11 +74,12 @@ TIMES = Times()
 
 class NodePost(Value, frozen=True):
     """Where a process serves others, as it tells every rank at the beginning: an address for each node that it is or
-    stands before, the token it would choose, the step of its files, and what was damaged in the step after that."""
+    stands before, the token it would choose, the step of its files, and what was damaged in the step after that. A
+    worker has no address, and the step is the last that the run's log knows."""
 
     rank: int
-    addresses: tuple[Address, ...]
-    token: str
+    addresses: tuple[Address, ...] = ()
+    token: str = ""
     step: int = 0
     restored: str = ""
 
@@ -211,8 +220,11 @@ def serve(place: NodePlace, channel: dist.ProcessGroup | None, stepped: Callable
         token, pair = _token(posts), serving(place.plan, posts)[place.number]
         serves = place.spec.rank == pair[0]
         files, link = (state, open_sums(place.folder, job)), place.plan.state(OptimizerNodeState).node_link
+        if not place.spec.alone:
+            _go_back(place, state, posts)
         server = OptimizerNode if serves else Standby
         node = server(job, files, door, token, replace(times, link=link))
+        node.complete = True
         if serves and len(pair) > 1:
             node.replica = Replica(job, (posts[pair[1]].addresses[0], token), node.name, times)
         node.start()
@@ -241,12 +253,15 @@ def _aggregate(
         nodes = addresses_of(place.plan, posts)
         for job, door, addresses in zip(jobs, doors, nodes, strict=True):
             local_job, node = replace(job, workers=workers), (addresses, _token(posts))
-            aggregators.append(Aggregator(local_job, node, door, place.number, times).start())
-            opened.callback(aggregators[-1].close)
+            aggregators.append(Aggregator(local_job, node, door, place.number, times))
+            aggregators[-1].complete = True
+            opened.callback(aggregators[-1].start().close)
         stepped(0)
         came = False
         while not came or any(each.members or each.session is None for each in aggregators):
             came = came or all(len(each.members) == workers for each in aggregators)
+            if _quiet(place, aggregators) and aggregators[0].status({})["step"] >= last_of(place):
+                break
             time.sleep(_LOOK)
         for aggregator in aggregators:
             aggregator.leave()
@@ -258,7 +273,6 @@ def _until_left(place: NodePlace, node: OptimizerNode, stepped: Callable[[int], 
     Raises what the node failed with."""
     sites = [site_of(place.plan, rank) for rank in place.plan.trainers]
     due = len(set(sites) - {None}) + sites.count(None)
-    last = -(-(place.recipe.train.steps or 0) // place.plan.state(RoundsState).steps)
     stands_by = isinstance(node, Standby)
     came, step = 0, -1
     while True:
@@ -271,7 +285,7 @@ def _until_left(place: NodePlace, node: OptimizerNode, stepped: Callable[[int], 
         came = max(came, members)
         if stands_by and isinstance(node, Standby) and node.promoted:
             stands_by, came = False, members
-        whole = came >= (1 if stands_by else due) or (place.spec.alone and node.state.step >= last)
+        whole = came >= (1 if stands_by else due) or (_quiet(place, [node]) and node.state.step >= last_of(place))
         if whole and not members:
             return
         if node.state.step != step:
@@ -281,6 +295,21 @@ def _until_left(place: NodePlace, node: OptimizerNode, stepped: Callable[[int], 
                 raise gone
             stepped(step)
         time.sleep(_LOOK)
+
+
+def last_of(place: NodePlace) -> int:
+    """The last step of the run's nodes: their steps are rounds where there are any."""
+    return -(-(place.recipe.train.steps or 0) // place.plan.state(RoundsState).steps)
+
+
+def _quiet(place: NodePlace, servers: Sequence[ReductionServer]) -> bool:
+    """Whether it was started again alone, when some workers may have left, and those that had not would be here."""
+    if not place.spec.alone or any(server.members for server in servers):
+        return False
+    quiet = time.monotonic() > max(server.asked for server in servers) + _QUIET
+    if not quiet:
+        place.spec.pulse.reconnects()
+    return quiet
 
 
 def _gone(place: NodePlace) -> UserError:
@@ -314,8 +343,17 @@ def _tell_restored(state: Generations) -> None:
         sys.stderr.write(f"{state.restored} The state of step {state.step} is whole.\n")
 
 
+def _go_back(place: NodePlace, state: Generations, posts: Posts) -> None:
+    """Gives up the last step where the run's log has no line of it: rank 0 ended in between. No worker has begun the
+    step after, so the one before is there. A round stays, as workers' own files are of its end."""
+    logged = posts[0].step if 0 in posts else -1
+    if state.step == logged + 1 > 0 and not place.plan.replicas:
+        with suppress(UserError):  # it is not whole: the log may have lost more than a line
+            state.revert(verify=True)
+
+
 def _token(posts: Posts) -> str:
-    return posts[min(posts)].token
+    return next(post.token for _, post in sorted(posts.items()) if post.token)
 
 
 def _door(place: NodePlace) -> socket.socket:
@@ -389,8 +427,11 @@ def connect(context: Build, layers: Sequence[FlatLayer]) -> Connected:
     """
     plan, rank = context.plan, context.mesh.rank
     job = job_of(context.recipe, plan, layers)
-    posts = _gather(None, context.mesh.channel)
-    context.damaged += [post.restored for post in posts.values() if post.restored]
+    log = None if context.folder is None or rank else context.folder / events.NAME
+    line = None if log is None else events.last(log, "step", "run")
+    logged = -1 if line is None else int(line.get("step", -1))
+    posts = _gather(NodePost(rank, step=logged) if logged >= 0 else None, context.mesh.channel)
+    context.damaged |= {post.restored: _WHOLE for post in posts.values() if post.restored}
     site = site_of(plan, rank)
     if not set(ranks_of(plan, "optimizer")) <= set(posts):
         raise RunFailed("A rank is planned as an optimizer node, and does not say where it listens.")
@@ -402,10 +443,26 @@ def connect(context: Build, layers: Sequence[FlatLayer]) -> Connected:
     times = replace(TIMES, answer=answer, unheard=context.reconnects, link=link)
     client = Client(addresses, rank, job, _token(posts), times)
     client.ledger = getattr(context.mesh.channel, "ledger", client.ledger)
+    _feed_back(context, client)
+    return _local(context, plan.state(RoundsState), client) if plan.replicas else client
+
+
+def _feed_back(context: Build, client: Client) -> None:
+    """Where the plan leaves memory for what rounding leaves, that is kept, and what is there of it is taken up."""
+    plan, rank = context.plan, client.rank
     predicted = {} if plan.predicted is None else plan.predicted.memory_bytes
     spare = rank_memory(context) - predicted.get("peak", 0.0)
-    client.feedback = sum(4 * layer.numel for layer in layers) <= spare
-    return _local(context, plan.state(RoundsState), client) if plan.replicas else client
+    client.feedback = sum(4 * layer.numel for layer in client.job.layers) <= spare
+    if client.job.push != "int8" or context.folder is None:
+        return
+    if client.feedback:
+        folder = folders_of(context.recipe, context.folder, "worker", rank)[0]
+        client.residuals = Residuals(client.job, rank, folder / "residuals")
+    lacking = client.feedback and client.residuals.lacking(client.step)
+    mine, team = rank if lacking else None, context.mesh.trainers
+    ranks = [mine] if team is None else plain_collectives.all_gather(mine, team)
+    what = f"What rounding left of the pushes before step {client.step + 1} is not there"
+    context.damaged |= {f"{what} on rank {rank}.": _ROUNDED for rank in ranks if rank is not None}
 
 
 def _local(context: Build, outer: RoundsState, client: Client) -> LocalSteps:

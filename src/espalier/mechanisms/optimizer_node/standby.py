@@ -114,7 +114,7 @@ class Replica:
         peer = "its standby", {"rank": PRIMARY}
         status = reach([address], token, self.name, self.times, peer)[1]
         run = {"cluster": secrets.token_hex(8), "resume": int(status["step"])}
-        session = _ReplicaSession(self, run | {"rank": PRIMARY, "workers": 1})
+        session = _ReplicaSession(self, run | {"rank": PRIMARY, "workers": self.job.workers})
         session.start()
         if run["resume"] != state.step:
             self._copy(state, session)
