@@ -221,6 +221,14 @@ def test_equal_recipes_have_equal_weights_and_other_ids(home: Path) -> None:
     assert len(ids) == 2
 
 
+def test_weights_are_exported_as_the_same_bytes(home: Path) -> None:
+    for number in "1234":
+        assert forked(home, "export", "one", "--to", "safetensors", "--out", number).returncode == 0
+    for file in (home / "1").rglob("*.*"):
+        name = file.relative_to(home / "1")
+        assert len({(home / number / name).read_bytes() for number in "1234"}) == 1, name
+
+
 def test_a_run_of_an_earlier_version_is_read_with_one_line(home: Path) -> None:
     (home / "one" / "run.json").unlink()
     hashes = json.loads((home / "one" / "data.json").read_text())["hashes"]

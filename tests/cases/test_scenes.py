@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
+from espalier.machine import resource_limits
 from espalier.radiance import camera_poses, pictures, scenes
 from espalier.radiance.rays import look_at
 from espalier.radiance.scenes import Scene
@@ -338,9 +339,13 @@ def bomb(folder: Path, side: int) -> Path:
 
 def test_pixels_are_compared_with_memory_before_any_is_decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bomb(tmp_path, 1000)
-    monkeypatch.setattr(pictures, "free_memory", lambda: 40_000_000)
+    for name in ("free_memory", "memory"):
+        monkeypatch.setattr(resource_limits, name, lambda: 40_000_000)
     monkeypatch.setattr(pictures, "_decoded", None)
-    refusal(tmp_path, r"12 views of 1,000,000 pixels .* need 53.4 MiB, and 38.1 MiB of memory are free")
+    refusal(
+        tmp_path,
+        r"12 views of 1,000,000 pixels .* does not fit into memory.(.|\n)*takes 53.4 MiB, and 38.1 MiB are free",
+    )
 
 
 def test_each_file_is_decoded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -358,7 +363,7 @@ def test_a_picture_of_more_pixels_than_pillow_opens_is_one_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 400)
-    refusal(bomb(tmp_path, 30), r"a.png is no image that can be read: .*pixels")
+    refusal(bomb(tmp_path, 30), r"a.png cannot be read: .*pixels")
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 500)  # Pillow warns
     assert pictures.headers([tmp_path / "a.png"])[0].width == 30
 

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-import filecmp
 import json
 import struct
 import subprocess
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import programs
 import pytest
 import tokenizers
 import torch
+from gguf_files import PLAIN, TENSORS, gguf_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
+from tests.readers.model_inputs import TOKENIZER
 from weight_folders import CHAT, TEMPLATES, TOKENIZERS, base_of, begun, made, quietly, theirs_of, workload_of
 
 from espalier import recipe as config
@@ -34,6 +34,8 @@ from espalier.language.tune import workload as tuning
 from espalier.language.tune.chat_template import open_template
 from espalier.language.tune.conversations import Turn
 from espalier.language.tune.workload import TuneWorkload
+from espalier.machine import resource_limits
+from espalier.recipe import serialization
 from espalier.recipe.errors import UserError
 
 __all__ = ["quietly"]
@@ -103,57 +105,6 @@ def test_a_gguf_file_says_the_special_tokens_of_the_base(kind: str, template: st
 
 
 # --- GGUF ------------------------------------------------------------------------------------------------------------
-
-
-def text(value: str) -> bytes:
-    return struct.pack("<Q", len(value.encode())) + value.encode()
-
-
-def coded(value: Any) -> bytes:
-    """The type and the value of a field."""
-    if isinstance(value, bytes):
-        return value
-    if isinstance(value, str):
-        return struct.pack("<I", 8) + text(value)
-    if isinstance(value, float):
-        return struct.pack("<If", 6, value)
-    if isinstance(value, int):
-        return struct.pack("<II", 4, value)
-    parts = [coded(part) for part in value]
-    return struct.pack("<I", 9) + parts[0][:4] + struct.pack("<Q", len(parts)) + b"".join(part[4:] for part in parts)
-
-
-PLAIN: dict[str, Any] = {
-    "general.architecture": "llama",
-    "llama.attention.head_count": 2,
-    "llama.embedding_length": 8,
-    "llama.block_count": 1,
-    "llama.feed_forward_length": 16,
-    "llama.context_length": 32,
-    "llama.attention.layer_norm_rms_epsilon": 1e-5,
-    "tokenizer.ggml.model": "gpt2",
-    "tokenizer.ggml.tokens": ["a", "b", "c"],
-    "tokenizer.ggml.token_type": [1, 1, 1],
-}
-TENSORS = {
-    "token_embd.weight": (3, 8),
-    "output_norm.weight": (8,),
-    **{f"blk.0.{name}_norm.weight": (8,) for name in ("attn", "ffn")},
-    **{f"blk.0.attn_{name}.weight": (8, 8) for name in ("q", "k", "v", "output")},
-    **{f"blk.0.ffn_{name}.weight": (16, 8) for name in ("gate", "up")},
-    "blk.0.ffn_down.weight": (8, 16),
-}
-
-
-def gguf_of(file: Path, fields: dict[str, Any], tensors: dict[str, tuple[int, ...]]) -> Path:
-    header = b"GGUF" + struct.pack("<IQQ", 3, len(tensors), len(fields))
-    header += b"".join(text(name) + coded(value) for name, value in fields.items())
-    start = 0
-    for name, shape in tensors.items():
-        header += text(name) + struct.pack(f"<I{len(shape)}QIQ", len(shape), *shape[::-1], 0, start)
-        start += -(-int(np.prod(shape)) * 4 // 32) * 32
-    file.write_bytes(header + bytes(-len(header) % 32) + bytes(start))
-    return file
 
 
 def model_of(folder: Path) -> gpt.GPT:
@@ -231,9 +182,17 @@ def test_a_gguf_file_larger_than_memory_is_refused_before_it_is_read(
     pytest.importorskip("gguf")
     file = gguf_of(tmp_path / "m.gguf", PLAIN, TENSORS)
     for name in ("free_memory", "memory"):
-        monkeypatch.setattr(gguf_file, name, lambda: 1000)
+        monkeypatch.setattr(resource_limits, name, lambda: 1000)
     with pytest.raises(UserError, match="does not fit into memory"):
         hf.options(file)
+
+
+def test_tensors_of_a_gguf_file_that_overlap_are_refused(tmp_path: Path) -> None:
+    """Each of them alone lies in the file."""
+    pytest.importorskip("gguf")
+    file = gguf_of(tmp_path / "m.gguf", PLAIN, TENSORS, overlapping=True)
+    with pytest.raises(UserError, match="is damaged: its tensors overlap"):
+        model_of(file)
 
 
 # --- damage ----------------------------------------------------------------------------------------------------------
@@ -316,27 +275,12 @@ def test_files_of_weights_are_the_same_bytes_whenever_they_are_written(tmp_path:
     contents = set()
     for _ in range(8):
         save_file({"a": torch.arange(6.0), "b": torch.ones(2, dtype=torch.bfloat16)}, file, metadata=metadata)
-        weight_files.sort_metadata(file)
+        serialization.sort_metadata(file)
         contents.add(file.read_bytes())
     assert len(contents) == 1
     assert load_file(file)["a"].tolist() == list(range(6))
     with weight_files.opened(file) as content:
         assert content.metadata() == metadata
-
-
-def test_exports_are_the_same_bytes_whenever_they_are_written(tmp_path: Path) -> None:
-    pytest.importorskip("gguf")
-    base = base_of(tmp_path / "base", "begun with bos", TEMPLATES["llama3"])
-    workload = workload_of(base, open_tokenizer(str(base)), None, config.Lora(rank=2))
-    model = workload.build(torch.device("cpu"), torch.float32)
-    assert isinstance(model, gpt.GPT)
-    for number in "12":
-        workload_row.ROW.exports["hf"](workload, model, tmp_path / number / "hf")
-        peft.export(workload, model, tmp_path / number / "peft")
-        workload_row._to_gguf("Q8_0", workload, model, tmp_path / number / "gguf")
-    names = [str(file.relative_to(tmp_path / "1")) for file in (tmp_path / "1").rglob("*") if file.is_file()]
-    assert len(names) == 11
-    assert filecmp.cmpfiles(tmp_path / "1", tmp_path / "2", names, shallow=False)[0] == names
 
 
 def test_a_tokenizer_with_more_tokens_than_the_table_is_refused(tmp_path: Path) -> None:
@@ -441,3 +385,56 @@ def test_what_an_exported_tokenizer_puts_before_a_text_can_be_left_out(kind: str
     assert ids["as it is"][: len(prefix)] == prefix
     assert "puts nothing before a text" in prefix_note(tokenizer.without_prefix())
     assert not tokenizer.without_prefix().with_template(TEMPLATES["llama3"]).adds_boundary
+
+
+# --- tokenizers whose library panics ---------------------------------------------------------------------------------
+
+HOSTILE: dict[str, dict[str, Any]] = {
+    "no map": {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "BAAAAP////8AAAAA"}},
+    "no such token": {
+        "post_processor": {
+            "type": "TemplateProcessing",
+            "single": [{"SpecialToken": {"id": "q", "type_id": 0}}],
+            "pair": [],
+            "special_tokens": {},
+        }
+    },
+    "stripped too far": {"decoder": {"type": "Strip", "content": "a", "start": 10**12, "stop": 10**12}},
+    "pieces of nothing": {"pre_tokenizer": {"type": "FixedLength", "length": 0}},
+    "nothing replaced": {"normalizer": {"type": "Replace", "pattern": {"String": ""}, "content": "x"}},
+    "far id": {"added_tokens": [], "model": {"type": "BPE", "vocab": {"a": 2**32 - 1}, "merges": []}},
+    "no pattern": {"normalizer": {"type": "Replace", "pattern": {"Regex": "(("}, "content": "x"}},
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_tokenizer_on_which_its_library_panics_is_one_sentence(
+    name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "tokenizer.json").write_text(json.dumps(TOKENIZER | HOSTILE[name]))
+    with pytest.raises(UserError, match=r"data\.tokenizer = ") as refusal:
+        open_tokenizer(str(tmp_path / "tokenizer.json"))
+    assert refusal.value.why
+    assert refusal.value.do
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("program", "reason"),
+    [
+        ("import os; os.abort()", "exit code -6"),
+        ("while True: pass", "longer than"),
+        ("raise ValueError('a: b')", "a: b"),
+    ],
+)
+def test_a_library_that_aborts_or_never_ends_does_so_in_another_process(
+    program: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("espalier.language.tokenizer._TRIAL", program)
+    monkeypatch.setattr("espalier.language.tokenizer._TRIAL_SECONDS", 1 if "while" in program else 60)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "tokenizer.json").write_text(json.dumps(TOKENIZER))
+    with pytest.raises(UserError, match=f"tokenizer.json(.|\n)*{reason}"):
+        open_tokenizer(str(tmp_path / "tokenizer.json"))
+    monkeypatch.undo()
+    assert open_tokenizer(str(tmp_path / "tokenizer.json")).vocabulary == 6

@@ -39,7 +39,7 @@ def folder(tmp_path_factory):
         ("train recipe.toml data.path=corpsu.txt", "did you mean corpus.txt"),
         ("train graph.toml", "data.path = 'nowhere.csv' does not exist"),
         ("train nothing.toml", "No recipe at nothing.toml"),
-        ("plan recipe.toml --cluster nothing.toml", "No cluster file at nothing.toml"),
+        ("plan recipe.toml --cluster nothing.toml", "nothing.toml cannot be read: it is not there"),
         ("predict runs/none text", "There is no run in runs/none"),
         ("export runs/none", "There is no run in runs/none"),
         ("predict run @nothing.txt", "nothing.txt cannot be read: it is not there"),

@@ -89,7 +89,7 @@ def test_what_holds_no_measurement_is_refused(folder: RunFolder, tmp_path_factor
         measurements(folder.path)
     with pytest.raises(UserError, match="no run in"):
         measurements(tmp_path_factory.mktemp("none"))
-    with pytest.raises(UserError, match="No measurements at"):
+    with pytest.raises(UserError, match="cannot be read: it is not there"):
         measurements(folder.path / "none.csv")
 
 

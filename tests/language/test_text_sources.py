@@ -107,7 +107,7 @@ def test_a_compressed_file_cut_short_is_an_error(tmp_path, form):
     raw = lines(*(os.urandom(50).hex() for _ in range(2000)))
     packed = gzip.compress(raw) if form == "gz" else zstandard.ZstdCompressor().compress(raw)
     (tmp_path / f"d.jsonl.{form}").write_bytes(packed[: len(packed) // 2])
-    with pytest.raises(UserError, match=rf"Cannot read .*d\.jsonl\.{form}|line \d+ is not"):
+    with pytest.raises(UserError, match=rf"d\.jsonl\.{form}|line \d+ is not"):
         texts(tmp_path)
 
 
@@ -203,7 +203,7 @@ def test_an_unreadable_file_is_an_error(tmp_path, monkeypatch):
         raise PermissionError(13, "Permission denied", path)
 
     monkeypatch.setattr(row_files, "open", refuse, raising=False)
-    with pytest.raises(UserError, match=r"Cannot read .*a\.txt(.|\n)*Permission denied(.|\n)*chmod"):
+    with pytest.raises(UserError, match=r"a\.txt cannot be read(.|\n)*Permission denied(.|\n)*chmod"):
         texts(tmp_path)
 
 

@@ -308,7 +308,7 @@ def test_any_toml_loads_or_is_refused(table: dict[str, object]) -> None:
 
 
 def test_a_file_that_is_not_there_is_said(tmp_path) -> None:
-    with pytest.raises(UserError, match="No cluster file"):
+    with pytest.raises(UserError, match="cannot be read: it is not there"):
         clusters.read(tmp_path / "none.toml")
     (tmp_path / "bytes.toml").write_bytes(b"\xff\xfe")
     with pytest.raises(UserError, match="not UTF-8"):

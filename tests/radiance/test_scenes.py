@@ -308,7 +308,7 @@ def test_a_png_with_a_damaged_chunk_is_named(tmp_path: Path) -> None:
     second = whole.rindex(b"IDAT")
     assert second > whole.index(b"IDAT")
     (tmp_path / "noise.png").write_bytes(whole[:second] + bytes(4) + whole[second + 4 :])
-    with pytest.raises(UserError, match=r"noise.png is no image that can be read: broken PNG"):
+    with pytest.raises(UserError, match=r"noise.png cannot be read: broken PNG"):
         scenes.read_images([tmp_path / "noise.png"], lambda done, total: None)
 
 

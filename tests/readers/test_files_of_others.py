@@ -19,7 +19,7 @@ from espalier.graph.data import array_file
 from espalier.language import hf
 from espalier.machine import cluster as clusters
 from espalier.plan import base as plans
-from espalier.recipe import recipe_file, serialization
+from espalier.recipe import foreign_files, recipe_file, serialization
 from espalier.recipe.errors import EspalierError, UserError
 from espalier.track import events
 from espalier.track.run_tables import RunTables
@@ -32,7 +32,7 @@ READERS: dict[str, Callable[[Path], Any]] = {
     "run.toml": recipe_file.load,
     "events.jsonl": lambda path: (list(events.read(path)), RunTables.read(path.parent), EvalHistory(path)),
     "skips.json": lambda path: skip_list.read(path.parent),
-    "config.json": hf._read_json,
+    "config.json": foreign_files.read_table,
 }
 DEEP, LONG = "[" * 100_000 + "]" * 100_000, "9" * 5000
 TEXTS = [
@@ -83,7 +83,7 @@ def test_an_index_of_weights_names_files_of_its_folder_alone(tmp_path: Path, nam
 def test_weights_whose_header_lies_are_refused(tmp_path: Path) -> None:
     for data in (b"\xff" * 8, (2**40).to_bytes(8, "little") + b"{}", b"\x02\0\0\0\0\0\0\0{}"[:9]):
         (tmp_path / "model.safetensors").write_bytes(data)
-        with pytest.raises(UserError, match="is damaged"):
+        with pytest.raises(UserError, match="cannot be read"):
             list(hf._stored(tmp_path))
 
 

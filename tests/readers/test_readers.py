@@ -12,98 +12,12 @@ import inputs as given
 import mutations as change
 import pytest
 from inputs import Reader, Reading
+from registry import COMMAS, LINES, READERS
 
 from espalier.recipe.errors import UserError
 
 PACKAGE = Path(__file__).parents[2] / "src" / "espalier"
 
-LINES, LIST, COMMAS = change.LINES, change.LIST, change.COMMAS
-ROWS = ("language/row_files.py", "language/text_sources.py", "language/data_folder.py")
-CHATS = (*ROWS, "language/tune/conversations.py", "language/tune/row_formats.py")
-
-
-def rows_of(name: str, rows: list[dict[str, Any]], syntax: change.Syntax) -> Callable[[Path], Path]:
-    return given.written(name, syntax.dumps(rows))
-
-
-def texts(name: str, syntax: change.Syntax) -> Reader:
-    return Reader(f"text in {name}", ROWS, rows_of(name, given.TEXT_ROWS, syntax), given.text, (name, syntax, "text"))
-
-
-def chats(name: str, rows: list[dict[str, Any]], syntax: change.Syntax, field: str) -> Reader:
-    return Reader(f"chats in {name}", CHATS, rows_of(name, rows, syntax), given.chats, (name, syntax, field))
-
-
-TABLES = (
-    "graph/data/separated_text.py",
-    "graph/data/table_columns.py",
-    "graph/data/edge_lists.py",
-    "mechanisms/disk_batches/features.py",
-)
-SCENES = ("radiance/scenes.py", "radiance/transforms_file.py", "radiance/pictures.py")
-
-
-def table(name: str, separator: str, ending: str, syntax: change.Syntax) -> Reader:
-    return Reader(name, TABLES, given.tables(separator, ending), given.graph, (f"nodes{ending}", syntax, "label"))
-
-
-def scene(name: str, syntax: change.Syntax, field: str) -> Reader:
-    return Reader(name, SCENES, given.blender, given.scene, ("transforms.json", syntax, field))
-
-
-def plain(name: str, modules: tuple[str, ...], text: str, read: Callable[[Path], Reading]) -> Reader:
-    return Reader(name, modules, given.written(name, text.encode()), read, (name, None, ""))
-
-
-READERS = [
-    plain("a.txt", ROWS, "\n".join(given.TEXTS), given.text),
-    *(texts(f"rows{ending}", LINES) for ending in (".jsonl", ".ndjson", ".json")),
-    texts("list.json", LIST),
-    texts("table.csv", COMMAS),
-    texts("table.tsv", change.TABS),
-    Reader("text in Parquet", ROWS, given.parquet("a.parquet", given.TEXT_ROWS), given.text),
-    chats("messages.jsonl", given.MESSAGES, LINES, "messages"),
-    chats("conversations.json", given.SHAREGPT, LIST, "conversations"),
-    chats("completions.jsonl", given.COMPLETIONS, LINES, "completion"),
-    chats("completions.csv", given.COMPLETIONS, COMMAS, "completion"),
-    chats("alpaca.ndjson", given.ALPACA, LINES, "output"),
-    chats("preferences.jsonl", given.PAIRS, LINES, "chosen"),
-    Reader("chats in Parquet", CHATS, given.parquet("a.parquet", given.COMPLETIONS), given.chats),
-    table("edges.csv", ",", ".csv", COMMAS),
-    table("edges.tsv", "\t", ".tsv", change.TABS),
-    table("semicolons", ";", ".csv", change.SEMICOLONS),
-    Reader("Matrix Market", TABLES, given.market, given.graph, ("graph.mtx", None, "")),
-    Reader("SNAP", TABLES, given.snap, given.graph, ("graph.txt", None, "")),
-    Reader("arrays", ("graph/data/array_file.py",), given.npz, given.graph),
-    Reader("PyG", ("graph/data/pyg.py",), given.saved, given.graph),
-    Reader("OGB", ("graph/data/ogb.py",), given.ogb, given.graph),
-    Reader("Planetoid", ("graph/data/planetoid.py", "graph/data/numpy_pickle.py"), given.planetoid, given.graph),
-    scene("scene", change.OBJECT, ""),
-    scene("frames", change.FRAMES, "file_path"),
-    Reader(
-        "Hugging Face",
-        ("language/hf.py",),
-        given.hugging_face,
-        given.weights,
-        ("weights/config.json", change.OBJECT, "hidden_size"),
-    ),
-    Reader(
-        "adapters",
-        ("language/tune/peft.py",),
-        given.adapters,
-        given.low_rank,
-        ("adapter_config.json", change.OBJECT, "peft_type"),
-    ),
-    plain("c.toml", ("machine/cluster/file.py",), given.CLUSTER, given.cluster),
-    plain("r.toml", ("recipe/recipe_file.py",), given.RECIPE, given.recipe),
-    Reader(
-        "questions",
-        ("evaluate/multiple_choice.py",),
-        rows_of("q.jsonl", given.QUESTIONS, LINES),
-        given.questions,
-        ("q.jsonl", LINES, "question"),
-    ),
-]
 CHANGED = [reader for reader in READERS if reader.changed is not None]
 OF_ROWS = [reader for reader in CHANGED if reader.changed and reader.changed[1] is not None]
 NAMES = tuple(change.of_rows(LINES))
@@ -210,22 +124,17 @@ def test_an_unknown_array_is_named(write: Callable[..., Path], tmp_path: Path) -
 
 OPENS = {
     "open", "read_text", "read_bytes", "loadtxt", "load_file", "safe_open", "ParquetFile", "read_table", "reader",
-    "GGUFReader", "memmap", "GzipFile", "read_json",
+    "GGUFReader", "memmap", "GzipFile",
 }  # fmt: skip
 """Functions that open a file for reading."""
 GRAPH_MECHANISMS = ("disk_batches", "few_bits", "halo_exchange", "pattern_attention")
 ROOMS = ("language", "graph", "radiance", "evaluate", "machine/cluster", "recipe")
 ROOMS += tuple(f"mechanisms/{name}" for name in GRAPH_MECHANISMS)
 ELSEWHERE: Mapping[str, str] = {
-    "language/tokenizer_files.py": "tests/cases/test_weights.py",
-    "language/gguf_file.py": "tests/cases/test_weights.py",
-    "language/gguf_header.py": "tests/cases/test_weights.py",
-    "language/tune/chat_template.py": "tests/cases/test_rows.py",
     "graph/data/import_graph.py": "tests/graph/test_sources.py",
-    "graph/data/wordnet.py": "tests/graph/test_wordnet.py",
     "radiance/workload_row.py": "tests/radiance/test_workload.py",
 }
-"""Modules of readers whose inputs are changed in a suite of their own."""
+"""Modules of readers of this machine's own files, or of files that another reader here has opened."""
 OWN: Mapping[str, str] = {
     "machine/cluster/catalogue.py": "the catalogue of devices, in the package",
     "evaluate/checkpoint_watcher.py": "pipes",

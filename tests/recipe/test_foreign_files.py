@@ -14,7 +14,7 @@ from espalier.recipe.foreign_files import Fields, FieldUse
 def test_a_byte_order_mark_is_skipped(tmp_path: Path) -> None:
     file = tmp_path / "a.json"
     file.write_bytes(b'\xef\xbb\xbf{"a": 1}')
-    assert foreign_files.read_json(file) == {"a": 1}
+    assert foreign_files.read_table(file) == {"a": 1}
 
 
 @pytest.mark.parametrize(
@@ -31,7 +31,7 @@ def test_whatever_a_parser_raises_names_the_file(tmp_path: Path, content: bytes,
     file = tmp_path / "a.json"
     file.write_bytes(content)
     with pytest.raises(UserError, match=reason) as raised:
-        foreign_files.read_json(file)
+        foreign_files.read_table(file)
     assert str(file) in raised.value.what
     assert raised.value.do
 

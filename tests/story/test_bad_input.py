@@ -74,6 +74,8 @@ MISTAKES = {
     "unknown shape": (["model.shape=lama-7b", "model.depth=32"], "lama-7b", "llama-7b"),
     "missing cluster": (["plan.cluster=none.toml"], "none.toml", ""),
     "bad time": (["comm.timeout=5parsecs"], "comm.timeout", "ms"),
+    "no time": (["comm.timeout=0s"], "comm.timeout = '0s'", "60s"),
+    "hardly any time": (["comm.timeout=1e-400s"], "comm.timeout", "60s"),
     "module without a function": (['model={build="nothing"}'], "nothing", "package.module:function"),
     "misspelt function": (['model={build="json:laods"}'], "no 'laods'", "did you mean loads?"),
     "module that is not there": (['model={build="not_there:build"}'], "not_there", "install"),

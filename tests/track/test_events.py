@@ -99,8 +99,8 @@ def test_a_line_that_is_not_an_event_is_named(tmp_path: Path) -> None:
     path = tmp_path / "log"
     path.write_bytes(b'{"event":"run"}\n\0\0garbage\n{"event":"end"}\n')
     events = list(read(path))
-    assert [event["event"] for event in events] == ["run", "incident", "end"]
-    assert "line 2" in events[1]["what"]
+    assert [event["event"] for event in events] == ["run", "end", "incident"]
+    assert "line 2" in events[2]["what"]
 
 
 def test_a_killed_writer_leaves_whole_lines(tmp_path: Path) -> None:
@@ -108,7 +108,7 @@ def test_a_killed_writer_leaves_whole_lines(tmp_path: Path) -> None:
     program = (
         "import sys; from espalier.track.events import Log\n"
         "log = Log(sys.argv[1])\n"
-        "while True: log.write('step', text='z' * 5000)"
+        "while True: log.write('step', step=1, text='z' * 5000)"
     )
     with subprocess.Popen([sys.executable, "-c", program, str(path)]) as child:
         while not path.exists() or path.stat().st_size < 100_000:
@@ -122,7 +122,8 @@ def test_a_killed_writer_leaves_whole_lines(tmp_path: Path) -> None:
 def test_threads_do_not_mix_their_lines(tmp_path: Path) -> None:
     with Log(tmp_path / "log") as log:
         threads = [
-            threading.Thread(target=lambda: [log.write("step", text="t" * 3000) for _ in range(50)]) for _ in range(4)
+            threading.Thread(target=lambda: [log.write("step", step=1, text="t" * 3000) for _ in range(50)])
+            for _ in range(4)
         ]
         for thread in threads:
             thread.start()
@@ -137,7 +138,7 @@ def test_a_full_disk_and_an_unwritable_place_are_the_users_errors(tmp_path: Path
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="Cannot write"):
         Log(tmp_path / "file" / "log")
-    with pytest.raises(UserError, match="No run log"):
+    with pytest.raises(UserError, match="missing cannot be read"):
         list(read(tmp_path / "missing"))
 
 

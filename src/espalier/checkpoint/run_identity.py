@@ -18,7 +18,7 @@ import msgspec
 
 from espalier.recipe import serialization
 from espalier.recipe.errors import UserError
-from espalier.recipe.foreign_files import printable
+from espalier.recipe.foreign_files import parsing, printable
 from espalier.recipe.recipe_file import plain_name
 
 Kind = TypeVar("Kind")
@@ -115,11 +115,9 @@ def read(folder: Path) -> RunIdentity | None:
 
 def loads(text: bytes, kind: type[Kind], path: str) -> Kind:
     """What a `run.json` or `owner.json` holds. Raises UserError, which names its `path`."""
-    try:
+    with parsing(path, "restore it from a copy of the run, or remove it"):
         content: Kind = serialization.from_json(text, kind)
-    except msgspec.DecodeError as error:
-        raise UserError(f"{path} is damaged: {error}.", do="restore it from a copy of the run, or remove it") from None
-    return content
+        return content
 
 
 def is_foreign(identity: RunIdentity | None, stamp: RunStamp | None) -> bool:

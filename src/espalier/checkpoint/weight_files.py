@@ -1,11 +1,7 @@
-"""Safetensors files: tensors of somebody else's files with every error named, and files that are always the same bytes.
-
-The library writes the metadata of a header in any order; `sort_metadata` puts its keys in order.
-"""
+"""Safetensors files of somebody else: tensors, with every error named."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,14 +24,10 @@ class StoredTensor(NamedTuple):
 @contextmanager
 def opened(file: Path) -> Iterator[Any]:
     """The safetensors `file`, for torch. Raises UserError for whatever is wrong with it."""
-    from safetensors import SafetensorError, safe_open
+    from safetensors import safe_open
 
-    with parsing(file, AGAIN):
-        try:
-            with safe_open(file, "pt") as content:
-                yield content
-        except SafetensorError as error:
-            raise UserError(f"{printable(file)} is damaged: {printable(error)}.", do=AGAIN) from None
+    with parsing(file, AGAIN), safe_open(file, "pt") as content:
+        yield content
 
 
 def stored(files: Sequence[Path]) -> dict[str, StoredTensor]:
@@ -56,15 +48,3 @@ def value(name: str, place: StoredTensor) -> Any:
     """The tensor `name`, which lies at `place`. Raises UserError."""
     with opened(place.file) as content:
         return content.get_tensor(name)
-
-
-def sort_metadata(file: Path) -> None:
-    """Puts the metadata of a safetensors file that was just written in the order of their names, in place."""
-    with file.open("r+b") as content:
-        length = int.from_bytes(content.read(8), "little")
-        header = json.loads(content.read(length))
-        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
-        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-        assert len(text) <= length, "the same keys take the same room"
-        content.seek(8)
-        content.write(text.ljust(length))

@@ -15,7 +15,7 @@ from torch import nn
 
 from espalier.checkpoint import run_identity, weight_files
 from espalier.cli.open_run import DataChoice, Trained, load_trained
-from espalier.recipe import Adapters, cache_dir
+from espalier.recipe import Adapters, cache_dir, serialization
 from espalier.recipe.errors import UserError
 from espalier.recipe.terminal import say
 from espalier.train import workload_registry
@@ -90,7 +90,7 @@ def safetensors(trained: Trained, target: Path, trust: bool = False) -> str:
 
     def fill(folder: Path) -> None:
         save_model(trained.model, str(folder / WEIGHTS), metadata={"format": "pt", "step": str(trained.step)})
-        weight_files.sort_metadata(folder / WEIGHTS)
+        serialization.sort_metadata(folder / WEIGHTS)
         _compare(trained.model, folder / WEIGHTS)
         shutil.copyfile(trained.folder.recipe, folder / "run.toml")
         if (frozen := trained.folder.kept()) is not None:

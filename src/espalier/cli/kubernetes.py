@@ -171,8 +171,9 @@ def _name(text: str) -> str:
 
 
 def _quoted(value: Any) -> str:
-    """As JSON has it, of which YAML is a superset."""
-    return json.dumps(value, ensure_ascii=False)
+    """As JSON has it, of which YAML is a superset; what YAML takes for a line end or nobody sees is escaped."""
+    plain = json.dumps(value, ensure_ascii=False)
+    return "".join(letter if letter.isprintable() else json.dumps(letter)[1:-1] for letter in plain)
 
 
 def _block(text: str, depth: int) -> str:

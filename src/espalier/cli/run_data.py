@@ -23,6 +23,7 @@ from espalier.comm.rendezvous_wait import Deadline
 from espalier.recipe import Recipe, cache_dir, data_hash, serialization
 from espalier.recipe.cache_dir import cache_folder, replace_folder, unwritable
 from espalier.recipe.errors import PeerLost, UserError
+from espalier.recipe.foreign_files import parsing
 from espalier.track import events
 from espalier.train import run_folder as runs
 from espalier.train.run_folder import RunFolder
@@ -41,19 +42,14 @@ class DataRecord(msgspec.Struct, frozen=True):
 
 def read_record(folder: RunFolder) -> DataRecord | None:
     """What the run's `data.json` holds; None where there is none. Raises UserError for a damaged one."""
-    try:
-        text = folder.data.read_bytes()
-    except FileNotFoundError:
+    if not folder.data.exists():
         return None
+    text = folder.data.read_bytes()
     with suppress(msgspec.DecodeError):
         return DataRecord(serialization.from_json(text, dict[str, str]))
-    try:
+    with parsing(folder.data, "remove it; the present data is then accepted"):
         record: DataRecord = serialization.from_json(text, DataRecord)
-    except msgspec.DecodeError as error:
-        raise UserError(
-            f"{folder.data} is damaged: {error}.", do="remove it; the present data is then accepted"
-        ) from None
-    return record
+        return record
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from espalier.language.row_files import ENDINGS, SourceFile, ending_of
 from espalier.recipe.errors import UserError, missing_extra, nearest
-from espalier.recipe.foreign_files import parsing, printable, read_json, read_text, unused
+from espalier.recipe.foreign_files import parsing, printable, read_table, read_text, unused
 from espalier.recipe.units import plural
 
 README, INFO = "README.md", "dataset_info.json"
@@ -149,8 +149,7 @@ def tables_of(root: Path) -> dict[str, Mapping[str, Any]]:
     file = root / INFO
     if not file.is_file():
         return {}
-    table = read_json(file, "repair it, or take it out of the folder")
-    rows = table.values() if isinstance(table, dict) else []
+    rows = read_table(file, "repair it, or take it out of the folder").values()
     return {row["file_name"]: row for row in rows if isinstance(row, dict) and isinstance(row.get("file_name"), str)}
 
 

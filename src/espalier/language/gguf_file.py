@@ -24,8 +24,8 @@ from espalier.language import gguf_header, hf_config
 from espalier.language.gguf_header import AGAIN, GgufFields, TensorPlace
 from espalier.language.hf_config import Real, Whole
 from espalier.language.tokenizer import prefix_processor
-from espalier.machine.resource_limits import free_memory, memory
-from espalier.recipe import cache_dir, units
+from espalier.machine.resource_limits import refuse_large
+from espalier.recipe import cache_dir
 from espalier.recipe.data_table import data_table
 from espalier.recipe.errors import UserError, missing_extra
 from espalier.recipe.foreign_files import parsing, printable, unused
@@ -86,10 +86,8 @@ def folder_of(file: Path) -> Path:
 
     Raises UserError for a file that is missing, damaged, or of an architecture, a type or a tokenizer that is not read.
     """
-    try:
+    with parsing(file, "name another file as model.initial"):
         status = file.stat()
-    except OSError as error:
-        raise UserError(f"model.initial = {str(file)!r} cannot be read: {error.strerror}.") from None
     key = cache_dir.hashed([_VERSION, str(file.absolute()), status.st_size, status.st_mtime_ns])
     folder = cache_dir.cache_folder() / "gguf" / key
     if not (folder / "config.json").is_file():
@@ -114,19 +112,15 @@ def opened(file: Path) -> tuple[Mapping[str, Any], list[tuple[str, NDArray[Any]]
     package = library()
     header = gguf_header.read(file)
     refuse_large(printable(file), sum(math.prod(place.shape) for place in header.tensors) * 8)
+    if sum(_stored_size(place, package) for place in header.tensors) > len(header.content):
+        raise UserError(f"{printable(file)} is damaged: its tensors overlap.", do=AGAIN)
     return header.fields, [(place.name, _values(file, place, header.content, package)) for place in header.tensors]
 
 
-def refuse_large(what: str, needed: int) -> None:
-    """Raises UserError where `needed` bytes are more than half of the memory, and more than is free of it (files that
-    the system caches count as taken, so that alone says little)."""
-    room = max(free_memory(), memory() // 2)
-    if needed > room:
-        raise UserError(
-            f"{what} does not fit into memory.",
-            why=f"it takes {units.show_size(needed)}, and {units.show_size(room)} are free",
-            do="a smaller model, or more memory",
-        )
+def _stored_size(place: TensorPlace, package: Any) -> int:
+    """Bytes that a tensor has in its file; 0 for a type that is not known."""
+    block, size = package.GGML_QUANT_SIZES.get(place.kind, (1, 0))
+    return math.prod(place.shape) // block * size
 
 
 def _values(file: Path, place: TensorPlace, content: NDArray[np.uint8], package: Any) -> NDArray[Any]:
@@ -135,10 +129,9 @@ def _values(file: Path, place: TensorPlace, content: NDArray[np.uint8], package:
     try:
         if kind is None:
             raise RuntimeError("of no known type")
-        block, size = package.GGML_QUANT_SIZES[kind]
         rows, columns = math.prod(place.shape[:-1]), place.shape[-1]
-        wanted = rows * columns // block * size
-        if columns % block or place.start + wanted > len(content):
+        wanted = _stored_size(place, package)
+        if columns % package.GGML_QUANT_SIZES[kind][0] or place.start + wanted > len(content):
             raise UserError(f"{file} is cut off: {printable(place.name)} ends after it.", do=AGAIN)
         stored = content[place.start : place.start + wanted].reshape(rows, -1)
         value = package.quants.dequantize(stored, kind)
@@ -309,7 +302,10 @@ class Order(NamedTuple):
         parts, pattern = name.split("."), _pattern(name)
         theirs = ARCHITECTURES[self.kind].names.get(pattern)
         if theirs is None:
-            raise UserError(f"{file} holds the tensor {name}, which this decoder does not have.", do="another model")
+            raise UserError(
+                f"{printable(file)} holds the tensor {printable(name)}, which this decoder does not have.",
+                do="another model",
+            )
         layer, parent = [part for part in parts if part.isdigit()], parts[-2]
         if theirs.count("{}") > 1:
             return [(theirs.format(*layer, at), torch.from_numpy(expert.copy())) for at, expert in enumerate(value)]

@@ -27,11 +27,12 @@ from espalier.language.gpt import GPT
 from espalier.language.hf_config import CONFIG
 from espalier.language.moe import MOE
 from espalier.language.tokenizer_files import GENERATION, ID_KEYS, TokenizerFiles
+from espalier.machine.resource_limits import refuse_large
 from espalier.recipe import cache_dir
 from espalier.recipe.data_table import data_table
 from espalier.recipe.decoder_shapes import ROUTING, DecoderSizes
 from espalier.recipe.errors import UserError
-from espalier.recipe.foreign_files import parsing, printable, read_json, unused
+from espalier.recipe.foreign_files import parsing, printable, read_table, unused
 from espalier.recipe.units import plural
 
 FILE_BYTES = 5 * 10**9
@@ -39,6 +40,7 @@ FILE_BYTES = 5 * 10**9
 
 INDEX = "model.safetensors.index.json"
 _WEIGHTS = "model.safetensors"
+_FOLDER = "give a folder with config.json and safetensors, or download it again"
 _HEAD, _TABLE = "lm_head.weight", "model.embed_tokens.weight"
 _BUFFER = re.compile(r"\.(rotary_emb\.(inv_freq|cos_cached|sin_cached)|attn\.(bias|masked_bias))$")
 """Tensors that are computed, not trained."""
@@ -167,7 +169,7 @@ def load(folder: str | Path, dtype: torch.dtype) -> tuple[config.Gpt | config.Mo
     model = options(folder)
     state, names = {}, _ours(hf_config.kind_of(model))
     tensors = _wanted(_stored(opened(folder)), model)
-    gguf_file.refuse_large(f"{folder}", sum(math.prod(stored.shape) for stored in tensors.values()) * dtype.itemsize)
+    refuse_large(f"{folder}", sum(math.prod(stored.shape) for stored in tensors.values()) * dtype.itemsize)
     for name, place in tensors.items():
         state[_renamed(name, names)] = weight_files.value(name, place).to(dtype)
     return model, state
@@ -230,7 +232,7 @@ def options(folder: str | Path) -> config.Gpt | config.Moe:
     for weights that are others than the options say.
     """
     home = opened(folder)
-    table = _read_json(home / CONFIG)
+    table = read_table(home / CONFIG, _FOLDER)
     kind = table.get("model_type")
     if not isinstance(kind, str) or kind not in hf_config.FAMILIES:
         known = set(_ours("llama"))
@@ -245,7 +247,7 @@ def options(folder: str | Path) -> config.Gpt | config.Moe:
         )
     model = hf_config.options(table, str(folder))
     columns = model.head_size or (model.width or 1) // (model.heads or 1)
-    gguf_file.refuse_large(
+    refuse_large(
         f"A table of the positions that {folder}/{CONFIG} says (max_position_embeddings)",
         (model.context or 1) * columns * 16,
     )
@@ -308,7 +310,7 @@ def _refuse_differing(folder: str | Path, model: config.Gpt | config.Moe, tensor
 def notes(folder: str | Path) -> list[str]:
     """What of a folder of weights is not used, and what is read as something else."""
     home = opened(folder)
-    table, tensors = _read_json(home / CONFIG), _stored(home)
+    table, tensors = read_table(home / CONFIG, _FOLDER), _stored(home)
     sentences = [f"{name} of {folder}" for name in hf_config.unused_keys(table)]
     if table.get("tie_word_embeddings") and _HEAD in tensors and _own_head(tensors):
         sentences.append(
@@ -400,7 +402,7 @@ def _files(folder: Path) -> list[Path]:
 def _weight_map(folder: Path) -> dict[str, str]:
     if not (folder / INDEX).exists():
         return {}
-    table = _read_json(folder / INDEX).get("weight_map")
+    table = read_table(folder / INDEX, _FOLDER).get("weight_map")
     if not isinstance(table, dict) or not table or not all(isinstance(name, str) for name in table.values()):
         raise UserError(f"{folder / INDEX} does not say which file holds which tensor.", do="download it again")
     return table
@@ -438,13 +440,3 @@ def _bytes(tensor: Tensor) -> int:
 
 def _json(path: Path, table: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(table, indent=2) + "\n", encoding="utf-8")
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        reason = "No such file or directory"
-        raise UserError(f"{path} cannot be read.", why=reason, do="give a folder with config.json and safetensors")
-    table = read_json(path, "download it again")
-    if not isinstance(table, dict):
-        raise UserError(f"{path} does not hold a table.", do="download it again")
-    return table

@@ -15,7 +15,7 @@ from espalier import recipe as config
 from espalier.recipe.data_table import data_table
 from espalier.recipe.decoder_shapes import DecoderSizes, Rope
 from espalier.recipe.errors import UserError
-from espalier.recipe.foreign_files import printable, unused
+from espalier.recipe.foreign_files import parsing, printable, unused
 
 CONFIG = "config.json"
 _GELU = "gelu_pytorch_tanh"
@@ -167,54 +167,54 @@ def options(table: Mapping[str, Any], folder: str) -> config.Gpt | config.Moe:
     """
     kind = table["model_type"]
     table = {**_DEFAULTS.get(kind, {}), **table}
-    try:
-        _refuse_foreign(table, kind, folder)
-        width, heads = _whole(table, "hidden_size"), _whole(table, "num_attention_heads")
-        head = _whole(table, "head_dim") if table.get("head_dim") else width // heads
-        kv_heads = _whole(table, "num_key_value_heads") if table.get("num_key_value_heads") else heads
-        if heads % kv_heads or head < 2 or head % 2:
-            raise ValueError(f"{heads} heads of {head} columns, {kv_heads} of keys")
-        shared: dict[str, Any] = {
-            "depth": _whole(table, "num_hidden_layers"),
-            "width": width,
-            "heads": heads,
-            "kv_heads": kv_heads,
-            "feed_forward": _whole(table, "intermediate_size"),
-            "vocabulary": _whole(table, "vocab_size"),
-            "context": _whole(table, "max_position_embeddings"),
-            "tied": bool(table.get("tie_word_embeddings", False)),
-            "rope_theta": _typed(Real, "rope_theta", _rope(table).get("rope_theta", table.get("rope_theta", 10_000.0))),
-            "norm_epsilon": _typed(Real, "rms_norm_eps", table.get("rms_norm_eps", 1e-6)),
-            "rope": _rope_options(table),
-            "head_size": head if head * heads != width else None,
-        }
-        if kind == "mixtral":
-            experts, active = _whole(table, "num_local_experts"), _whole(table, "num_experts_per_tok")
-            return config.Moe(**shared, experts=experts, active=active)
-        if kind in QWEN_MOE.values():
-            shared |= {"feed_forward": _whole(table, "moe_intermediate_size"), "family": kind.removesuffix("_moe")}
-            return config.Moe(
-                **shared,
-                experts=_whole(table, "num_local_experts" if table.get("num_local_experts") else "num_experts"),
-                active=_whole(table, "num_experts_per_tok"),
-                normalized=bool(table.get("norm_topk_prob", False)),
-                shared=_whole(table, "shared_expert_intermediate_size") if kind == "qwen2_moe" else 0,
-            )
-        if kind in ("mistral", "gemma2"):
-            kinds = table.get("layer_types") or ["sliding_attention"]
-            window = table.get("sliding_window") if "sliding_attention" in kinds else None
-            shared["window"] = _typed(Whole | None, "sliding_window", window)
-        if kind == "gemma2":
-            scalar = _typed(Real, "query_pre_attn_scalar", table["query_pre_attn_scalar"])
-            shared["attention_scale"] = None if scalar == head else scalar**-0.5
-            caps = {"attention_cap": "attn_logit_softcapping", "logit_cap": "final_logit_softcapping"}
-            shared |= {ours: _typed(Real | None, name, table[name]) for ours, name in caps.items()}
-        return config.Gpt(**shared, family=kind)
-    except KeyError as missing:
-        raise UserError(f"{folder}/{CONFIG} does not say {missing}.", do="download the folder again") from None
-    except (TypeError, ValueError, AttributeError) as error:
-        reason = printable(error)
-        raise UserError(f"{folder}/{CONFIG} has an invalid value: {reason}.", do="download the folder again") from None
+    with parsing(f"{folder}/{CONFIG}", "download the folder again"):
+        try:
+            _refuse_foreign(table, kind, folder)
+            width, heads = _whole(table, "hidden_size"), _whole(table, "num_attention_heads")
+            head = _whole(table, "head_dim") if table.get("head_dim") else width // heads
+            kv_heads = _whole(table, "num_key_value_heads") if table.get("num_key_value_heads") else heads
+            if heads % kv_heads or head < 2 or head % 2:
+                raise ValueError(f"{heads} heads of {head} columns, {kv_heads} of keys")
+            shared: dict[str, Any] = {
+                "depth": _whole(table, "num_hidden_layers"),
+                "width": width,
+                "heads": heads,
+                "kv_heads": kv_heads,
+                "feed_forward": _whole(table, "intermediate_size"),
+                "vocabulary": _whole(table, "vocab_size"),
+                "context": _whole(table, "max_position_embeddings"),
+                "tied": bool(table.get("tie_word_embeddings", False)),
+                "rope_theta": _typed(
+                    Real, "rope_theta", _rope(table).get("rope_theta", table.get("rope_theta", 10_000.0))
+                ),
+                "norm_epsilon": _typed(Real, "rms_norm_eps", table.get("rms_norm_eps", 1e-6)),
+                "rope": _rope_options(table),
+                "head_size": head if head * heads != width else None,
+            }
+            if kind == "mixtral":
+                experts, active = _whole(table, "num_local_experts"), _whole(table, "num_experts_per_tok")
+                return config.Moe(**shared, experts=experts, active=active)
+            if kind in QWEN_MOE.values():
+                shared |= {"feed_forward": _whole(table, "moe_intermediate_size"), "family": kind.removesuffix("_moe")}
+                return config.Moe(
+                    **shared,
+                    experts=_whole(table, "num_local_experts" if table.get("num_local_experts") else "num_experts"),
+                    active=_whole(table, "num_experts_per_tok"),
+                    normalized=bool(table.get("norm_topk_prob", False)),
+                    shared=_whole(table, "shared_expert_intermediate_size") if kind == "qwen2_moe" else 0,
+                )
+            if kind in ("mistral", "gemma2"):
+                kinds = table.get("layer_types") or ["sliding_attention"]
+                window = table.get("sliding_window") if "sliding_attention" in kinds else None
+                shared["window"] = _typed(Whole | None, "sliding_window", window)
+            if kind == "gemma2":
+                scalar = _typed(Real, "query_pre_attn_scalar", table["query_pre_attn_scalar"])
+                shared["attention_scale"] = None if scalar == head else scalar**-0.5
+                caps = {"attention_cap": "attn_logit_softcapping", "logit_cap": "final_logit_softcapping"}
+                shared |= {ours: _typed(Real | None, name, table[name]) for ours, name in caps.items()}
+            return config.Gpt(**shared, family=kind)
+        except KeyError as missing:
+            raise UserError(f"{folder}/{CONFIG} does not say {missing}.") from None
 
 
 def _rope(table: Mapping[str, Any]) -> Mapping[str, Any]:

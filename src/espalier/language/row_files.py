@@ -6,14 +6,11 @@ The content of a file decides its form; its ending helps where the content leave
 from __future__ import annotations
 
 import csv
-import errno
 import gzip
 import io
 import json
-import os
 import re
 import sys
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,10 +19,10 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 import zstandard
 
-from espalier.machine.resource_limits import free_memory
+from espalier.machine.resource_limits import refuse_large
 from espalier.recipe.errors import UserError, missing_extra
 from espalier.recipe.foreign_files import BYTE_ORDER_MARK, decoded, parsing, printable
-from espalier.recipe.units import plural, show_size
+from espalier.recipe.units import plural
 
 Form = Literal["lines", "json", "table", "parquet", "arrow", "text", "document", "binary"]
 """`json`: a list of objects, or an object that holds one. `document`: JSON without rows."""
@@ -60,7 +57,7 @@ UTF_16 = (b"\xff\xfe", b"\xfe\xff")
 _ARROW = b"ARROW1"
 _GZIP, _ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
 """First bytes of compressed files."""
-_DAMAGED = (OSError, EOFError, zlib.error, zstandard.ZstdError)
+RESTORE = "restore the file, or take it out of data.path"
 _EXCEL = re.compile(r'"?sep=(.)"?\s*')
 """A first line that tells Excel the separator."""
 _LIST_OF_OBJECTS = re.compile(rb"\[\s*\{")
@@ -95,14 +92,11 @@ def ending_of(name: str) -> str:
 @contextmanager
 def opened(entry: SourceFile) -> Iterator[RowStream]:
     """The file, decompressed as its first bytes say. Raises UserError, also while it is read."""
-    try:
-        with open(entry.path, "rb") as raw:
-            content = _decompressed(raw)
-            if (start := content.peek(2)[:2]) in UTF_16:
-                decoded(start, entry.path)  # says which encoding it is
-            yield RowStream(content, raw)
-    except _DAMAGED as error:
-        raise unreadable(entry.path, error) from None
+    with parsing(entry.path, RESTORE), open(entry.path, "rb") as raw:
+        content = _decompressed(raw)
+        if (start := content.peek(2)[:2]) in UTF_16:
+            decoded(start, entry.path)  # says which encoding it is
+        yield RowStream(content, raw)
 
 
 def _decompressed(raw: io.BufferedReader) -> io.BufferedReader:
@@ -150,11 +144,8 @@ def _zstd_pieces(raw: io.BufferedReader) -> Iterator[bytes]:
 
 def head_of(entry: SourceFile) -> bytes:
     """The first bytes without a byte order mark, for `form_of`; more where they begin JSON. Raises UserError."""
-    try:
-        with open(entry.path, "rb", 0) as raw:
-            head = _head(raw, min(HEAD, entry.size + 1) if entry.size else HEAD)
-    except _DAMAGED as error:
-        raise unreadable(entry.path, error) from None
+    with parsing(entry.path, RESTORE), open(entry.path, "rb", 0) as raw:
+        head = _head(raw, min(HEAD, entry.size + 1) if entry.size else HEAD)
     if not head.startswith((_GZIP, _ZSTD)):
         return head
     with opened(entry) as stream:
@@ -333,13 +324,10 @@ def read_whole(entry: SourceFile, head: bytes, factor: int = 2) -> bytes:
     """All of a file that begins with `head`. Raises UserError where `factor` times as much does not fit into memory."""
     if len(head) < HEAD - len(BYTE_ORDER_MARK):
         return head
-    try:
-        with open(entry.path, "rb") as raw:
-            content = _decompressed(raw)
-            pieces = _bounded(entry, content, factor) if content is not raw else _plain(entry, factor)
-            return b"".join(pieces).removeprefix(BYTE_ORDER_MARK)
-    except _DAMAGED as error:
-        raise unreadable(entry.path, error) from None
+    with parsing(entry.path, RESTORE), open(entry.path, "rb") as raw:
+        content = _decompressed(raw)
+        pieces = _bounded(entry, content, factor) if content is not raw else _plain(entry, factor)
+        return b"".join(pieces).removeprefix(BYTE_ORDER_MARK)
 
 
 def _plain(entry: SourceFile, factor: int) -> Iterator[bytes]:
@@ -356,13 +344,9 @@ def _bounded(entry: SourceFile, content: io.BufferedReader, factor: int) -> Iter
 
 
 def _check_size(entry: SourceFile, size: int, factor: int) -> None:
-    free = free_memory() if size > _LARGE else 0
-    if 0 < free < size * factor:
-        raise UserError(
-            f"{printable(entry.path)} does not fit into memory: {show_size(size)}, read whole.",
-            why=f"{show_size(free)} are free, and it takes {factor} times its size",
-            do="write it as JSON lines or Parquet, which are read row by row",
-        )
+    if size > _LARGE:
+        do = "write it as JSON lines or Parquet, which are read row by row"
+        refuse_large(printable(entry.path), size * factor, do)
 
 
 def table_rows(entry: SourceFile) -> Iterator[Row]:
@@ -428,12 +412,9 @@ def _parquet(entry: SourceFile) -> Any:
     return _pyarrow(entry).parquet.ParquetFile(entry.path)
 
 
-_PARQUET_DO = "restore the file, or take it out of data.path"
-
-
 def parquet_rows(entry: SourceFile) -> Iterator[Row]:
     """Rows of a Parquet file, read by row groups."""
-    with parsing(entry.path, _PARQUET_DO), _parquet(entry) as file:
+    with parsing(entry.path, RESTORE), _parquet(entry) as file:
         _check_groups(entry, file, range(file.metadata.num_columns))
         for batch in file.iter_batches():
             yield from batch.to_pylist()
@@ -441,7 +422,7 @@ def parquet_rows(entry: SourceFile) -> Iterator[Row]:
 
 def arrow_rows(entry: SourceFile) -> Iterator[Row]:
     """Rows of an Arrow file or stream, as `datasets` saves them and Feather is, by record batches."""
-    with parsing(entry.path, _PARQUET_DO):
+    with parsing(entry.path, RESTORE):
         pa = _pyarrow(entry)
         with pa.memory_map(entry.path) as source:
             if source.read(len(_ARROW)) == _ARROW:
@@ -456,7 +437,7 @@ def arrow_rows(entry: SourceFile) -> Iterator[Row]:
 
 def parquet_columns(entry: SourceFile) -> list[str]:
     """Names of the columns of a Parquet file."""
-    with parsing(entry.path, _PARQUET_DO), _parquet(entry) as file:
+    with parsing(entry.path, RESTORE), _parquet(entry) as file:
         return list(file.schema_arrow.names)
 
 
@@ -470,7 +451,7 @@ class ParquetText(NamedTuple):
 
 def parquet_texts(entry: SourceFile, column: str) -> Iterator[ParquetText]:
     """One column of a Parquet file, by row groups; values that are not text are handed on as they are."""
-    with parsing(entry.path, _PARQUET_DO):
+    with parsing(entry.path, RESTORE):
         import pyarrow as pa
 
         with _parquet(entry) as file:
@@ -537,15 +518,3 @@ def encoding_fault(value: str) -> str:
         foreign = 0xDC80 <= ord(value[error.start]) <= 0xDCFF  # what surrogateescape makes of other bytes
         return "is not UTF-8" if foreign else "has half a surrogate pair"
     return ""
-
-
-def unreadable(path: str | Path, error: Exception) -> UserError:
-    """The error for a file that the system or a decompressor refuses."""
-    denied = isinstance(error, OSError) and error.errno in (errno.EACCES, errno.EPERM)
-    reason = (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
-    shown = printable(os.fspath(path))
-    return UserError(
-        f"Cannot read {shown}.",
-        why=printable(reason),
-        do=f"chmod u+r {shown}" if denied else "restore the file, or take it out of data.path",
-    )

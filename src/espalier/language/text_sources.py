@@ -21,10 +21,10 @@ import msgspec
 import xxhash
 
 from espalier.language import data_folder, row_files
-from espalier.language.row_files import SourceFile, unreadable
+from espalier.language.row_files import RESTORE, SourceFile
 from espalier.recipe import Data, data_path
 from espalier.recipe.errors import UserError, missing_extra, nearest
-from espalier.recipe.foreign_files import Fields, FieldUse, printable, unused
+from espalier.recipe.foreign_files import Fields, FieldUse, parsing, printable, unused
 from espalier.recipe.units import plural
 
 KNOWN = ("a file", "a folder", "a glob", "python:stdlib", "hf:NAME")
@@ -86,7 +86,7 @@ def listing(data: Data) -> Listing:
     if path.startswith("hf:"):
         return _hub(data)
     place = Path(path).expanduser()
-    try:
+    with parsing(place, RESTORE):
         if place.is_dir():
             files = _folder(place, lambda name: not name.startswith(".") and name != "__pycache__")
             listed = _filled(data, files)
@@ -94,8 +94,6 @@ def listing(data: Data) -> Listing:
             return replace(listed, entries=chosen.entries, notes=chosen.notes, tables=chosen.tables)
         if place.exists():
             return _single(data, place)
-    except OSError as error:
-        raise unreadable(str(place), error) from None
     if glob.has_magic(path):
         return _filled(data, _glob(place))
     raise _unknown(path) if _SCHEME.match(path) else data_path.missing(path, "python:stdlib")
@@ -145,10 +143,8 @@ def _stdlib() -> Listing:
             f"data.path = 'python:stdlib': this Python has no standard library folder ({root}).",
             do="data.path = a file or folder of text",
         )
-    try:
+    with parsing(root, RESTORE):
         entries, _ = _folder(root, lambda name: name not in _NOT_STDLIB)
-    except OSError as error:
-        raise unreadable(str(root), error) from None
     return Listing(f"stdlib {root}", tuple(entry for entry in entries if entry.name.endswith(".py")))
 
 

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import copy
 import re
+import subprocess
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -20,6 +22,7 @@ from numpy.typing import NDArray
 
 from espalier.language import tokenizer_files
 from espalier.language.tokenizer_files import CONFIG, TOKENIZER, TokenizerFiles, formatted
+from espalier.recipe import cache_dir
 from espalier.recipe.cache_dir import write_atomic
 from espalier.recipe.errors import UserError, missing_extra, nearest
 from espalier.recipe.foreign_files import decoded, printable
@@ -134,7 +137,41 @@ def kept_tokenizer(spec: str, folder: Path) -> Tokenizer:
 def _opened(path: Path, spec: str) -> Tokenizer:
     files = tokenizer_files.read(path)
     with _reading(path):
+        _try_out(files.contents[TOKENIZER])
         return HfTokenizer(_library().Tokenizer.from_str(decoded(files.contents[TOKENIZER], path)), spec, files)
+
+
+_TRIAL = """
+import resource, sys
+sys.path[:] = sys.argv[1:]
+import tokenizers
+resource.setrlimit(resource.RLIMIT_AS, (8 << 30, 8 << 30))
+inner = tokenizers.Tokenizer.from_str(sys.stdin.buffer.read().decode("utf-8-sig"))
+inner.no_truncation()
+inner.no_padding()
+for text in ("", "a", "A text, n\u00e4ive.\\n\\t 12", "e\u0301 \U0001f600 \u6f22"):
+    for encoded in (inner.encode(text), *inner.encode_batch_fast([text], add_special_tokens=False)):
+        inner.decode(encoded.ids)
+"""
+_TRIAL_SECONDS = 120
+
+
+def _try_out(content: bytes) -> None:
+    """Reads and uses a tokenizer of somebody else in another process, once: its library may abort the process that
+    does, or never end. Raises ValueError."""
+    passed = cache_dir.cache_folder() / "tokenizers" / xxhash.xxh3_128_hexdigest(content)
+    if passed.exists():
+        return
+    command = [sys.executable, "-I", "-c", _TRIAL, *sys.path]
+    try:
+        done = subprocess.run(command, input=content, capture_output=True, timeout=_TRIAL_SECONDS, check=False)
+    except subprocess.TimeoutExpired:
+        raise ValueError(f"reading it takes longer than {_TRIAL_SECONDS} seconds") from None
+    if done.returncode:
+        reason = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+        raise ValueError(reason.partition(": ")[2] or f"its library ended with exit code {done.returncode}")
+    passed.parent.mkdir(parents=True, exist_ok=True)
+    passed.touch()
 
 
 def prefix_note(tokenizer: Tokenizer) -> str:
@@ -293,7 +330,8 @@ class HfTokenizer(_SavedTokenizer):
         """`encode` of each text, on all cores."""
         pieces = [list(_pieces(text)) for text in texts]
         flat = [piece.decode() for parts in pieces for piece in parts]
-        encoded = iter(self._inner.encode_batch_fast(flat, add_special_tokens=False))
+        with _reading(self.name, "cannot encode a text"):
+            encoded = iter(self._inner.encode_batch_fast(flat, add_special_tokens=False))
         return [
             np.concatenate([np.zeros(0, self.dtype), *(np.array(next(encoded).ids, self.dtype) for _ in parts)])
             for parts in pieces
@@ -302,7 +340,8 @@ class HfTokenizer(_SavedTokenizer):
     def encode_marked(self, texts: Sequence[str]) -> list[tuple[Ids, NDArray[np.int64]]]:
         self._inner.encode_special_tokens = False
         try:
-            encoded = self._inner.encode_batch(list(texts), add_special_tokens=False)
+            with _reading(self.name, "cannot encode a text"):
+                encoded = self._inner.encode_batch(list(texts), add_special_tokens=False)
         finally:
             self._inner.encode_special_tokens = True
         return [
@@ -312,7 +351,8 @@ class HfTokenizer(_SavedTokenizer):
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of `ids`, special tokens left out."""
-        return str(self._inner.decode([int(token) for token in ids], skip_special_tokens=True))
+        with _reading(self.name, "cannot decode tokens"):
+            return str(self._inner.decode([int(token) for token in ids], skip_special_tokens=True))
 
     def table(self) -> dict[str, int]:
         """With added tokens."""
@@ -361,7 +401,7 @@ def _capped(texts: Iterable[str]) -> Iterator[str]:
 
 
 @contextmanager
-def _reading(path: Path) -> Iterator[None]:
+def _reading(path: str | Path, fault: str = "is not a tokenizer.json") -> Iterator[None]:
     try:
         yield
     except UserError:
@@ -370,7 +410,7 @@ def _reading(path: Path) -> Iterator[None]:
         if isinstance(error, KeyboardInterrupt | SystemExit | GeneratorExit):
             raise
         raise UserError(
-            f"data.tokenizer = {printable(path)!r} is not a tokenizer.json.",
+            f"data.tokenizer = {printable(path)!r} {fault}.",
             why=printable(error),
             do="save it again with the library it came from, or use tokenizer = 'bytes'",
         ) from None

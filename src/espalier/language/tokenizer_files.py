@@ -17,7 +17,7 @@ import msgspec
 from espalier.recipe.cache_dir import write_atomic
 from espalier.recipe.data_table import data_table
 from espalier.recipe.errors import UserError
-from espalier.recipe.foreign_files import decoded, parsing, printable, read_json
+from espalier.recipe.foreign_files import decoded, parsing, printable, read_table
 
 TOKENIZER, CONFIG, TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
 GENERATION, MODEL = "generation_config.json", "config.json"
@@ -112,12 +112,15 @@ def read(file: Path) -> TokenizerFiles:
         contents |= {f"{_MORE_TEMPLATES}/{template_file.name}": template_file.read_bytes() for template_file in more}
         generation = (folder / GENERATION).read_bytes() if (folder / GENERATION).is_file() else None
     config = _table(folder / CONFIG)
-    stated = _stated(config, {} if "added_tokens_decoder" in config else _table(folder / _MAP))
+    special_map = {} if "added_tokens_decoder" in config else _table(folder / _MAP)
+    stated = _stated(config, special_map)
     special_tokens = {role: text for role, token in stated.items() if (text := _content(token))}
     strange = next((role for role in ROLES if role in stated and role not in special_tokens), None)
     if strange is not None:
+        stating = folder / (_MAP if special_map.get(strange) else CONFIG)
         raise UserError(
-            f"{printable(folder / CONFIG)} says {strange} = {printable(stated[strange])}, which is no token.", do=_AGAIN
+            f"{printable(stating)} says {strange} = {printable(stated[strange])}, which is no token.",
+            do=_AGAIN,
         )
     template, origin = _template(folder, contents, config)
     given = [config.get(name) for name in ("add_bos_token", "add_eos_token")]
@@ -127,12 +130,7 @@ def read(file: Path) -> TokenizerFiles:
 
 
 def _table(file: Path) -> dict[str, Any]:
-    if not file.is_file():
-        return {}
-    table = read_json(file, _AGAIN)
-    if not isinstance(table, dict):
-        raise UserError(f"{printable(file)} does not hold a table.", do=_AGAIN)
-    return table
+    return read_table(file, _AGAIN) if file.is_file() else {}
 
 
 def _stated(config: Mapping[str, Any], special_map: Mapping[str, Any]) -> dict[str, Any]:

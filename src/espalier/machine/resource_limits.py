@@ -9,6 +9,9 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from espalier.recipe import units
+from espalier.recipe.errors import UserError
+
 ROOT = Path("/")
 SIBLINGS = "sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
 """The file that names the logical processors of one physical core."""
@@ -73,6 +76,18 @@ def free_memory(root: Path = ROOT) -> int:
             most, now = _number(folder / limit), _number(folder / used)
             left += [most - now] if most is not None and now is not None else []
     return max(0, min(left))
+
+
+def refuse_large(what: str, needed: float, do: str = "a smaller one, or more memory") -> None:
+    """Raises UserError where `needed` bytes are more than half of the memory, and more than is free of it (files that
+    the system caches count as taken, so that alone says little). Every reader of files of others asks first."""
+    room = max(free_memory(), memory() // 2)
+    if needed > room:
+        raise UserError(
+            f"{what} does not fit into memory.",
+            why=f"it takes {units.show_size(needed)}, and {units.show_size(room)} are free",
+            do=do,
+        )
 
 
 def processor(root: Path = ROOT) -> str:

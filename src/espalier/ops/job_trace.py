@@ -23,6 +23,7 @@ from espalier.ops.diagnosis import diagnose
 from espalier.ops.taxonomy import NO_FAILURE
 from espalier.recipe.data_table import data_table
 from espalier.recipe.errors import UserError
+from espalier.recipe.foreign_files import parsing
 from espalier.track.run_tables import RunTables
 
 Floats = NDArray[np.float64]
@@ -96,16 +97,12 @@ def read(path: str | Path) -> Jobs:
     Raises:
         UserError: there is no such file, a column that is needed is missing, or no row can be read.
     """
-    try:
-        with Path(path).open(encoding="utf-8", errors="replace", newline="") as file:
-            head = file.readline()
-            separator = max("|,\t;", key=head.count)
-            names = [name.strip().strip('"').lower() for name in head.rstrip("\r\n").split(separator)]
-            return _rows(str(path), csv.reader(file, delimiter=separator), _columns(names, str(path)))
-    except OSError as error:
-        raise UserError(
-            f"The trace {path} cannot be read: {error.strerror}.", do="name a file of jobs, or a folder of runs"
-        ) from None
+    do = "name a file of jobs, or a folder of runs"
+    with parsing(path, do), Path(path).open(encoding="utf-8", errors="replace", newline="") as file:
+        head = file.readline()
+        separator = max("|,\t;", key=head.count)
+        names = [name.strip().strip('"').lower() for name in head.rstrip("\r\n").split(separator)]
+        return _rows(str(path), csv.reader(file, delimiter=separator), _columns(names, str(path)))
 
 
 def _columns(names: Sequence[str], path: str) -> dict[str, int]:

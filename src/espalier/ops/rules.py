@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from espalier.ops.taxonomy import ACTIONS, REASONS, Action
 from espalier.recipe.errors import UserError, nearest
+from espalier.recipe.foreign_files import parsing, read_text
 
 Role = Literal["hardware", "root", "exception", "cascade", "echo", "exit", "healthy", "noise"]
 ROLES: tuple[Role, ...] = ("hardware", "root", "exception", "cascade", "echo", "exit", "healthy", "noise")
@@ -124,14 +125,8 @@ def read(path: str | Path) -> tuple[LogRule, ...]:
     Raises:
         UserError: it cannot be read, or a rule is wrong; names the rule and the place.
     """
-    try:
-        table = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"--rules {path} cannot be read: {error.strerror}.", do="name a TOML file of rules") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UserError(
-            f"--rules {path} is not TOML.", why=str(error), do="see docs/diagnose.md for an example"
-        ) from None
+    with parsing(path, "name a TOML file of rules; see docs/diagnose.md for an example"):
+        table = tomllib.loads(read_text(Path(path)))
     entries = table.get("rule")
     if not isinstance(entries, list) or not entries or not all(isinstance(entry, dict) for entry in entries):
         raise UserError(

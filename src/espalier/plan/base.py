@@ -17,6 +17,7 @@ import msgspec
 from espalier.plan.axes.flat_layout import BUCKET
 from espalier.recipe import serialization
 from espalier.recipe.errors import UserError
+from espalier.recipe.foreign_files import parsing
 from espalier.recipe.serialization import Value
 
 if TYPE_CHECKING:
@@ -480,7 +481,7 @@ def dumps(plan: Plan, **others: Plan | dict[str, str]) -> str:
 
 def loads(text: str | bytes, origin: str = "plan.json") -> Plan:
     """The plan in `text`. Raises UserError naming the field at fault."""
-    try:
+    with parsing(origin, f"delete {origin}; it is then planned again"):
         table = serialization.from_json(text)
         if isinstance(table, dict):
             table = {key: value for key, value in table.items() if key not in ("layout", "what_if")}
@@ -491,8 +492,6 @@ def loads(text: str | bytes, origin: str = "plan.json") -> Plan:
                     stage.setdefault("heads", stage.pop("sequence"))
         plan = msgspec.convert(table, Plan)
         return plan.changed(choices=_states(plan.choices)) if plan.choices else plan
-    except (msgspec.DecodeError, TypeError) as error:
-        raise UserError(f"{origin} is not a plan: {error}.", do=f"delete {origin}; it is then planned again") from None
 
 
 def _move_to_choices(table: dict[str, Any]) -> None:
@@ -585,7 +584,5 @@ def nonsense(origin: str, why: str) -> UserError:
 
 def read(path: str | Path) -> Plan:
     """The plan in file `path`."""
-    try:
+    with parsing(path, "espalier plan recipe.toml --json > plan.json"):
         return loads(Path(path).read_bytes(), str(path))
-    except FileNotFoundError:
-        raise UserError(f"No plan at {path}.", do="espalier plan recipe.toml --json > plan.json") from None

@@ -13,11 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from espalier.machine.resource_limits import free_memory
+from espalier.machine.resource_limits import refuse_large
 from espalier.parallel.workload import Progress
-from espalier.recipe.errors import EspalierError, UserError
-from espalier.recipe.foreign_files import printable
-from espalier.recipe.units import plural, show_size
+from espalier.recipe.errors import UserError
+from espalier.recipe.foreign_files import parsing, printable
+from espalier.recipe.units import plural
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -71,13 +71,9 @@ def _check_alike(path: Path, kind: PictureHeader, first_path: Path, first: Pictu
 
 
 def _check_memory(views: int, pixels: int, path: Path) -> None:
-    needed, free = 3 * views * pixels + DECODING * pixels, free_memory()
-    if 0 < free < needed:
-        raise UserError(
-            f"{plural(views, 'view')} of {pixels:,} pixels ({printable(path)}, …) need {show_size(needed)}, and "
-            f"{show_size(free)} of memory are free.",
-            do="make the pictures smaller (the lens follows by their width), or name fewer frames",
-        )
+    do = "make the pictures smaller (the lens follows by their width), or name fewer frames"
+    what = f"A scene of {plural(views, 'view')} of {pixels:,} pixels ({printable(path)}, …)"
+    refuse_large(what, 3 * views * pixels + DECODING * pixels, do)
 
 
 def read_images(paths: Sequence[Path], progress: Progress) -> tuple[Tensor, tuple[float, float, float], list[str]]:
@@ -141,16 +137,8 @@ def _opened(path: Path) -> Iterator[Image]:
         from PIL import Image
     except ImportError:
         raise UserError("Images are read with Pillow.", do='pip install "espalier[scenes]"') from None
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            with Image.open(path) as opened:
-                yield opened
-    except EspalierError:
-        raise
-    except Exception as error:  # Pillow's parsers have no common base of their errors
-        reason = printable(str(error) or type(error).__name__).rstrip(".")
-        raise UserError(
-            f"{printable(path)} is no image that can be read: {reason}.",
-            do="a PNG or JPEG that is whole, of at most 178 million pixels",
-        ) from None
+    do = "a PNG or JPEG that is whole, of at most 178 million pixels"
+    with parsing(path, do), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with Image.open(path) as opened:
+            yield opened

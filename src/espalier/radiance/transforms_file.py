@@ -19,14 +19,14 @@ from espalier.radiance import camera_poses, lens_keys, pictures
 from espalier.radiance.camera_poses import rows_of
 from espalier.radiance.capture import Capture, check_enough, held_out_split
 from espalier.radiance.rays import Lens
-from espalier.recipe import foreign_files
 from espalier.recipe.data_table import data_table
 from espalier.recipe.errors import UserError
-from espalier.recipe.foreign_files import Fields, FieldUse, printable
+from espalier.recipe.foreign_files import Fields, FieldUse, printable, read_table
 from espalier.recipe.units import plural
 
 PARTS = ("train", "val", "test")
 _FRAMES = '"frames": [{"file_path": …, "transform_matrix": …}, …]'
+_DO = "a file as Blender's scenes or nerfstudio have it, an object with frames"
 _LISTS = {part: f"{part}_filenames" for part in PARTS}
 _ENDINGS = ("", ".png", ".jpg", ".jpeg", ".PNG", ".JPG", ".JPEG", ".webp")
 """What Blender's file_path may lack."""
@@ -46,17 +46,9 @@ class FrameView(NamedTuple):
     part: str
 
 
-def read_table(file: Path) -> dict[str, Any]:
-    """An object in a file. Raises UserError."""
-    table = foreign_files.read_json(file, "a file as Blender's scenes or nerfstudio have it")
-    if not isinstance(table, dict):
-        raise UserError(f"{file} is a JSON {type(table).__name__}.", do='an object with "frames"')
-    return table
-
-
 def read(files: Sequence[Path]) -> Capture:
     """The capture that one file describes, or one file for each part. Raises UserError."""
-    tables = [read_table(file) for file in files]
+    tables = [read_table(file, _DO) for file in files]
     every = [view for file, table in zip(files, tables, strict=True) for view in _views(file, table)]
     views = list({(view.picture, str(view.frame.get("transform_matrix")), view.part): view for view in every}.values())
     notes = [f"{plural(len(every) - len(views), 'frame')} listed twice"] if len(views) < len(every) else []

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from espalier.radiance import energy, scenes, transforms_file
+from espalier.radiance import energy, scenes
 from espalier.radiance.camera_poses import pose_of
 from espalier.radiance.lens_keys import lens_of
 from espalier.radiance.rays import Lens, turntable_poses
@@ -20,6 +20,7 @@ from espalier.radiance.workload import RadianceWorkload
 from espalier.recipe import Recipe, data_hash
 from espalier.recipe.cost import Profile
 from espalier.recipe.errors import UserError
+from espalier.recipe.foreign_files import read_table
 from espalier.recipe.units import show_count
 from espalier.store import artifacts
 from espalier.train.workload_row import (
@@ -54,7 +55,7 @@ def views_of(workload: RadianceWorkload, text: str | None) -> list[tuple[str, Le
     if text.lstrip().startswith("{"):
         raise UserError("The input is JSON itself.", do="the name of the file, without @")
     file = Path(text).expanduser()
-    table = transforms_file.read_table(file)
+    table = read_table(file, "a JSON file with frames")
     frames = table.get("frames", [table])
     if not isinstance(frames, list) or not frames or not all(isinstance(frame, dict) for frame in frames):
         raise UserError(f"{file} has no frames.", do='"frames": [{"transform_matrix": …}, …], or one transform_matrix')

@@ -1,7 +1,7 @@
 """Files that other programs wrote: one way to open them, one error for whatever a parser raises, one list of what was
 not used.
 
-`read_text` and `read_json` skip a byte order mark. `parsing` turns every exception into a `UserError` that names the
+`read_text` and `read_table` skip a byte order mark. `parsing` turns every exception into a `UserError` that names the
 file. `Fields` is the table of one format: fields that are read, fields that change the meaning of others and are
 refused; `FieldUse` counts the rest and names them once. Each reader is a row of `tests/test_readers.py`.
 """
@@ -27,13 +27,19 @@ _LONGEST = 200
 
 @contextmanager
 def parsing(path: str | Path, do: str) -> Iterator[None]:
-    """Turns what is raised inside into one UserError that names `path`, says the reason and what to `do`."""
+    """Turns what is raised inside into one UserError: `path` or a file in it, the reason, and what to `do`."""
     try:
         yield
-    except EspalierError:
-        raise
+    except EspalierError as error:
+        named = printable(Path(path).name) in str(error)
+        if type(error) is not UserError or (named and error.do):
+            raise
+        what = error.what if named else f"{printable(path)}: {error.what}"
+        raise UserError(what, why=error.why, do=error.do or do) from None
     except FileNotFoundError:
         raise UserError(f"{printable(path)} cannot be read: it is not there.", do=do) from None
+    except PermissionError as error:
+        raise UserError(f"{printable(path)} cannot be read: {error.strerror}.", do=f"chmod u+r {path}") from None
     except MemoryError:
         raise UserError(f"{printable(path)} does not fit into memory.", do=do) from None
     except RecursionError:
@@ -68,11 +74,14 @@ def read_text(path: Path, do: str = "name another file") -> str:
         return decoded(path.read_bytes(), path)
 
 
-def read_json(path: Path, do: str = "give a JSON file") -> Any:
-    """What a JSON file holds. Raises UserError, also for numbers of too many digits and for deep nesting."""
+def read_table(path: Path, do: str = "give a JSON file") -> dict[str, Any]:
+    """The object that a JSON file holds. Raises UserError, also for numbers of too many digits and for deep nesting."""
     text = read_text(path, do)
     with parsing(path, do):
-        return json.loads(text)
+        table = json.loads(text)
+        if not isinstance(table, dict):
+            raise UserError(f"{printable(path)} does not hold a table.")
+        return table
 
 
 @dataclass(frozen=True)

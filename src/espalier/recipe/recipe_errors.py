@@ -15,6 +15,7 @@ from espalier.recipe.errors import UserError, nearest
 
 Table = dict[str, Any]
 
+HELP = "docs/recipe.md lists all keys and what they take"
 SAME = {"half": "fp16", "float16": "fp16", "bfloat16": "bf16", "float": "fp32", "float32": "fp32", "double": "fp64"}
 """Other words for a choice."""
 INSTEAD = {"fp8": "bf16", "fp4": "bf16", "int8": "bf16"}
@@ -65,7 +66,7 @@ def _chosen(structs: list[Any], table: Mapping[str, Any], origin: str, path: tup
         raise UserError(
             f"{origin}: {where} = {kind!r} is not a choice.",
             why=f"the choices are {known}",
-            do=f'{where} = "{near}"' if near else "",
+            do=f'{where} = "{near}"' if near else HELP,
         )
     return tags[kind]
 
@@ -85,7 +86,7 @@ def _unknown(path: tuple[str, ...], struct: Any, origin: str) -> UserError:
     return UserError(
         f"{origin}: unknown key {key}.",
         why=f"{section} has no key {path[-1]!r}",
-        do=f"did you mean {near}?" if near else "",
+        do=f"did you mean {near}?" if near else HELP,
     )
 
 
@@ -123,9 +124,7 @@ def invalid(error: msgspec.ValidationError, table: Table, origin: str, overridde
     if expected.startswith("Expected ") and got and value is not None:
         shown = repr(value) if len(repr(value)) <= 60 else f"{repr(value)[:60]}…"
         text = f"expected {expected.removeprefix('Expected ').replace('`', '')}, got {shown}"
-    return UserError(
-        f"{origin}: {key + ': ' if key else ''}{text}.", do="docs/recipe.md lists all keys and what they take"
-    )
+    return UserError(f"{origin}: {key + ': ' if key else ''}{text}.", do=HELP)
 
 
 def _at(table: Any, where: str) -> Any:

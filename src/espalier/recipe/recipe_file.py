@@ -14,8 +14,9 @@ import msgspec
 import tomli_w
 
 from espalier import recipe as config
-from espalier.recipe import foreign_files, mechanism_options, model_kinds, recipe_errors
+from espalier.recipe import mechanism_options, model_kinds, recipe_errors
 from espalier.recipe.errors import UserError
+from espalier.recipe.foreign_files import decoded, parsing
 
 Table = dict[str, Any]
 
@@ -96,23 +97,18 @@ def meaning(recipe: config.Recipe) -> dict[str, Any]:
 
 
 def _read(file: Path) -> Table:
-    try:
-        text = file.read_bytes()
-    except FileNotFoundError:
-        raise UserError(f"No recipe at {file}.", do="espalier train examples/language.toml") from None
-    except IsADirectoryError:
+    if not file.exists():
+        raise UserError(f"No recipe at {file}.", do="espalier train examples/language.toml")
+    if file.is_dir():
         inside = file / "run.toml"
         do = f"{inside}, the recipe of that run" if inside.exists() else "name a recipe in it"
-        raise UserError(f"{file} is a folder, not a recipe.", do=do) from None
-    except OSError as error:
-        raise UserError(f"The recipe {file} cannot be read: {error.strerror}.") from None
-    decoded = foreign_files.decoded(text, file)
-    try:
-        return tomllib.loads(decoded)
-    except ValueError as error:  # a number of more than 4300 digits is a plain ValueError
-        raise UserError(f"{file} is not valid TOML: {error}.") from None
-    except RecursionError:
-        raise UserError(f"{file} nests its tables too deeply.") from None
+        raise UserError(f"{file} is a folder, not a recipe.", do=do)
+    with parsing(file, recipe_errors.HELP):
+        text = decoded(file.read_bytes(), file)
+        try:
+            return tomllib.loads(text)
+        except ValueError as error:  # a number of more than 4300 digits is a plain ValueError
+            raise UserError(f"{file} is not valid TOML: {error}.") from None
 
 
 def _overridden(table: Table, overrides: Sequence[str]) -> list[str]:
@@ -159,9 +155,9 @@ def _named(tables: Sequence[Any], name: str) -> Any:
 def _no_such_part(key: str, taken: str, value: Any) -> UserError:
     what = f"{key} cannot be set: {taken} has no such part."
     if not isinstance(value, list):
-        return UserError(what, why="it is a value, not a table")
+        return UserError(what, why="it is a value, not a table", do=f"{taken}=VALUE")
     names = [item["name"] for item in value if isinstance(item, dict) and isinstance(item.get("name"), str)]
-    do = f"{taken}.{names[0]}.KEY=value" if names else ""
+    do = f"{taken}.{names[0]}.KEY=value" if names else "give each of them a name"
     return UserError(what, why=f"it stands for several tables{': ' if names else ''}{', '.join(names)}", do=do)
 
 
@@ -202,9 +198,9 @@ def _refuse_odd_values(table: Table, origin: str) -> None:
             if isinstance(item, float) and math.isnan(item):
                 raise UserError(f"{origin}: {key} is not a number (nan).", do="give a number or leave the key out")
             if isinstance(item, int) and not -(2**63) <= item < 2**63:
-                raise UserError(f"{origin}: {key} is a number of more than 64 bits.")
+                raise UserError(f"{origin}: {key} is a number of more than 64 bits.", do="give a smaller one")
             if isinstance(item, str) and item.encode(errors="ignore").decode() != item:
-                raise UserError(f"{origin}: {key} is not UTF-8 text: {item!r}.")
+                raise UserError(f"{origin}: {key} is not UTF-8 text: {item!r}.", do="save it as UTF-8")
 
 
 def _same(left: Any, right: Any) -> bool:

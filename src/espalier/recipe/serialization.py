@@ -6,8 +6,10 @@ travels as extension types. A value of any other type is refused when it is enco
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 import msgspec
@@ -226,3 +228,19 @@ def _checked(data: memoryview, kind: type) -> Any:
     if type(value) is not kind:
         raise ValueError(f"{type(value).__name__} where a {kind.__name__} belongs")
     return value
+
+
+# --- files that are always the same bytes --------------------------------------------------------------------------
+
+
+def sort_metadata(file: Path) -> None:
+    """Puts the metadata of a safetensors file that was just written in the order of their names, in place: the library
+    writes them in any order."""
+    with file.open("r+b") as content:
+        length = int.from_bytes(content.read(8), "little")
+        header = json.loads(content.read(length))
+        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+        assert len(text) <= length, "the same keys take the same room"
+        content.seek(8)
+        content.write(text.ljust(length))

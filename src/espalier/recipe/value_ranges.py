@@ -35,7 +35,12 @@ def check(recipe: config.Recipe) -> None:
     _batch(recipe.train)
     _places(recipe)
     _start(recipe.name, recipe.launch)
-    units.seconds(recipe.comm.timeout, "comm.timeout")
+    if units.seconds(recipe.comm.timeout, "comm.timeout") < 0.1:
+        raise UserError(
+            f"comm.timeout = {recipe.comm.timeout!r} is not possible.",
+            why="every wait for another rank would fail",
+            do='comm.timeout = "60s"',
+        )
     if recipe.comm.bucket != "auto":
         units.size(recipe.comm.bucket, "comm.bucket")
     _faults(recipe.faults)

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from espalier.recipe.cache_dir import sync_folder
 from espalier.recipe.errors import UserError
+from espalier.recipe.foreign_files import parsing
 from espalier.store.base import Closing
 from espalier.store.cost import PAGE, pages
 from espalier.store.direct_io import DirectFile, File, Where, aligned, bytes_of, checksum, flat_bytes, open_file
@@ -299,12 +300,8 @@ def _record(extent: Extent) -> bytes:
 def read_index(path: Path, remedy: str = "") -> tuple[list[Extent], int]:
     """The whole records of a container's index, and the bytes they take; 0 where there is no index at all."""
     index = index_path(path)
-    try:
+    with parsing(index, remedy or "write the container anew"):
         text = index.read_bytes()
-    except OSError as error:
-        raise UserError(
-            f"{index}, the index of {path}, cannot be read: {error.strerror}.", do=remedy or "write the container anew"
-        ) from None
     if not text.startswith(MAGIC):
         if MAGIC.startswith(text):  # killed before its first line was whole
             return [], 0

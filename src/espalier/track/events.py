@@ -66,7 +66,9 @@ import msgspec
 
 from espalier.recipe import serialization
 from espalier.recipe.cache_dir import unwritable
-from espalier.recipe.errors import UserError
+from espalier.recipe.foreign_files import parsing
+from espalier.recipe.units import plural
+from espalier.track.event_fields import misfit
 
 NAME = "events.jsonl"
 """Of the run log, in its run folder."""
@@ -146,23 +148,23 @@ def append(path: str | Path, event: str, **fields: Any) -> Event:
 
 
 def read(path: str | Path) -> Iterator[Event]:
-    """The events in the file `path`, in order. A torn last line is left out; any other line that is not an event is
-    given as an incident that names it. Raises UserError when there is no such file."""
-    try:
-        with Path(path).open("rb") as file:
-            lines = file.read().split(b"\n")
-    except OSError as error:
-        raise UserError(
-            f"No run log at {path}.", why=error.strerror or "", do="name the folder of a run (runs/NAME)"
-        ) from None
-    last = len(lines) - 1
-    for number, line in enumerate(lines):
+    """The events in the file `path`, in order. A torn last line is left out. Other lines that are no events, or whose
+    fields do not fit, are left out and counted: an incident after the last event says how many. Raises UserError when
+    there is no such file."""
+    with parsing(path, "name the folder of a run (runs/NAME)"):
+        lines = Path(path).read_bytes().split(b"\n")
+    left_out = []
+    for number, line in enumerate(lines, start=1):
         if line:
             event = _parse(line)
-            if event is not None:
+            reason = misfit(event) if event is not None else "it is no table with the key event"
+            if not reason and event is not None:
                 yield event
-            elif number < last:
-                yield _unreadable(path, number + 1)
+            elif event is not None or number < len(lines):
+                left_out.append(f"line {number} of {Path(path).name}: {reason}")
+    if left_out:
+        what = f"{plural(len(left_out), 'line')} of the run log left out that do not fit, the first {left_out[0]}"
+        yield {"event": "incident", "time": 0.0, "kind": "log", "what": what, "action": "read on"}
 
 
 def last(path: str | Path, *names: str) -> Event | None:
@@ -206,11 +208,6 @@ def _parse(line: bytes) -> Event | None:
     if not isinstance(event, dict) or "event" not in event:
         return None
     return _restored(event) if _MARK in line.replace(b'": "', b'":"') else event
-
-
-def _unreadable(path: str | Path, number: int) -> Event:
-    what = f"line {number} of {Path(path).name} is not an event and was left out"
-    return {"event": "incident", "time": 0.0, "kind": "log", "what": what, "action": "read on"}
 
 
 def _plain(value: Any) -> Any:

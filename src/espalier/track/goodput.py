@@ -122,26 +122,24 @@ class GoodputMeter:
 
     def take(self, event: Event) -> None:
         """One more event of the run log, in its order."""
-        kind, now = event["event"], float(event.get("time") or 0.0)
+        kind, now = event["event"], event.get("time") or 0.0
         if kind == "run":
             self._begins(event, now)
         elif kind == "step":
-            self._goes_on(now - float(event.get("seconds") or 0.0))
-            self._done[int(event["step"])] = _StepSeconds(
-                *(float(event.get(name) or 0.0) for name in _StepSeconds._fields)
-            )
+            self._goes_on(now - (event.get("seconds") or 0.0))
+            self._done[event["step"]] = _StepSeconds(*(event.get(name) or 0.0 for name in _StepSeconds._fields))
         elif kind == "validation":
-            self._validating += (seconds := float(event.get("seconds") or 0.0))
+            self._validating += (seconds := (event.get("seconds") or 0.0))
             if self._lost_since is not None:
                 self._lost_since += seconds
         elif kind == "checkpoint":
-            self._saving += float(event.get("blocked") or 0.0)
+            self._saving += event.get("blocked") or 0.0
         elif kind == "incident" and "attempt" in event:
             self._failed = _key(event)
             self._book(self._failed, count=1)
             self._lost_since = self._last if self._lost_since is None else self._lost_since
         elif kind == "recovered":
-            self._book(_key(event), recovered=1, down=float(event.get("seconds") or 0.0))
+            self._book(_key(event), recovered=1, down=(event.get("seconds") or 0.0))
             self._failed = None
         self._last = max(self._last, now)
         if kind == "end":
@@ -166,14 +164,14 @@ class GoodputMeter:
         )
 
     def _begins(self, event: Event, now: float) -> None:
-        phase_over = self._until == int(event.get("step") or 0)
+        phase_over = self._until == (event.get("step") or 0)
         self._until = event.get("until")
         if self._began is not None and not self._failed and not phase_over:
             # The last attempt neither ended nor failed by any record: nobody was left to write it.
             self._failed = _NOBODYS
             self._book(_NOBODYS, count=1)
             self._close()
-        again = [step for step in self._done if step > int(event.get("step") or 0)]
+        again = [step for step in self._done if step > (event.get("step") or 0)]
         seconds = sum(self._done.pop(step).seconds for step in again)
         if self._failed:
             self._book(self._failed, steps=len(again), again=seconds)

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from espalier.recipe import cache_dir
+from espalier.recipe.foreign_files import parsing
 from espalier.recipe.units import plural, show_count, show_seconds, show_size
 from espalier.track import charts, page
 from espalier.track.page import Figure
@@ -51,8 +52,10 @@ def write(folder: str | Path) -> Path:
 
 
 def render(run: RunTables, live: bool = False) -> str:
-    """The page as text. `live` adds the few lines of script that renew it while the run goes on."""
-    return page.render("track/report.html.j2", run=run, live=live, **_context(run))
+    """The page as text. `live` adds the few lines of script that renew it while the run goes on. Raises UserError for a
+    recipe or a plan that is none."""
+    with parsing(run.folder, "restore its run.toml and plan.json from a backup"):
+        return page.render("track/report.html.j2", run=run, live=live, **_context(run))
 
 
 def _context(run: RunTables) -> dict[str, Any]:
@@ -96,7 +99,7 @@ def _subtitle(run: RunTables) -> list[str]:
     if start.get("parameters"):
         words.append(f"{show_count(start['parameters'])} parameters")
     if start.get("ranks"):
-        ranks, threads = start["ranks"], start.get("threads", 1)
+        ranks, threads = start["ranks"], start.get("threads") or 1
         words.append(f"{plural(ranks, 'rank')} × {plural(threads, 'thread')}")
     host = start.get("host") or {}
     words += [str(host[key]) for key in ("cpu", "device") if host.get(key)][:1]
@@ -122,7 +125,7 @@ def _figures(run: RunTables) -> list[Figure]:
     figures += _offloaded(latest)
     if latest.get("store"):
         steps, read = run.attempt, sum(latest["store"].get(tier) or 0 for tier in ("disk_cache", "packed"))
-        share = float(np.nansum(steps["waited"]) / max(1e-9, np.nansum(steps["seconds"])))
+        share = float(np.nansum(steps.get("waited", 0.0)) / max(1e-9, np.nansum(steps.get("seconds", 0.0))))
         figures.append(Figure("features from disk", show_size(read), f"the latest step; {share:.1%} of time waiting"))
     attempts = f"in {run.attempts} attempts" if run.attempts > 1 else ""
     figures.append(Figure("time", show_seconds(run.seconds()), attempts))
@@ -162,7 +165,8 @@ def _metrics(run: RunTables) -> list[Figure]:
     """What the task is judged by, of the last validation; the test part's beside it."""
     table, figures = run.validations, []
     for name in run.metrics()[:METRICS]:
-        test = table.get(f"test_{name}", np.array([math.nan]))[-1]
+        column = table.get(f"test_{name}", np.empty(0))
+        test = column[-1] if column.dtype == np.float64 and len(column) else math.nan
         note, last = f"validation; test {test:.3f}" if math.isfinite(test) else "held out", table[name][-1]
         if math.isfinite(last):
             figures.append(
@@ -179,7 +183,7 @@ def _measured(run: RunTables) -> Measured:
 
     empty = np.empty(0)
     took, tokens, mfu = (steps.get(name, empty) for name in ("seconds", "tokens", "mfu"))
-    seconds = median(took)
+    seconds = median(took) or math.nan
     work = median(mfu * took) if len(mfu) == len(took) else math.nan  # of the peak, so that it agrees with the seconds
     return Measured(seconds, median(tokens) / seconds, work / seconds, _peak(steps))
 
@@ -224,7 +228,7 @@ def _tiers(steps: Mapping[str, Any]) -> list[tuple[str, str, Any]]:
         for at, (name, values) in enumerate(columns.items())
     ]
     waited = charts.line_chart(
-        "Waited", [charts.Series("waited", x, steps["waited"], colour=2)], show_seconds, zero=True
+        "Waited", [charts.Series("waited", x, steps.get("waited", 0.0 * x), colour=2)], show_seconds, zero=True
     )
     return [
         ("Features by tier", "bytes read a step", charts.line_chart("Features by tier", series, show_size, True, unit)),
@@ -239,7 +243,7 @@ def _metric(run: RunTables, name: str) -> tuple[str, str, Any]:
         for part, key, colour in (("validation", name, 4), ("test", f"test_{name}", 2))
         if key in table
     ]
-    return title[0].upper() + title[1:], "of held-out data", charts.line_chart(title, series, _three)
+    return title[:1].upper() + title[1:], "of held-out data", charts.line_chart(title, series, _three)
 
 
 def _losses(run: RunTables) -> list[charts.Series]:
@@ -284,7 +288,7 @@ def _evaluations(run: RunTables) -> list[tuple[str, str, Any]]:
             y = np.array([points[step] for step in steps])
             series.append(charts.Series(name, np.array(steps), y, kind, at % charts.COLOURS + 1))
         chart = charts.line_chart(title, series, _three)
-        drawn.append((title[0].upper() + title[1:], "of checkpoints, evaluated beside training", chart))
+        drawn.append((title[:1].upper() + title[1:], "of checkpoints, evaluated beside training", chart))
     return drawn
 
 
@@ -303,11 +307,7 @@ def _memory(run: RunTables, predicted: Mapping[str, Any]) -> dict[str, Any]:
 
 def _traffic(run: RunTables, predicted: Mapping[str, Any]) -> list[tuple[str, float, float]]:
     """(class, predicted, measured) bytes per step and rank, largest first."""
-    measured = {
-        name.removeprefix("bytes."): float(np.nanmean(column))
-        for name, column in run.attempt.items()
-        if name.startswith("bytes.") and np.isfinite(column).any()
-    }
+    measured = _means(run.attempt, "bytes")
     expected = predicted.get("sent_bytes") or {}
     names = [name for name in {**expected, **measured} if expected.get(name) or measured.get(name)]
     rows = [(name.replace("_", " "), float(expected.get(name, 0)), measured.get(name, 0.0)) for name in names]
@@ -316,30 +316,31 @@ def _traffic(run: RunTables, predicted: Mapping[str, Any]) -> list[tuple[str, fl
 
 def _encoded(run: RunTables) -> list[tuple[str, float, float, float]]:
     """(class, bytes saved, seconds in codecs, share kept for the next step) of encoded classes, per step and rank."""
-    rows = []
-    for name, column in run.steps.items():
-        if name.startswith("saved."):
-            kind = name.removeprefix("saved.")
-            others = [run.steps.get(f"{what}.{kind}", np.zeros(1)) for what in ("coding", "lost")]
-            saved, seconds, lost = (float(np.nanmean(values)) for values in (column, *others))
-            rows.append((kind.replace("_", " "), saved, seconds, lost))
-    return rows
+    saved, coding, lost = (_means(run.steps, what) for what in ("saved", "coding", "lost"))
+    return [(kind.replace("_", " "), size, coding.get(kind, 0.0), lost.get(kind, 0.0)) for kind, size in saved.items()]
 
 
 def _experts(run: RunTables) -> dict[str, Any]:
     """Of experts over ranks: (number, rows a step, times an even share) of each, the busiest first, and what ranks
     waited for them a step. Empty: there are none."""
-    loads_by_expert = [
-        (int(name.removeprefix("experts.")), float(np.nanmean(column)))
-        for name, column in run.attempt.items()
-        if name.startswith("experts.") and np.isfinite(column).any()
-    ]
+    experts = _means(run.attempt, "experts")
+    loads_by_expert = [(int(name), rows) for name, rows in experts.items() if name.isdecimal()]
     if not loads_by_expert:
         return {}
     even = max(1e-9, sum(rows for _, rows in loads_by_expert) / len(loads_by_expert))
     loads = sorted(((expert, rows, rows / even) for expert, rows in loads_by_expert), key=lambda load: -load[1])
-    waited, longest = (float(np.nanmean(run.attempt[f"dispatch.{name}"])) for name in ("waited", "longest"))
-    return {"loads": loads, "waited": waited, "longest": longest}
+    waits = _means(run.attempt, "dispatch")
+    return {"loads": loads, "waited": waits.get("waited", 0.0), "longest": waits.get("longest", 0.0)}
+
+
+def _means(table: Mapping[str, Any], prefix: str) -> dict[str, float]:
+    """The means of the columns `prefix.NAME` that have numbers, by name."""
+    columns = {name: column for name, column in table.items() if name.startswith(f"{prefix}.")}
+    return {
+        name.removeprefix(f"{prefix}."): float(np.nanmean(column))
+        for name, column in columns.items()
+        if column.dtype == np.float64 and np.isfinite(column).any()
+    }
 
 
 def _compared(run: RunTables, predicted: Mapping[str, Any]) -> list[ComparedRow]:
@@ -398,17 +399,22 @@ def _drawn(sample: dict[str, Any]) -> dict[str, Any]:
     """With its chart, where it is a curve."""
     if sample["kind"] != "curve" or not sample["rows"]:
         return sample
-    (along, *names), *rows = sample["rows"]
-    values = np.array(rows, float).reshape(len(rows), len(names) + 1)
+    try:
+        (along, *names), *rows = sample["rows"]
+        values = np.array(rows, float).reshape(len(rows), len(names) + 1)
+    except (TypeError, ValueError, OverflowError):
+        return sample  # cells of a log of somebody else
     lines = [
-        charts.Series(name, values[:, 0], values[:, at], "line", at, along) for at, name in enumerate(names, start=1)
+        charts.Series(str(name), values[:, 0], values[:, at], "line", at, str(along))
+        for at, name in enumerate(names, start=1)
     ]
     return {**sample, "chart": charts.line_chart(sample["text"], lines, _three)}
 
 
 def _rows(table: Mapping[str, Any]) -> list[dict[str, Any]]:
     names = list(table)
-    empty = dict.fromkeys(("what", "action", "kind", "text", "image", "chart"), "") | {"step": None, "rows": None}
+    words = ("what", "action", "kind", "category", "reason", "why", "suspect", "text", "image", "chart")
+    empty = dict.fromkeys(words, "") | {"step": None, "rows": None}
     rows = zip(*(table[name].tolist() for name in names), strict=True)
     return [empty | dict(zip(names, row, strict=True)) for row in rows]
 

@@ -139,6 +139,6 @@ def _plots(runs: Sequence[Summary]) -> list[tuple[str, str, Any]]:
         group = "held out" if table == "validations" else "training"
         title = name.replace("_", " ")
         drawn.append(
-            (title[0].upper() + title[1:], group, charts.line_chart(title, lines, lambda value: f"{value:.3g}"))
+            (title[:1].upper() + title[1:], group, charts.line_chart(title, lines, lambda value: f"{value:.3g}"))
         )
     return [chart for chart in drawn if chart[2]]

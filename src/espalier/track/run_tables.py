@@ -13,7 +13,6 @@ import socket
 import time
 import tomllib
 from collections.abc import Iterable
-from itertools import chain
 from pathlib import Path
 from typing import Any, Self
 
@@ -22,6 +21,7 @@ from numpy.typing import NDArray
 
 from espalier.recipe import model_kinds
 from espalier.recipe.errors import UserError, nearest
+from espalier.recipe.foreign_files import parsing, read_text
 from espalier.recipe.units import show_count, show_seconds, show_size
 from espalier.track import events as event_log
 from espalier.track.events import Event
@@ -58,8 +58,8 @@ class RunTables:
 
     def __init__(self, folder: Path, events: Iterable[Event]) -> None:
         self.folder = folder
-        self.recipe = _toml(folder / "run.toml")
-        self.plan = _json(folder / "plan.json")
+        self.recipe = _parsed(folder / "run.toml", tomllib.loads)
+        self.plan = _parsed(folder / "plan.json", json.loads)
         self.start: Event = {}
         self.finish: Event = {}
         self.attempts = 0
@@ -253,7 +253,7 @@ def _siblings(path: Path) -> list[str]:
 
 
 def _columns(rows: list[Event]) -> Table:
-    names = dict.fromkeys(chain.from_iterable(rows))
+    names = dict.fromkeys(name for row in rows for name, value in row.items() if value is not None)
     names.pop("event", None)
     table: Table = {}
     for name in names:
@@ -270,7 +270,7 @@ def _array(name: str, values: list[Any]) -> NDArray[Any]:
     if isinstance(_first(values), int | float):
         try:
             return np.array(values, np.int64 if name == "step" and None not in values else np.float64)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             pass  # numbers and other things under one name
     array = np.empty(len(values), object)
     array[:] = values
@@ -295,19 +295,10 @@ def _alive(start: Event) -> bool | None:
     return True
 
 
-def _toml(path: Path) -> dict[str, Any]:
-    return _parsed(path, tomllib.loads)
-
-
-def _json(path: Path) -> dict[str, Any]:
-    return _parsed(path, json.loads)
-
-
 def _parsed(path: Path, parse: Any) -> dict[str, Any]:
-    try:
-        table = parse(path.read_text())
-    except FileNotFoundError:
+    if not path.exists():
         return {}
-    except ValueError as error:
-        raise UserError(f"{path} is damaged.", why=str(error), do="restore it from a backup") from None
+    do = "restore it from a backup"
+    with parsing(path, do):
+        table = parse(read_text(path, do))
     return table if isinstance(table, dict) else {}

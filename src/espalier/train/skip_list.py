@@ -11,7 +11,7 @@ import msgspec
 
 from espalier.recipe import serialization
 from espalier.recipe.cache_dir import write_atomic
-from espalier.recipe.errors import UserError
+from espalier.recipe.foreign_files import parsing
 from espalier.recipe.serialization import Value
 
 NAME = "skips.json"
@@ -57,17 +57,13 @@ class Skips(Value, frozen=True, forbid_unknown_fields=True):
 
 def read(folder: Path) -> Skips:
     """What the run in `folder` leaves out. Raises UserError where the file is damaged."""
-    try:
-        skips: Skips = serialization.from_json((folder / NAME).read_bytes(), Skips)
-        return skips
-    except FileNotFoundError:
+    file = folder / NAME
+    if not file.exists():
         return Skips()
-    except (msgspec.DecodeError, OSError) as error:
-        raise UserError(
-            f"{folder / NAME} cannot be read.",
-            why=str(error),
-            do="it lists the batches that the run leaves out; correct it, or begin a new run with --run FOLDER",
-        ) from None
+    do = "it lists the batches that the run leaves out; correct it, or begin a new run with --run FOLDER"
+    with parsing(file, do):
+        skips: Skips = serialization.from_json(file.read_bytes(), Skips)
+        return skips
 
 
 def write(folder: Path, skips: Skips) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from espalier.graph.data.graph import Array, DataSplit, Graph
-from espalier.machine.resource_limits import free_memory
+from espalier.machine.resource_limits import refuse_large
 from espalier.recipe.errors import UserError
 from espalier.recipe.foreign_files import Fields, FieldUse, parsing, printable, unused
 from espalier.recipe.units import show_size
@@ -67,6 +67,7 @@ def understood(table: Mapping[str, Any], origin: str) -> dict[str, Any]:
             raise UserError(f"{origin}: key {given[0]!r} holds complex numbers.", do="give real numbers")
         if given:
             known[name] = table[given[0]]
+    refuse_large(origin, sum(getattr(value, "nbytes", 0) for value in known.values()))  # a view may repeat one number
     return known
 
 
@@ -115,8 +116,7 @@ def _read(file: Path) -> tuple[dict[str, Array], list[str], list[str]]:
         use = FieldUse(_MATRIX if matrix else KEYS, str(file))
         use.count(sizes)
         used = [name for name in sizes if name in use.fields.read]
-        if 2 * sum(sizes[name] for name in used) > free_memory() > 0:
-            raise MemoryError
+        refuse_large(printable(file), 2 * sum(sizes[name] for name in used), do)
         with np.load(file, allow_pickle=False) as opened:
             table = {name: np.asarray(opened[name]) for name in used}
         table = _entries(table) if matrix else table
@@ -178,12 +178,13 @@ def both_ends(edges: Any, origin: str) -> tuple[Any, Any]:
 
 def refuse_far_ids(count: int, edges: int, file: Path) -> None:
     """Refuses ends of edges so far above their number that they cannot be rows: there are `count` nodes then."""
-    if count > _ALONE + _EACH * edges or 32 * count > free_memory() > 0:
+    if count > _ALONE + _EACH * edges:
         raise UserError(
             f"{printable(file)} has an edge at {count - 1}, and {edges:,} edges.",
             why="without a table of nodes the ends of edges are its rows, 0, 1, 2 …",
             do=NUMBERED,
         )
+    refuse_large(f"{printable(file)}: a table of {count:,} nodes", 32 * count)
 
 
 def degree_features(edges: tuple[Array, Array], count: int) -> Array:

@@ -29,7 +29,7 @@ from espalier.graph.data.table_columns import (
     read_nodes,
     settled,
 )
-from espalier.machine.resource_limits import free_memory
+from espalier.machine.resource_limits import refuse_large
 from espalier.recipe.errors import UserError
 from espalier.recipe.foreign_files import parsing, printable, unused
 
@@ -212,8 +212,7 @@ def _matrix_market(file: Path) -> EdgeTable:
             raise UserError(f"{printable(file)} {reason}.", why=why, do=do)
         if 4 * entries > file.stat().st_size and file.suffix.lower() != ".gz":
             raise ValueError(f"it says it has {entries:,} entries, and is too short for them")
-        if 64 * entries > free_memory() > 0:
-            raise MemoryError
+        refuse_large(printable(file), 64 * entries)
         refuse_far_ids(rows, entries, file)
         table = np.loadtxt(text, np.float64, comments="%", ndmin=2, max_rows=entries + 1)
         ends = table[:, :2]

@@ -17,7 +17,7 @@ from typing import IO, Any
 import numpy as np
 
 from espalier.graph.data.graph import Array
-from espalier.machine.resource_limits import free_memory
+from espalier.machine.resource_limits import refuse_large
 from espalier.recipe.errors import UserError
 from espalier.recipe.foreign_files import parsing, printable
 
@@ -66,8 +66,7 @@ class ScipyMatrix:
         indptr, indices, data = (self.state[name].array for name in ("indptr", "indices", "data"))
         if len(indptr) != rows + 1 or indptr[-1] != len(indices) or (indices < 0).any():
             raise ValueError("it has a sparse matrix whose rows do not fit its columns")
-        if rows * columns * 4 > free_memory() > 0:
-            raise ValueError(f"a matrix of {rows:,} rows and {columns:,} columns does not fit into memory")
+        refuse_large(f"a matrix of {rows:,} rows and {columns:,} columns", rows * columns * 4)
         matrix = np.zeros((rows, columns), np.float32)
         matrix[np.repeat(np.arange(rows), np.diff(indptr)), indices] = data
         return matrix

@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 
 from espalier.graph.data import numpy_pickle
+from espalier.graph.data.array_file import refuse_far_ids
 from espalier.graph.data.graph import IGNORED, Array, DataSplit, Graph
-from espalier.machine.resource_limits import free_memory
+from espalier.machine.resource_limits import refuse_large
 from espalier.recipe.errors import UserError
 from espalier.recipe.foreign_files import parsing
 
@@ -45,13 +46,13 @@ def load(folder: Path, name: str, *, undirected: bool) -> Graph:
     sources, targets, listed = _edges(_file(folder, name, "graph"))
     with parsing(folder / f"ind.{name}", "copy all eight files of the data set again"):
         count = max(listed, int(order.max()) + 1)
-        if count * seen.shape[1] * 4 > free_memory() > 0:
-            raise ValueError(f"features of {count:,} nodes do not fit into memory")
+        refuse_far_ids(count, len(sources), _file(folder, name, "test.index"))
+        refuse_large(f"a table of {count:,} nodes", count * seen.shape[1] * 4)
         features = np.zeros((count, seen.shape[1]), np.float32)
         labels = np.full(count, IGNORED, np.int64)
         features[: len(seen)], features[order] = seen, tested
         labels[: len(seen)], labels[order] = _classes(known), _classes(answers)
-        validation = np.arange(len(training), len(training) + VALIDATION)
+        validation = np.arange(len(training), min(len(training) + VALIDATION, len(seen)))
         absent = count - len(seen) - len(order)
         notes = (f"{absent} nodes of {name} have no row in its files: zeros, without a label",) if absent else ()
         return Graph.from_edges(
@@ -79,8 +80,7 @@ def _edges(file: Path) -> tuple[Array, Array, int]:
     neighbours: Any = numpy_pickle.read(file, _DO)
     with parsing(file, _DO):
         counts = [len(near) for near in neighbours.values()]
-        if 32 * sum(counts) > free_memory() > 0:
-            raise ValueError(f"{sum(counts):,} edges do not fit into memory")
+        refuse_large(f"a list of {sum(counts):,} edges", 32 * sum(counts))
         targets = np.repeat(np.fromiter(neighbours, np.int64, len(counts)), counts)
         return np.fromiter(chain.from_iterable(neighbours.values()), np.int64, sum(counts)), targets, len(counts)
 

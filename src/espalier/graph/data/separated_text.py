@@ -20,7 +20,7 @@ import numpy as np
 
 from espalier.graph.data.graph import Array
 from espalier.graph.data.targets import MISSING
-from espalier.machine.resource_limits import free_memory
+from espalier.machine.resource_limits import refuse_large
 from espalier.recipe.errors import UserError
 from espalier.recipe.foreign_files import parsing, printable
 from espalier.recipe.units import plural
@@ -29,7 +29,7 @@ ENDINGS = (".csv", ".tsv", ".txt", ".edges", ".edgelist", ".el")
 """Of separated text, each also with `.gz` after it, in any case."""
 EXACT = 2**53
 """Below it a float64 holds every whole number."""
-NUMBER = re.compile(r"[-+]?(\d+\.?\d*(e[-+]?\d+)?|\.\d+(e[-+]?\d+)?|nan|inf(inity)?)", re.IGNORECASE | re.ASCII)
+NUMBER = re.compile(r"[-+]?(\d+(?:\.\d*)?(e[-+]?\d+)?|\.\d+(e[-+]?\d+)?|nan|inf(inity)?)", re.IGNORECASE | re.ASCII)
 EMPTY = MISSING
 """Cells without a value."""
 _SEPARATORS = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "vertical bars", "": "white space"}
@@ -121,19 +121,14 @@ def _first_lines(file: IO[str], path: Path) -> Iterator[str]:
 
 def check_size(path: Path) -> None:
     """Refuses a table that takes more memory than is free; a compressed one is read through once."""
-    free = free_memory()
-    size = path.stat().st_size
+    do = "save it as .npz or .parquet, or give it a machine with more memory"
+    refuse_large(printable(path), 2 * path.stat().st_size, do)
     if path.suffix.lower() == ".gz":
         with parsing(path, _DO), gzip.open(path) as file:
             size = 0
-            while size <= free and (piece := file.read(1 << 20)):
+            while piece := file.read(_LONGEST_LINE):
                 size += len(piece)
-    if 2 * size > free > 0:
-        raise UserError(
-            f"{printable(path)} does not fit into memory.",
-            why=f"its text has {size:,} bytes or more, and {free:,} bytes are free",
-            do="save it as .npz or .parquet, or give it a machine with more memory",
-        )
+                refuse_large(printable(path), 2 * size, do)
 
 
 def _rows(lines: Iterable[str], separator: str, path: Path, before: int) -> Iterator[tuple[int, list[str]]]:

@@ -24,6 +24,7 @@ import xxhash
 
 from espalier.graph.data.graph import Array, DataSplit, Graph
 from espalier.recipe.errors import UserError, nearest
+from espalier.recipe.foreign_files import parsing
 
 Progress = Callable[[int, int], None]
 Edges = tuple[Array, Array]
@@ -172,13 +173,8 @@ def opened(folder: Path) -> Graph:
     about = json.loads((folder / "graph.json").read_text())
 
     def array(name: str) -> Array:
-        try:
-            return np.asarray(np.load(folder / f"{name}.npy", mmap_mode="c"))
-        except (ValueError, OSError) as error:
-            do = "copy the file again, or remove the folder to have it made anew"
-            raise UserError(
-                f"{folder / name}.npy cannot be read: {error}.", why="it may have been cut off", do=do
-            ) from None
+        with parsing(folder / f"{name}.npy", "copy the file again, or remove the folder to have it made anew"):
+            return np.asarray(np.load(folder / f"{name}.npy", mmap_mode="c", allow_pickle=False))
 
     def optional(name: str) -> Array | None:
         return array(name) if (folder / f"{name}.npy").exists() else None

@@ -18,7 +18,7 @@ import numpy as np
 from espalier.graph.data import separated_text
 from espalier.graph.data.graph import Array, DataSplit
 from espalier.graph.data.separated_text import EMPTY, EXACT, is_number
-from espalier.machine.resource_limits import free_memory
+from espalier.machine.resource_limits import refuse_large
 from espalier.recipe.errors import UserError, missing_extra
 from espalier.recipe.foreign_files import Fields, FieldUse, parsing, printable, unused
 from espalier.recipe.units import plural
@@ -200,8 +200,7 @@ def _parquet(path: Path) -> Table:
     with parsing(path, "give a Parquet file, .csv or .npz"):
         about = parquet.ParquetFile(path).metadata
         size = sum(about.row_group(at).total_byte_size for at in range(about.num_row_groups))
-        if max(size, 8 * about.num_rows * about.num_columns) > free_memory() > 0:
-            raise MemoryError
+        refuse_large(printable(path), max(size, 8 * about.num_rows * about.num_columns))
         table = parquet.read_table(path)
         if len(set(table.column_names)) < table.num_columns:
             raise ValueError("two of its columns have one name")

@@ -28,7 +28,7 @@ IGNORED = -1
 MISSING = ("", "nan", "NaN", "None", "null", "NULL", "NA", "N/A", "#N/A", "<NA>")
 """Words that stand for no value: those of Python, SQL, R, Excel and pandas."""
 
-_NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?|[+-]?(inf|Inf|infinity|Infinity)")
+_NUMBER = re.compile(r"[+-]?([0-9]+(?:\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]+)?|[+-]?(inf|Inf|infinity|Infinity)")
 _WHOLE = re.compile(r"-?[0-9]{1,18}")
 _POINTLESS = re.compile(r"(-?[0-9]+)\.0*")
 _EXACT = 2**53

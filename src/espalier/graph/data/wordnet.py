@@ -20,6 +20,7 @@ from espalier.graph.data.graph import Array, Graph
 from espalier.graph.data.import_graph import count_words, kept_arrays, weighted
 from espalier.recipe.cache_dir import cache_folder
 from espalier.recipe.errors import UserError
+from espalier.recipe.foreign_files import parsing
 
 COLUMNS = 512
 INSTALLED = Path("/usr/share/wordnet")
@@ -128,7 +129,7 @@ def read(folder: Path, progress: Progress | None = None) -> dict[str, Array]:
 
     Names are `word.part of speech.offset`. Raises UserError for files that are no database.
     """
-    try:
+    with parsing(folder, "apt-get install --reinstall wordnet-base"):
         every = [
             synset for name, letter in PARTS.items() for synset in synsets(_lines(folder / f"data.{name}"), letter)
         ]
@@ -136,22 +137,18 @@ def read(folder: Path, progress: Progress | None = None) -> dict[str, Array]:
         ends = {
             (at, place[other]) for at, synset in enumerate(every) for other in synset.relations if place[other] != at
         }
-    except (OSError, ValueError, IndexError, KeyError) as error:
-        raise UserError(
-            f"{folder} holds no WordNet database: {error}.", do="apt-get install --reinstall wordnet-base"
-        ) from None
-    counted, column = np.zeros((len(every), COLUMNS), np.float32), dict[bytes, int]()
-    for at, synset in enumerate(every):
-        words = " ".join(synset.words).replace("_", " ").replace("-", " ")
-        count_words(f"{words} {synset.definition}".lower().encode(), counted[at], column)
-        if progress is not None and at % 4096 == 0:
-            progress(at, len(every))
-    sources, targets = np.array(sorted(ends), np.int64).reshape(-1, 2).T
-    return {
-        **{"sources": sources, "targets": targets, "features": weighted(counted)},
-        "labels": np.array([synset.label for synset in every], np.int64),
-        "names": np.array([f"{synset.words[0]}.{synset.key[0]}.{synset.key[1:]}" for synset in every]),
-    }
+        counted, column = np.zeros((len(every), COLUMNS), np.float32), dict[bytes, int]()
+        for at, synset in enumerate(every):
+            words = " ".join(synset.words).replace("_", " ").replace("-", " ")
+            count_words(f"{words} {synset.definition}".lower().encode(), counted[at], column)
+            if progress is not None and at % 4096 == 0:
+                progress(at, len(every))
+        sources, targets = np.array(sorted(ends), np.int64).reshape(-1, 2).T
+        return {
+            **{"sources": sources, "targets": targets, "features": weighted(counted)},
+            "labels": np.array([synset.label for synset in every], np.int64),
+            "names": np.array([f"{synset.words[0]}.{synset.key[0]}.{synset.key[1:]}" for synset in every]),
+        }
 
 
 def _lines(file: Path) -> Iterator[str]:

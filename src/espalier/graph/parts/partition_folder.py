@@ -35,6 +35,7 @@ from espalier.graph.parts.partial_sums import Covers, crossing_rows, summing
 from espalier.graph.sampling.neighbor_sampler import Style, symmetric_root, whole
 from espalier.recipe import Network, Recipe, cache_dir, serialization
 from espalier.recipe.errors import UserError
+from espalier.recipe.foreign_files import parsing
 from espalier.recipe.graphs import MessagesModel
 from espalier.track.progress import Waiting
 
@@ -179,12 +180,8 @@ def given(recipe: Recipe, graph: Graph) -> np.ndarray:
     assert recipe.graph.halo is not None
     path, ranks = recipe.graph.halo.parts, recipe.plan.pin.ranks
     what = f"graph.halo.parts = {path!r}"
-    try:
+    with parsing(path, "numpy.save(path, parts), with a whole number for each node"):
         parts = np.load(path, allow_pickle=False)
-    except (OSError, ValueError, EOFError) as error:
-        raise UserError(
-            f"{what} cannot be read: {error}.", do="numpy.save(path, parts), with a whole number for each node"
-        ) from None
     if not isinstance(parts, np.ndarray):
         raise UserError(f"{what} has several arrays.", do="numpy.save(path, parts), one array")
     if not ranks and parts.size:
@@ -350,15 +347,12 @@ def _part(folder: Path, manifest: Manifest, rank: int, group: dist.ProcessGroup 
 
 def _load(path: Path, checksum: str) -> dict[str, Tensor]:
     """The file at `path`, whose checksum must be that one; empty: it was compared before."""
-    try:
-        intact = not checksum or _checksum(path) == checksum
-    except OSError as error:
-        there = "" if path.name == NODES else "start a rank where it is (torchrun, srun, mpiexec), or "
-        raise UserError(f"{path} cannot be read: {error.strerror}.", do=f"copy it here, or {there}{AGAIN}") from None
-    if not intact:
-        raise UserError(f"{path} is damaged.", why="its checksum does not match", do=f"copy it anew, or {AGAIN}")
-    tensors: dict[str, Tensor] = load_file(path)
-    return tensors
+    there = "" if path.name == NODES else "start a rank where it is (torchrun, srun, mpiexec), or "
+    with parsing(path, f"copy it here, or {there}{AGAIN}"):
+        if checksum and _checksum(path) != checksum:
+            raise UserError(f"{path} is damaged.", why="its checksum does not match", do=f"copy it anew, or {AGAIN}")
+        tensors: dict[str, Tensor] = load_file(path)
+        return tensors
 
 
 def _mention(folder: Path, node: int) -> str:
@@ -406,14 +400,9 @@ def rows_of(folder: Path) -> np.ndarray | None:
 
 def _manifest(folder: Path) -> tuple[Manifest, int]:
     """And a number that is the same where the manifest is."""
-    try:
+    with parsing(folder / MANIFEST, AGAIN):
         text = (folder / MANIFEST).read_bytes()
         manifest: Manifest = serialization.from_json(text, Manifest)
-    except OSError as error:
-        do = "partition_folder.write(folder, graph, style, cut)"
-        raise UserError(f"{folder} holds no partition: {MANIFEST}: {error.strerror}.", do=do) from None
-    except msgspec.DecodeError as error:
-        raise UserError(f"{folder / MANIFEST} is not a manifest: {error}.", do=AGAIN) from None
     if manifest.format != FORMAT or [len(row) for row in manifest.rows] != [len(manifest.checksums)] * len(
         manifest.checksums
     ):

@@ -129,7 +129,7 @@ class ChatTemplate:
         conversation = {"messages": list(messages), "add_generation_prompt": answering}
         compiled = self._compiled
         with self._failing("fails: "):
-            self._environment.clock.start()
+            self._environment.clock.start([*messages, *variables.values()])
             text: str = compiled.render({**_ABSENT, **variables, **self.tokens, **conversation})
         return text
 

@@ -19,10 +19,10 @@ from espalier.checkpoint.weight_files import StoredTensor
 from espalier.language import gpt, hf, hf_config
 from espalier.language.decoder_workload import DecoderWorkload
 from espalier.language.tune import lora
-from espalier.recipe import Adapters, Lora, cache_dir
+from espalier.recipe import Adapters, Lora, cache_dir, serialization
 from espalier.recipe.data_table import data_table
 from espalier.recipe.errors import UserError
-from espalier.recipe.foreign_files import parsing, printable, read_json, unused
+from espalier.recipe.foreign_files import parsing, printable, read_table, unused
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _BASE = "base"
@@ -41,7 +41,7 @@ def export(workload: DecoderWorkload, model: gpt.GPT, folder: Path) -> str:
 
     def fill(partial: Path) -> None:
         save_file(tensors, partial / WEIGHTS, metadata={"format": "pt", _BASE: fingerprint(model)})
-        weight_files.sort_metadata(partial / WEIGHTS)
+        serialization.sort_metadata(partial / WEIGHTS)
         (partial / CONFIG).write_text(json.dumps(config_of(workload, tensors), indent=2) + "\n", encoding="utf-8")
         workload.exported_tokenizer.save(partial)
         again = load_file(partial / WEIGHTS)
@@ -178,9 +178,7 @@ def _opened(folder: Path) -> _Adapters:
                 f"{folder} holds no adapters: {name} is missing.",
                 do=f"tune.adapter = a folder with {CONFIG} and {WEIGHTS}",
             )
-    table = read_json(folder / CONFIG, "adapters of PEFT")
-    if not isinstance(table, dict):
-        raise UserError(f"{folder / CONFIG} does not hold a table.", do="adapters of PEFT")
+    table = read_table(folder / CONFIG, "adapters of PEFT")
     for name, neutral in _NEUTRAL.items():
         value = table.get(name)
         if value and value not in neutral:

@@ -28,7 +28,9 @@ from jinja2.visitor import NodeTransformer
 SECONDS = 2.0
 """Processor time of one rendering; templates of models take milliseconds."""
 LARGEST = 1 << 24
-"""Characters of a text that a template may make."""
+"""Characters of a value that a template may make on the way."""
+OUTPUT = 1 << 20
+"""Characters that a template may make of a conversation, beyond twice its own."""
 MOST_PARTS = 1 << 18
 """Parts of a value that a template may make, at all depths together."""
 _INTEGER_BITS = 1 << 16
@@ -48,13 +50,14 @@ class LimitReached(Exception):
 
 
 class RenderingClock(threading.local):
-    """When the rendering of a thread has to end, in seconds of its processor time."""
+    """When the rendering of a thread has to end, in seconds of its processor time, and the characters it may make."""
 
-    end, steps = 0.0, 0
+    end, steps, output = 0.0, 0, OUTPUT
 
-    def start(self) -> None:
-        """A rendering begins."""
+    def start(self, conversation: Any) -> None:
+        """A rendering begins, of a conversation."""
         self.end, self.steps = time.thread_time() + SECONDS, 0
+        self.output = OUTPUT + 2 * len(str(conversation))
 
     def check(self) -> None:
         """Raises `LimitReached`; looks at the clock in one of `_EVERY` steps."""
@@ -204,7 +207,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
     def __init__(self) -> None:
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols], finalize=_sized)
         self.clock = RenderingClock()
-        self.concat = _concatenated  # type: ignore[method-assign]
+        self.concat = self._concatenated  # type: ignore[method-assign]
         filters = {**self.filters, "tojson": _as_json, "sized": _sized}
         self.filters |= {name: self._limited(name, function) for name, function in filters.items()}
         self.filters["counted"] = functools.partial(_Counted, self.clock)
@@ -239,6 +242,15 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
         return checked
 
+    def _concatenated(self, pieces: Iterable[str]) -> str:
+        texts, count = [], 0
+        for text in pieces:
+            texts.append(text)
+            count += len(text)
+            if count > self.clock.output:
+                raise LimitReached(f"it makes more than {self.clock.output:,} characters")
+        return "".join(texts)
+
     def _limited(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
         def checked(*values: Any, **named: Any) -> Any:
@@ -254,14 +266,6 @@ class Sandbox(ImmutableSandboxedEnvironment):
 def _listed(value: Any) -> Any:
     """A list for what is made while it is gone through, so that its size is known."""
     return list(value) if isinstance(value, GeneratorType | range) else value
-
-
-def _concatenated(pieces: Iterable[str]) -> str:
-    texts, count = [], 0
-    for text in pieces:
-        texts.append(text)
-        _limit(count := count + len(text))
-    return "".join(texts)
 
 
 def _sized(value: Any) -> Any:

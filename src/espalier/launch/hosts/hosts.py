@@ -15,6 +15,7 @@ from pathlib import Path
 from espalier.comm.rendezvous_wait import known_addresses
 from espalier.recipe import Launch
 from espalier.recipe.errors import UserError
+from espalier.recipe.foreign_files import read_text
 
 HELP = "--hosts a,b,user@c:2 or --hosts @FILE with a host on each line"
 # Neither an option of ssh nor shell: letters, digits and few signs, none of them in front that means something there.
@@ -56,12 +57,7 @@ def parse(text: str) -> list[Host]:
 
 
 def _lines(file: Path) -> list[str]:
-    try:
-        text = file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
-        raise UserError(f"The file of hosts {file} cannot be read: {reason}.", do=HELP) from None
-    bare = [line.partition("#")[0].strip() for line in text.splitlines()]
+    bare = [line.partition("#")[0].strip() for line in read_text(file, HELP).splitlines()]
     return [line for line in bare if line]
 
 

@@ -79,23 +79,18 @@ class _File(Struct, forbid_unknown_fields=True):
 
 def read(path: str | Path) -> Cluster:
     """The cluster in file `path`. Raises UserError, never anything else."""
-    try:
-        content = Path(path).read_bytes()
-    except FileNotFoundError:
-        raise UserError(f"No cluster file at {path}.", do=HELP) from None
-    except OSError as error:
-        raise UserError(f"The cluster file {path} cannot be read: {error.strerror}.") from None
-    return loads(foreign_files.decoded(content, path), str(path))
+    with foreign_files.parsing(path, HELP):
+        return loads(foreign_files.read_text(Path(path)), str(path))
 
 
 def loads(text: str, origin: str = "cluster.toml") -> Cluster:
     """The cluster that TOML `text` says; `origin` names it in messages. Raises UserError naming the key at fault."""
+    with foreign_files.parsing(origin, HELP):
+        table = tomllib.loads(text)
     try:
-        file = msgspec.convert(tomllib.loads(text), _File)
+        file = msgspec.convert(table, _File)
     except msgspec.ValidationError as error:
         raise _refusal(error, origin) from None
-    except (ValueError, RecursionError) as error:  # a number of thousands of digits is a ValueError too
-        raise UserError(f"{origin} is not valid TOML: {error}.", do=HELP) from None
     if not file.nodes:
         raise UserError(f"{origin} has no nodes.", do='[[nodes]]\n       count = 2\n       device = "A100-80GB"')
     made = [_node(table, file.links, f"{origin}: nodes[{i}]") for i, table in enumerate(file.nodes)]
@@ -255,10 +250,14 @@ def _check_device(it: Device, where: str) -> None:
 
 
 def _check_links(cluster: Cluster, origin: str) -> None:
-    places = cluster.devices()
+    places = cluster.devices() if cluster.pairs else []
     for pair in cluster.pairs:
         if not (0 <= pair.a < len(places) and 0 <= pair.b < len(places)) or pair.a == pair.b:
-            raise UserError(f"{origin}: pairs has a link from {pair.a} to {pair.b}.", why=f"{len(places)} devices")
+            raise UserError(
+                f"{origin}: pairs has a link from {pair.a} to {pair.b}.",
+                why=f"{len(places)} devices",
+                do="a and b from 0",
+            )
         _positive(pair.bandwidth, f"{origin}: pairs ({pair.a}, {pair.b})")
     machines = cluster.machines + sum(node.count for node in (*cluster.optimizers, *cluster.standbys))
     if cluster.between is not None or machines == 1:

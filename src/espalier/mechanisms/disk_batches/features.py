@@ -191,14 +191,11 @@ class ParquetFeatures:
             file, group = self._groups[at]
             table = file.read_row_group(group)
             columns = [column.combine_chunks() for column in table.columns]
-            try:
+            with parsing(self.sources[0], "a column of numbers for each feature, or one column of lists of one length"):
                 if len(columns) == 1 and "list" in str(columns[0].type):
                     columns = [_of_one_length(columns[0]).flatten()]
                 rows = np.stack([column.to_numpy(zero_copy_only=False) for column in columns], 1).astype(np.float32)
                 self._kept = (at, torch.from_numpy(rows.reshape(len(table), -1)))
-            except (TypeError, ValueError) as error:
-                do = "a column of numbers for each feature, or one column of lists of one length"
-                raise UserError(f"{self.sources[0]} holds columns that are no features: {error}.", do=do) from None
         return self._kept[1]
 
 
@@ -249,11 +246,9 @@ def _file(path: Path, dtype: str | None = None, shape: Sequence[int] | None = No
         return _npz(path)
     sidecar = path.with_name(path.name + ".json")
     if (dtype is None or shape is None) and sidecar.exists():
-        try:
+        with parsing(sidecar, _ASIDE):
             header = json.loads(sidecar.read_text(encoding="utf-8"))
             dtype, shape = dtype or header["dtype"], shape or header["shape"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise UserError(f"{sidecar} does not say a dtype and a shape: {error!r}.", do=_ASIDE) from None
     if dtype is None or shape is None:
         raise UserError(f"{path} is a raw file, and its dtype and shape are not known.", do=f"{sidecar.name}: {_ASIDE}")
     return _raw(path, dtype, shape)
@@ -326,11 +321,9 @@ def _arrays(files: Sequence[Path]) -> FeatureFiles:
 
 def _header(file: IO[bytes], path: Path) -> tuple[Part, int, torch.dtype]:
     """Reads the header of a `.npy` file at the place where `file` stands."""
-    try:
+    with parsing(path, "numpy.save(path, features)"):
         read = {1: np.lib.format.read_array_header_1_0, 2: np.lib.format.read_array_header_2_0}
         shape, fortran, dtype = read[np.lib.format.read_magic(file)[0]](file)
-    except (ValueError, KeyError, EOFError) as error:
-        raise UserError(f"{path} is no .npy file: {error}.", do="numpy.save(path, features)") from None
     name = "bfloat16" if dtype.str == "|V2" else dtype.name  # NumPy writes bfloat16 as two bytes of void
     if len(shape) != 2 or fortran or name not in DTYPES or not dtype.isnative:
         form = f"{list(shape)} of {dtype.newbyteorder('=') if dtype.isnative else dtype.str}"
@@ -366,17 +359,13 @@ def _graphbolt(metadata: Path) -> Features:
         import yaml
     except ImportError:
         raise missing_extra("pyyaml", "graph", f"{metadata}") from None
-    try:
+    with parsing(metadata, "feature_data with domain: node"):
         listing = yaml.safe_load(metadata.read_text(encoding="utf-8"))
         listed: list[Mapping[str, Any]] = [entry for entry in listing["feature_data"] if entry["domain"] == "node"]
         chosen = sorted(
             listed, key=lambda entry: (entry["name"] not in ("feat", "features", "x"), bool(entry.get("type")))
         )
         name, form = chosen[0]["path"], chosen[0].get("format", "numpy")
-    except (yaml.YAMLError, TypeError, KeyError, IndexError) as error:
-        raise UserError(
-            f"{metadata} names no features of nodes: {error!r}.", do="feature_data with domain: node"
-        ) from None
     places = [metadata.parent.parent / name, metadata.parent / name]  # DGL's paths begin at the data set's folder
     place = next((path for path in places if path.exists()), None)
     if place is None:

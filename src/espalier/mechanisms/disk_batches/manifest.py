@@ -17,6 +17,7 @@ from espalier.comm.rendezvous_wait import Deadline
 from espalier.graph.data.graph import Array, Graph
 from espalier.recipe import cache_dir, serialization
 from espalier.recipe.errors import UserError
+from espalier.recipe.foreign_files import parsing
 from espalier.recipe.serialization import Value
 
 FILE, LOCK = "manifest.json", "lock"
@@ -129,18 +130,11 @@ def _said(value: object) -> str:
 
 def read(folder: Path) -> Manifest | None:
     """The manifest of `folder`; None where there is none. Raises UserError where it cannot be read."""
-    try:
-        text = (folder / FILE).read_bytes()
-    except FileNotFoundError:
+    file = folder / FILE
+    if not file.exists():
         return None
-    except OSError as error:
-        raise UserError(f"{folder / FILE} cannot be read: {error.strerror}.", do="name another store.path") from None
-    try:
-        manifest: Manifest = serialization.from_json(text, Manifest)
-    except msgspec.DecodeError as error:
-        raise UserError(
-            f"{folder / FILE} is not a manifest: {error}.", do=f"{repack(folder)}, or restore the file"
-        ) from None
+    with parsing(file, f"{repack(folder)}, or restore the file"):
+        manifest: Manifest = serialization.from_json(file.read_bytes(), Manifest)
     if manifest.inputs.format == FORMAT and manifest != manifest.checked():
         raise UserError(
             f"{folder / FILE} is damaged.", why="its checksum does not match", do=f"{repack(folder)}, or restore it"

@@ -29,6 +29,7 @@ from espalier.mechanisms.unequal_pipelines.pipeline_solver import (
 from espalier.plan.request import Request
 from espalier.recipe import serialization
 from espalier.recipe.errors import UserError
+from espalier.recipe.foreign_files import parsing
 
 
 class DoesNotFit(UserError):
@@ -107,16 +108,11 @@ def read(path: str) -> Pipelines:
             f"plan.pin.pipelines = {path!r} is not possible.",
             do="equal, unequal, or a .json file of FlashFlex's (hetero_configs, layer_partitions)",
         )
-    try:
-        return serialization.from_json(Path(path).read_bytes(), Pipelines)
-    except OSError as error:
-        raise UserError(f"plan.pin.pipelines = {path!r} cannot be read: {error.strerror}.", do="unequal") from None
-    except (msgspec.DecodeError, msgspec.ValidationError) as error:
-        raise UserError(
-            f"{path} holds no pipelines: {error}.",
-            why="it is to have hetero_configs and layer_partitions, as FlashFlex writes them",
-            do='plan.pin.pipelines="unequal"',
-        ) from None
+    with parsing(
+        path, 'hetero_configs and layer_partitions, as FlashFlex writes them; or plan.pin.pipelines="unequal"'
+    ):
+        pipelines: Pipelines = serialization.from_json(Path(path).read_bytes(), Pipelines)
+        return pipelines
 
 
 def layout(file: Pipelines, request: Request, cluster: Cluster, origin: str) -> tuple[EngineCosts, UnequalLayout]:

@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 
 from espalier.ops.log_scan import keywords
 from espalier.recipe.errors import UserError
+from espalier.recipe.foreign_files import parsing
 
 BLOCK = 1 << 20
 """Bytes read at a time."""
@@ -169,17 +170,11 @@ def scan(path: str | Path) -> Scanned:
         UserError: there is no such file, it cannot be read, or it holds no text.
     """
     keeper = _Keeper()
-    try:
-        with _opened(Path(path)) as file:
-            while block := file.read(BLOCK):
-                keeper.take(block)
-    except IsADirectoryError:
-        raise UserError(f"{path} is a folder, not a log.", do="name the logs in it") from None
-    except (OSError, EOFError) as error:
-        message = getattr(error, "strerror", None) or str(error)
-        raise UserError(
-            f"The log {path} cannot be read: {message}.", do="name a file that exists and may be read"
-        ) from None
+    if Path(path).is_dir():
+        raise UserError(f"{path} is a folder, not a log.", do="name the logs in it")
+    with parsing(path, "name a log that exists and may be read"), _opened(Path(path)) as file:
+        while block := file.read(BLOCK):
+            keeper.take(block)
     return keeper.result(str(path))
 
 

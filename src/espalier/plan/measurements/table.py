@@ -22,6 +22,7 @@ from espalier.plan.measurements import stack_words
 from espalier.plan.measurements.run_records import Descriptions
 from espalier.recipe import serialization
 from espalier.recipe.errors import UserError, nearest
+from espalier.recipe.foreign_files import read_text
 
 COLUMNS = ("gpus", "global_batch", "micro_batch", "hidden", "heads", "layers", "seq", "tp", "dp", "pp")
 """What a CSV must have: GPUs, sequences of a step and of a micro-batch, sizes of the model, and ranks of each axis."""
@@ -91,14 +92,7 @@ def read(path: str | Path) -> MeasuredTable:
 
 
 def _text(path: str | Path) -> str:
-    try:
-        return Path(path).read_bytes().decode("utf-8-sig").replace("\r", "")
-    except FileNotFoundError:
-        raise UserError(f"No measurements at {path}.", do=FORMATS) from None
-    except OSError as error:
-        raise UserError(f"The measurements {path} cannot be read: {error.strerror}.", do=FORMATS) from None
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path} is not UTF-8 text (byte {error.start}).", do=FORMATS) from None
+    return read_text(Path(path), FORMATS).replace("\r", "")
 
 
 @contextmanager

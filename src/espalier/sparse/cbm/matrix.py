@@ -18,7 +18,9 @@ from torch import Tensor
 
 from espalier.kernels.base import operation
 from espalier.kernels.buffer_pool import BUFFERS
+from espalier.recipe import serialization
 from espalier.recipe.errors import UserError
+from espalier.recipe.foreign_files import parsing
 from espalier.sparse.cbm.build import Deltas, Search, compress
 from espalier.sparse.csr import CSR, DiagonalScale, as_columns, csr_matmul, matmul, needs_gradient, shaped_as
 
@@ -228,24 +230,18 @@ class CBM:
         says["automatic"] = int(self.automatic)
         header = {"espalier.cbm": _VERSION} | {name: str(value) for name, value in says.items()}
         save_file({name: tensor.contiguous().clone() for name, tensor in tensors.items()}, str(path), metadata=header)
+        serialization.sort_metadata(Path(path))
 
     @classmethod
     def load(cls, path: str | Path) -> CBM:
         """Reads what `save` wrote. Raises UserError: another file."""
-        from safetensors import SafetensorError, safe_open
+        from safetensors import safe_open
 
-        try:
-            with safe_open(str(path), framework="pt") as file:
-                header = file.metadata() or {}
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
-        except (OSError, SafetensorError) as error:
-            raise UserError(f"{path} cannot be read.", why=str(error), do="give a file that CBM.save wrote") from error
-        if header.get("espalier.cbm") != _VERSION:
-            raise UserError(f"{path} is not a saved CBM.", do="give a file that CBM.save wrote")
-        try:
-            return cls._of_file(header, tensors)
-        except (KeyError, TypeError, ValueError, UserError) as error:
-            raise UserError(f"{path} is damaged.", why=str(error), do="give a file that CBM.save wrote") from error
+        with parsing(path, "give a file that CBM.save wrote"), safe_open(str(path), framework="pt") as file:
+            header = file.metadata() or {}
+            if header.get("espalier.cbm") != _VERSION:
+                raise UserError(f"{path} is not a saved CBM.")
+            return cls._of_file(header, {name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118 (no dict)
 
     @classmethod
     def _of_file(cls, header: dict[str, str], tensors: dict[str, Tensor]) -> CBM:

@@ -23,6 +23,7 @@ import xxhash
 
 from espalier.mechanisms.few_bits.mega.package import OCCUPIED, PackedRows, Sizes
 from espalier.recipe.errors import UserError
+from espalier.recipe.foreign_files import parsing
 
 MAGIC = b"ESPKG3\0\0"
 UNCHECKED = b"ESPKG2\0\0"
@@ -78,11 +79,8 @@ def file_sizes(data: bytes) -> Sizes:
 
 def read(path: Path) -> tuple[dict[str, PackedRows], dict[str, Any]]:
     """Matrices and facts of the file at `path`. Raises UserError naming the byte at which it is cut off or damaged."""
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}.", do="espalier export RUN --to packed") from None
-    return from_bytes(data, str(path))
+    with parsing(path, "espalier export RUN --to packed"):
+        return from_bytes(path.read_bytes(), str(path))
 
 
 def from_bytes(data: bytes, name: str = "the package") -> tuple[dict[str, PackedRows], dict[str, Any]]:
