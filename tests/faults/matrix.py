@@ -15,8 +15,10 @@ from typing import Any
 
 import xxhash
 from tests.together import test_pairs as pairs
+from tests.together.test_repeats import CODECS
 
 from espalier.mechanisms.local_rounds.state import LocalRoundsState
+from espalier.optim.diloco_slowmo import METHODS
 from espalier.plan import base as plans
 from espalier.recipe import Recipe
 
@@ -220,6 +222,7 @@ def unequal(recipe: Recipe) -> plans.Plan:
 
 TWO = {"plan.pin.ranks": 2}
 NODE = {**TWO, "plan.pin.offload": "node"}
+ZERO_BUBBLE = {"stages": 2, "schedule": "zero_bubble", "micro_batch": 2}
 HALO = {**TWO, "graph.halo.synchronize": 1}
 ALONE = frozenset({"exchange"})
 LATE_ROWS = "late rows of halos are not saved"
@@ -229,11 +232,9 @@ RESIDUALS = "residuals of int8 pushes to an optimizer node are not saved"
 SUBJECTS: dict[str, Subject] = {
     "data parallel": Subject("text", TWO),
     **{" x ".join(names): pair(names) for names in pairs.RUNS},
-    **{f"codec {name}": Subject("text", {}, partial(coded, codec=name)) for name in ("int4", "int1", "topk:0.05")},
-    **{
-        f"rounds {name}": Subject("text", {}, partial(rounds, method=name), mends=LOST_ROUND)
-        for name in ("local_sgd", "diloco", "streaming_diloco", "co2", "eager")
-    },
+    **{f"codec {name}": Subject("text", {}, partial(coded, codec=name)) for name in CODECS},
+    "two stages, zero bubble": Subject("text", {}, partial(pairs.planned, **ZERO_BUBBLE)),
+    **{f"rounds {name}": Subject("text", {}, partial(rounds, method=name), mends=LOST_ROUND) for name in METHODS},
     "optimizer node": Subject("text", NODE),
     "optimizer node x int8": Subject("text", {**NODE, "comm.codec": "int8"}, mends=RESIDUALS),
     "experts": Subject("text", {**TWO, "model.kind": "moe", "model.experts": 4, "plan.pin.ep": 2}),
@@ -250,8 +251,7 @@ SUBJECTS: dict[str, Subject] = {
     ),
     "few bits": Subject("graph", {"plan.pin.ranks": 1, "model.kind": "gcn", "quant.kind": "a2q"}, without=ALONE),
     "graph transformer": Subject(
-        "graph", {"plan.pin.ranks": 1, "model.kind": "graph-transformer", "model.heads": 4, "model.recall": 0.5},
-        without=ALONE,
+        "graph", {**HALO, "model.kind": "graph-transformer", "model.heads": 4, "model.recall": 0.5}
     ),
     "scene": Subject("scene", {"plan.pin.ranks": 1}, without=ALONE),
 }  # fmt: skip

@@ -55,7 +55,7 @@ ALONE = {
 }
 
 # Answers to one question exclude each other (Muon moves whole matrices); all other pairs must run. Stages whose ranks
-# share sequences are in test_cuts.py, killed ranks in test_faults.py, replicas that agree by rounds in test_rounds.py.
+# share sequences are in test_cuts.py, struck ranks in tests/faults, replicas that agree by rounds in test_rounds.py.
 QUESTIONS = [
     ["ranks", "unequal shares"],
     ["accumulation"],
