@@ -5,7 +5,7 @@
 PART is one of:
     long            N steps of a tiny model on one rank: memory that stays flat, bytes of the log, seconds of the report
     fire            N minutes of random faults (acme_soak.py: Acme's mix), beside as many undisturbed
-    kill            seconds from SIGKILL to the next step (acme.py)
+    kill            seconds from SIGKILL to the end of the next step
     surroundings    a run in a cgroup of 1 GiB, with 64 descriptors, with a home that cannot be written, without
                     /dev/shm, with a clock that jumps: the same bits as in none of these
     disk            a disk that is full at each kind of write: the run ends with one sentence, and the same command,
@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import math
 import os
 import resource
 import statistics
@@ -32,12 +33,13 @@ from typing import Any, NamedTuple
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
-import acme
 import acme_soak
 import memory_cgroup
 from espalier.cli import main as cli
+from espalier.launch.testing.faults import Fault, strike
 from espalier.track import report
 from espalier.track.goodput import account
+from espalier.train.trainer import Trainer
 from table import Row, arguments, publish
 
 PARTS = ("long", "fire", "kill", "surroundings", "disk")
@@ -191,23 +193,35 @@ def long(folder: Path, steps: int) -> list[Row]:
 
 def fire(folder: Path, minutes: float) -> list[Row]:
     """Goodput under faults, beside that of as many minutes without."""
-    plain, every = acme_soak.EVERY, f"{minutes:g} min, a fault every {acme_soak.EVERY:g} s"
     shares = []
-    for name, pause in (("struck", plain), ("undisturbed", 1e9)):
-        acme_soak.EVERY = pause
-        (folder / name).mkdir()
-        soaked = acme_soak.run(60 * minutes, folder / name)
+    for name, every in (("struck", acme_soak.EVERY), ("undisturbed", math.inf)):
+        place = home(folder / name)
+        soaked = acme_soak.run(60 * minutes, place, every, str(place / "machine.toml"))
         spent = account(soaked.events)
         shares.append((spent.goodput, len(soaked.struck), sum(cause.steps for cause in spent.causes), soaked.manual))
-    acme_soak.EVERY = plain
     (struck, faults, lost, manual), (whole, *_) = shares
+    case = f"{minutes:g} min, a fault every {acme_soak.EVERY:g} s: goodput beside undisturbed"
     words = f"{struck:.3f} and {whole:.3f}; {faults} faults, {lost} steps again, {manual} starts by hand"
-    return [goal(f"{every}: goodput beside undisturbed", GOALS["goodput"], struck / whole, "share", words)]
+    return [goal(case, GOALS["goodput"], struck / whole, "share", words)]
 
 
-def kill(rounds: int) -> list[Row]:
-    """From SIGKILL to the next step."""
-    seconds = [cost.seconds for cost in acme.measure("ours", rounds) if cost.what == "kill"]
+def kill(folder: Path, times: int) -> list[Row]:
+    """From SIGKILL to the end of the next step, as the run log has it."""
+    place, apart = home(folder / "kill", steps=20 * (times + 1)), 20
+    faults = [Fault(1, apart * (turn + 1), "kill") for turn in range(times)]
+    plain = Trainer.train_step
+
+    def train_step(trainer: Trainer, batches: Sequence[Any]) -> Any:
+        strike(faults, trainer.setting.place.rank, trainer.step, place)
+        return plain(trainer, batches)
+
+    def armed() -> None:
+        Trainer.train_step = train_step  # type: ignore[method-assign]
+
+    done = command(place, "train", "recipe.toml", "--run", "run", surround=armed)
+    if done.code:
+        raise SystemExit(done.text[-3000:])
+    seconds = [event["seconds"] for event in events(place) if event["event"] == "recovered"]
     words = f"{min(seconds):.2f}-{max(seconds):.2f} (n={len(seconds)})"
     return [goal("SIGKILL to the next step, 2 ranks", GOALS["kill"], statistics.median(seconds), "s", words, True)]
 
@@ -353,7 +367,7 @@ def main() -> None:
     parts: dict[str, Callable[[Path], list[Row]]] = {
         "long": lambda folder: long(folder, steps),
         "fire": lambda folder: fire(folder, minutes),
-        "kill": lambda folder: kill(1 if options.quick else 3),
+        "kill": lambda folder: kill(folder, 3 if options.quick else 9),
         "surroundings": surroundings,
         "disk": full,
     }

@@ -37,6 +37,7 @@ def case(row: Row) -> Any:
     return pytest.param(row, marks=marks, id=row.name)
 
 
+@pytest.mark.timeout(900)  # several commands, one after the other
 @pytest.mark.parametrize("row", [case(row) for row in ROWS])
 def test_a_struck_run_ends_as_the_undisturbed_one(
     tmp_path: Path, undisturbed: Callable[[str], tuple[Ended, int]], row: Row
