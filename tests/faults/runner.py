@@ -7,6 +7,7 @@ import ctypes
 import functools
 import hashlib
 import importlib
+import itertools
 import json
 import os
 import signal
@@ -106,8 +107,7 @@ class Armed:
             made(trainer, *arguments, **options)
             self.trainer = trainer
             self.before(trainer.workload, "batches", "reading")
-            self.before(trainer.workload, "loss", "first step", self.stepping)
-            self.before(trainer.workload, "loss", "step", self.stepping)
+            self.before(trainer.built.agreement, "step", "step")
             self.before(trainer.workload, "evaluate", "validation")
             self.before(trainer.built.optimizer, "step", "optimizer step")
 
@@ -115,6 +115,7 @@ class Armed:
         for owner, method in ((Channel, "_end"), (Client, "encode")):
             self.before(owner, method, "exchange", self.stepping)
         self.before(Folder, "publish", "saving")
+        self.before(Trainer, "_step", "first step")
         Trainer.sample = self.end  # type: ignore[assignment, method-assign]
         fill = cache_dir.replace_folder
 
@@ -172,13 +173,15 @@ def command(folder: Path, arguments: Sequence[str], armed: Armed, plan: Callable
 
 @dataclass(frozen=True)
 class Ended:
-    """What there is after a run and its export: digest of the exported weights, losses and figures by step, and the
-    seconds of each recovery."""
+    """What there is after a run and its export: digest of the exported weights, losses and figures by step, seconds of
+    each recovery, and the most seconds between an event of the log and the next, where ranks do not begin in between.
+    """
 
     weights: str
     losses: dict[int, float]
     validated: dict[int, Any]
     recoveries: tuple[float, ...]
+    silence: float
 
 
 def ran(subject: Subject, folder: Path, strikes: Sequence[Strike] = ()) -> Ended:
@@ -230,6 +233,7 @@ def _ended(folder: Path) -> Ended:
         {event["step"]: event["loss"] for event in events if event["event"] == "step"},
         {event["step"]: {key: event[key] for key in event if key not in timed} for event in figures},
         tuple(event["seconds"] for event in events if event["event"] == "recovered"),
+        max(new["time"] - old["time"] for old, new in itertools.pairwise(events) if new["event"] != "run"),
     )
 
 
@@ -281,3 +285,4 @@ def check(row: Row, ended: Ended, whole: Ended) -> None:
     assert ended.validated == whole.validated, f"{row.name}: figures differ from those of the undisturbed run"
     assert ended.weights == whole.weights, f"{row.name}: weights differ from those of the undisturbed run"
     assert max(ended.recoveries, default=0.0) < PROMISED, f"{row.name}: a recovery took longer than is promised"
+    assert ended.silence < PROMISED, f"{row.name}: the log was silent for longer than is promised"
