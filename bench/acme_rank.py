@@ -27,7 +27,8 @@ class Task(msgspec.Struct, frozen=True):
     """What to train, and what happens on the way: `faults` are (what, step), all to the last rank.
 
     `timeout`: seconds of the peer's collectives; `every`: steps between checkpoints on disk (None: as by default);
-    `due`: what stands in the file of that name ("what rank") happens once, besides.
+    `due`: what stands in the file of that name ("what rank") happens once, besides; `cluster`: the machine, where it is
+    not to be measured.
     """
 
     folder: str
@@ -41,6 +42,7 @@ class Task(msgspec.Struct, frozen=True):
     every: int | None = 5
     timeout: float = 10.0
     due: bool = False
+    cluster: str = ""
 
 
 def striking(task: Task, rank: int) -> Callable[[int], None]:
@@ -100,6 +102,7 @@ def ours(task: Task) -> int:
             tell(Path(task.folder), "run", self.step)
 
     trainer.Trainer.train_step, trainer.Trainer.restore = train_step, restore  # type: ignore[method-assign]
+    cluster = f'cluster = "{task.cluster}"\n' if task.cluster else ""
     every = "" if task.every is None else f"[checkpoint]\nevery = {task.every}\n"
     recipe = Path(task.folder) / "recipe.toml"
     (Path(task.folder) / "text.txt").write_text("".join(f"{n} comes before {n + 1}.\n" for n in range(30_000)))
@@ -108,7 +111,7 @@ def ours(task: Task) -> int:
         f'[data]\npath = "text.txt"\ncache = "cache"\n'
         f"[train]\nsteps = {task.steps}\nsequence = {task.sequence}\nbatch_tokens = {task.batch * task.sequence}\n"
         f'validate_every = 100000\noptimizer.kind = "adamw"\n'
-        f"{every}[plan]\ntrial = false\n"
+        f"{every}[plan]\ntrial = false\n{cluster}"
         f"[plan.pin]\nranks = {task.ranks}\nthreads = 1\n"
     )
     os.chdir(task.folder)

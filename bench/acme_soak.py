@@ -46,6 +46,8 @@ MIX = {
 """Percent of the GPU time lost to failures, by what a process sees."""
 KINDS = {"killed": "kill", "exception": "raise", "stopped": "stop", "hang": "hang"}
 """The run log's words for them."""
+BEGIN = 600.0
+"""Seconds in which the first step is to come, on a machine that is busy."""
 MANUAL = 3
 """Starts by hand after which the run is given up."""
 
@@ -59,22 +61,22 @@ class Soaked:
     events: tuple[events.Event, ...]
 
 
-def run(seconds: float, folder: Path) -> Soaked:
-    """Trains for so long under fire."""
+def run(seconds: float, folder: Path, every: float = EVERY, cluster: str = "") -> Soaked:
+    """Trains for so long under fire, a fault `every` so many seconds. `cluster`: see `Task`."""
     draw, manual = random.Random(SEED), 0
-    process = _started(folder)
+    process = _started(folder, cluster)
     try:
         _begun(process, folder)
-        until, due = time.monotonic() + seconds, time.monotonic() + EVERY
+        until, due = time.monotonic() + seconds, time.monotonic() + every
         while time.monotonic() < until:
             time.sleep(0.05)
             if process.poll() is not None:
                 manual += 1
                 if manual > MANUAL:
                     raise SystemExit(f"the run ended by itself again:\n{(folder / 'said').read_text()[-3000:]}")
-                process = _started(folder)
-            if time.monotonic() > due and time.monotonic() + EVERY / 2 < until:
-                due += EVERY
+                process = _started(folder, cluster)
+            if time.monotonic() > due and time.monotonic() + every / 2 < until:
+                due += every
                 what = draw.choices(list(MIX), weights=list(MIX.values()))[0]
                 (folder / "due.part").write_text(f"{what} {draw.randrange(RANKS)}")
                 (folder / "due.part").rename(folder / "due")
@@ -89,8 +91,8 @@ def run(seconds: float, folder: Path) -> Soaked:
     return Soaked(struck, manual, tuple(events.read(folder / "run" / "events.jsonl")))
 
 
-def _started(folder: Path) -> subprocess.Popen[bytes]:
-    task = Task(str(folder), RANKS, 10_000_000, (), every=None, due=True)
+def _started(folder: Path, cluster: str) -> subprocess.Popen[bytes]:
+    task = Task(str(folder), RANKS, 10_000_000, (), every=None, due=True, cluster=cluster)
     program = [str(Path(__file__).with_name("acme_rank.py")), "ours", msgspec.json.encode(task).decode()]
     with (folder / "said").open("a") as said:
         return subprocess.Popen([sys.executable, *program], stdout=said, stderr=said)
@@ -98,7 +100,7 @@ def _started(folder: Path) -> subprocess.Popen[bytes]:
 
 def _begun(process: subprocess.Popen[bytes], folder: Path) -> None:
     """Waits for the first step."""
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + BEGIN
     while not (folder / "told").exists():
         if process.poll() is not None or time.monotonic() > deadline:
             raise SystemExit(f"the run did not begin:\n{(folder / 'said').read_text()[-3000:]}")

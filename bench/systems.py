@@ -15,6 +15,7 @@ from table import files, markdown, measured
 
 OTHERS = {
     "tune": ("Fine-tuning", "bench/tune.py", "bench/smollm2.py"),
+    "faults": ("Faults, long runs and narrow surroundings", "bench/faults.py"),
     "gpu": ("On one GPU", "bench/gpu.py", "bench/language.py"),
 }
 """Name of the tables in docs/measured that belong to no system: a heading, and the scripts that print them."""

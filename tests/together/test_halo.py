@@ -170,25 +170,6 @@ def strike(graph, monkeypatch, tmp_path):
     return run
 
 
-@pytest.mark.parametrize("halo", [pytest.param({}, marks=pytest.mark.slow), {"bits": 1}])
-def test_a_rank_that_is_killed_in_an_exchange_changes_no_bit(strike, halo):
-    whole = strike(halo, "whole")
-    inside = {"inside": (Sylvie, "_launch")} if halo else {}
-    run = strike(halo, "run", Fault(1, 5, "kill"), **inside)
-    assert same(run, whole)
-    assert run.all("recovered")[0]["step"] > 0
-
-
-@pytest.mark.slow
-def test_a_rank_of_a_graph_transformer_that_is_killed_changes_no_bit_also_of_the_recall_that_follows_losses(strike):
-    sizes = {"kind": "graph-transformer", "width": 16, "heads": 4, "feed_forward": 16}
-    model = {**sizes, "recall": 0.5, "attention": "sparse"}
-    whole = strike({}, "whole", model=model)
-    run = strike({}, "run", Fault(1, 5, "kill"), model=model)
-    assert same(run, whole)
-    assert run.all("recovered")[0]["step"] > 0
-
-
 @pytest.mark.parametrize("ages", [(), (HaloAge(nodes=(0, 0), steps=3),)])
 def test_a_rank_that_is_killed_while_rows_are_late_goes_on_as_a_run_that_was_stopped_there(strike, ages):
     """Late rows are not saved: the first step after a start waits for fresh ones, whatever ended the run before."""

@@ -52,13 +52,6 @@ def test_a_run_on_a_node_is_data_parallel(corpus: Path, tmp_path: Path, whole: O
     assert all(torch.allclose(run.parameters[name], one, atol=1e-5) for name, one in whole.parameters.items())
 
 
-def test_a_killed_worker_changes_no_bit(corpus: Path, tmp_path: Path, whole: OnNode) -> None:
-    asked = recipe(corpus)
-    run = OnNode(asked, 3, tmp_path / "run", (Fault(1, STRUCK, "kill"),), plan=on_node(asked, 2)).run()
-    assert same(run, whole)
-    assert run.all("recovered")[0]["step"] >= STRUCK - 2
-
-
 @pytest.mark.slow  # on several hosts it runs every time: test_luwu_hosts.py
 @pytest.mark.parametrize("dead", [0, 1])
 def test_a_worker_that_always_dies_is_left_out_and_the_others_go_on_from_the_nodes_step(

@@ -20,9 +20,7 @@ from lossy_proxy import LossyProxy
 from node_runs import STEPS, STRUCK, OnNode, on_node, recipe
 from struck import same, write_corpus
 
-from espalier.launch.testing.faults import Fault
 from espalier.mechanisms.optimizer_node import role
-from espalier.mechanisms.optimizer_node.client import Client
 from espalier.mechanisms.optimizer_node.node import OptimizerNode
 from espalier.plan import base as plans
 from espalier.recipe.errors import Interrupted, UserError
@@ -250,15 +248,6 @@ def test_links_that_are_cut_for_a_while_change_no_bit_of_a_run(
     assert (tmp_path / "cut").exists()
     assert same(run, whole)
     assert not run.all("incident")
-
-
-@pytest.mark.slow
-def test_a_worker_killed_in_a_push_changes_no_bit(corpus: Path, tmp_path: Path, whole: OnNode) -> None:
-    asked = recipe(corpus)
-    faults = (Fault(1, STRUCK, "kill"),)
-    run = OnNode(asked, 3, tmp_path / "run", faults, plan=on_node(asked, 2), inside=(Client, "encode")).run()
-    assert same(run, whole)
-    assert run.all("recovered")[0]["step"] >= STRUCK - 2
 
 
 # --- workers -------------------------------------------------------------------------------------------------------

@@ -55,7 +55,7 @@ ALONE = {
 }
 
 # Answers to one question exclude each other (Muon moves whole matrices); all other pairs must run. Stages whose ranks
-# share sequences are in test_cuts.py, killed ranks in test_faults.py, replicas that agree by rounds in test_rounds.py.
+# share sequences are in test_cuts.py, struck ranks in tests/faults, replicas that agree by rounds in test_rounds.py.
 QUESTIONS = [
     ["ranks", "unequal shares"],
     ["accumulation"],
@@ -128,22 +128,36 @@ def recipe_of(corpus, train):
     return defaults.resolve(recipe_file.from_table(table))[0]
 
 
-def curve(recipe, ranks=1, cuts=None, shard=(), sequence=(1, 1), tensor=1, stages=1, codec="exact", **how):
-    samples = recipe.train.batch_tokens // recipe.train.sequence
-    cuts = cuts or tuple(samples * one // ranks for one in range(ranks + 1))
+def shares(cuts, each=1):
+    """Ranks with the samples between `cuts`; `each`: so many with the same."""
+    return tuple(plans.Rank(share=share) for share in itertools.pairwise(cuts) for _ in range(each))
+
+
+def plan_of(samples, ranks=1, cuts=None, shard=(), sequence=(1, 1), tensor=1, stages=1, codec="exact", depth=2, **how):
+    """A plan for batches of so many samples."""
     heads, context = sequence
-    shares = [plans.Rank(share=share) for share in itertools.pairwise(cuts) for _ in range(heads * context * tensor)]
+    each = shares(cuts or tuple(samples * rank // ranks for rank in range(ranks + 1)), heads * context * tensor)
     cut = {"heads": heads, "context": context, "tensor": tensor}
-    ends = itertools.pairwise(range(0, 3, 2 // stages))
+    ends = itertools.pairwise(range(0, depth + 1, depth // stages))
     held = tuple(
-        plans.Stage(ranks=tuple(range(at * len(shares), (at + 1) * len(shares))), layers=layers, **cut)
+        plans.Stage(ranks=tuple(range(at * len(each), (at + 1) * len(each))), layers=layers, **cut)
         for at, layers in enumerate(ends)
     )
     groups = [tuple(range(size)) if size > 1 else () for size in shard]
     unit = plans.Unit(**dict(zip(("params", "grads", "optimizer"), groups, strict=False)), whole=True)
-    how = {"micro_batch": 8, "precision": recipe.train.precision, **how}
     exchange = plans.Exchange(traffic="gradients", codec=codec)
-    plan = plans.Plan(ranks=(*shares,) * stages, units=(unit,), exchanges=(exchange,), stages=held, **how)
+    how = {"micro_batch": 8, **how}
+    return plans.Plan(ranks=each * stages, units=(unit,), exchanges=(exchange,), stages=held, **how)
+
+
+def planned(recipe, **how):
+    """The same for the batches and in the precision of a recipe."""
+    samples = recipe.train.batch_tokens // recipe.train.sequence
+    return plan_of(samples, precision=recipe.train.precision, **how)
+
+
+def curve(recipe, **how):
+    plan = planned(recipe, **how)
     workload = open_language(recipe)
 
     def life(place):
