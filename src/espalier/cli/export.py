@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_model
 from torch import nn
 
-from espalier.checkpoint import run_identity, weight_files
+from espalier.checkpoint import run_identity
 from espalier.cli.open_run import DataChoice, Trained, load_trained
 from espalier.recipe import Adapters, cache_dir, serialization
 from espalier.recipe.errors import UserError
