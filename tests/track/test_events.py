@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from espalier.recipe.errors import UserError
-from espalier.track.events import Log, append, read
+from espalier.track.events import Log, append, newest, read
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.floats() | st.text(),
@@ -122,6 +122,19 @@ def test_a_full_disk_and_an_unwritable_place_are_the_users_errors(tmp_path: Path
         Log(tmp_path / "file" / "log")
     with pytest.raises(UserError, match="No run log"):
         list(read(tmp_path / "missing"))
+
+
+def test_the_newest_event_of_a_name_is_the_last_that_was_written(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    assert newest(path, "step") is None
+    with Log(path) as log:
+        for step in (1, 3, 2):
+            written = log.write("step", step=step)
+        log.write("validation", step=4, text="step")
+    with path.open("a") as file:
+        file.write('{"event":"step","st')  # killed
+    assert newest(path, "step") == written
+    assert newest(path, "end") is None
 
 
 def test_the_log_and_its_views_need_no_torch() -> None:

@@ -22,7 +22,7 @@ from espalier.checkpoint import manifest
 from espalier.checkpoint.run_identity import OWNER
 from espalier.checkpoint.write_rate import WriteLimit
 from espalier.recipe import cache_dir
-from espalier.recipe.cache_dir import is_url, sync_folder, unwritable
+from espalier.recipe.cache_dir import is_url, sync_folder, writing
 from espalier.recipe.errors import EspalierError, RunFailed, UserError, missing_extra
 from espalier.recipe.foreign_files import printable
 
@@ -146,11 +146,9 @@ class Folder:
     def claim(self, content: bytes) -> bytes:
         """Writes `content` as `owner.json` beside the checkpoints, unless there is one; gives what is there then."""
         path = self.root / OWNER
-        try:
+        with writing(path, "name another checkpoint.target"):
             self.root.mkdir(parents=True, exist_ok=True)
             return cache_dir.claim(path, content)
-        except OSError as error:
-            raise unwritable(path, error, "name another checkpoint.target") from error
 
     def _unfinished(self, name: str) -> Path:
         return self.root / f"{name}.tmp"

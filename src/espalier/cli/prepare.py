@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,6 +20,7 @@ from espalier.parallel.workload import Workload
 from espalier.plan.base import Plan
 from espalier.plan.request import Request
 from espalier.recipe import Recipe, terminal
+from espalier.recipe.cache_dir import free_bytes
 from espalier.recipe.graphs import Batches
 from espalier.track.progress import Waiting
 from espalier.train import request_from_recipe, workload_registry
@@ -128,8 +128,7 @@ def request(resolved: Resolved, ranks: int | None = None, workload: Workload | N
         asked = asked.changed(pin=asked.pin.changed(ranks=ranks))
     free, path = None, path_of(resolved.recipe, None).absolute()
     if not resolved.recipe.plan.cluster:
-        there = next(parent for parent in (path, *path.parents) if parent.exists())
-        size = shutil.disk_usage(there).free
+        size = free_bytes(path)
         step = max(1, (1 << size.bit_length()) // 8)  # what other programs write seldom changes a plan
         free = float(size // step * step)
     return replace(asked, free=free)
