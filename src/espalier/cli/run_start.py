@@ -49,7 +49,7 @@ class RunStart:
     new: bool = False
     """Whether nothing of the run was there before: no step was made, and nothing is left to take up."""
     finished: bool = False
-    """Whether its last step is saved already."""
+    """Whether its last step is saved already, and its last figures are written."""
 
     def pack(self, node: int = 0, waits: bool = False) -> None:
         """Packs the batches of the ranks on a machine, or opens what is packed. The recipe has a [store]. `waits`: each

@@ -36,6 +36,7 @@ from espalier.recipe.base import Derivation
 from espalier.recipe.errors import EspalierError, Interrupted
 from espalier.recipe.graphs import Batches
 from espalier.recipe.terminal import line, say
+from espalier.track import events
 from espalier.track.events import Log
 from espalier.track.progress import Forgiving, Progress, trouble
 from espalier.train import phases, rejoin_signal, table, worker, workload_registry
@@ -388,7 +389,9 @@ def decided(
             plan = run_plan.on_hosts(nodes, plan, cluster)
         checkpoint_cost.refuse_full(plan, recipe.checkpoint, folder.checkpoints)
         entries = saved.entries()
-        finished = bool(entries) and not entries[-1].why and entries[-1].step >= (recipe.train.steps or 0)
+        saved_all = bool(entries) and not entries[-1].why and entries[-1].step >= (recipe.train.steps or 0)
+        end = events.newest(folder.events, "end") or {}
+        finished = saved_all and end.get("reason") == "finished" and end["steps"] >= (recipe.train.steps or 0)
         begins = not finished or given.before is None
         if begins:
             owner.keep(folder, recipe)
@@ -509,7 +512,9 @@ def recording(
             views.append(open_views.enter_context(closing(trackers.opened(name, folder.path))))
 
         def emit(event: str, **fields: Any) -> None:
-            log.write(event, **fields)
+            entry = log.write(event, **fields)
+            if event == "incident" and not (quiet or any(isinstance(view, Progress) for view in views)):
+                say(trouble(entry), flush=True)
             if event == "run" and not quiet:
                 progress = Progress(fields["steps"], first_step=fields["step"])
                 views.append(open_views.enter_context(closing(progress)))
