@@ -173,6 +173,15 @@ def test_what_waits_is_what_devices_no_longer_hold(tier: Literal["host", "disk"]
     assert any(f"optimizer states wait on {tier}" in line or tier in line for line in here.why)
 
 
+@pytest.mark.parametrize("memory", [3.0, 64.0])
+def test_a_disk_that_is_pinned_holds_all_optimizer_states(memory: float) -> None:
+    request = decoder(1024, 8, 256, 4).changed(pin=Pin(offload="disk", ranks=1))
+    plan = decide(request, machine("cpu", memory=memory, disk=4)).plan
+    assert plan.offload.optimizer == "disk"
+    assert plan.predicted
+    assert plan.predicted.waiting_bytes["optimizer"] == 8 * request.profile.trainable
+
+
 def test_memory_that_is_too_small_is_not_used() -> None:
     request = decoder(4096, 16, 1024, 8)
     small, large = (decide(request, machine(memory=memory, disk=4)).plan.offload for memory in (16, 256))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import resource
@@ -20,6 +21,7 @@ from espalier.machine import probe
 from espalier.plan import base as plans
 from espalier.recipe import cache_dir, recipe_file
 from espalier.recipe.errors import UserError
+from espalier.track.events import read
 from espalier.train import run_folder as run
 from espalier.train import version_check
 
@@ -293,6 +295,17 @@ def test_a_plan_for_other_machines_is_not_begun_here(home, capsys):
     assert not (home / "runs").exists() or not list((home / "runs").iterdir())
 
 
+def test_a_disk_that_fills_in_any_verb_is_one_sentence(home, capsys, monkeypatch):
+    def full(arguments):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "some/file")
+
+    monkeypatch.setattr("espalier.cli.probe.run", full)
+    assert "The disk is full: could not write some/file." in refused(capsys, "probe")
+    monkeypatch.setattr("espalier.cli.probe.run", lambda arguments: os.stat("nowhere"))
+    with pytest.raises(FileNotFoundError):
+        cli.main(["probe"])
+
+
 def test_a_finished_run_is_left_as_it_is(home, capsys):
     assert cli.main(["train", "recipe.toml", "--json"]) == 0
     before = {path: path.read_bytes() for path in (home / "runs/small").glob("*.*")}
@@ -300,6 +313,42 @@ def test_a_finished_run_is_left_as_it_is(home, capsys):
     assert cli.main(["train", "recipe.toml"]) == 0
     assert "is finished (2 of 2 steps)" in capsys.readouterr().out
     assert {path: path.read_bytes() for path in (home / "runs/small").glob("*.*")} == before
+
+
+def test_a_run_whose_last_figures_were_not_written_is_ended_by_the_same_command(home, capsys):
+    assert cli.main(["train", "recipe.toml", "--json"]) == 0
+    log = home / "runs/small/events.jsonl"
+    events = [json.loads(line) for line in log.read_text().splitlines()]
+    whole = [event["event"] for event in events]
+    at = whole.index("checkpoint")
+    log.write_text("".join(f"{json.dumps(event)}\n" for event in events[: at + 1]))  # the disk was full then
+    capsys.readouterr()
+    assert cli.main(["train", "recipe.toml"]) == 0
+    assert "Done in" in capsys.readouterr().out
+    again = [event["event"] for event in read(log)][at + 1 :]
+    assert "step" not in again
+    assert set(whole[at + 1 :]) <= set(again)
+    assert cli.main(["train", "recipe.toml"]) == 0
+    assert "is finished (2 of 2 steps)" in capsys.readouterr().out
+
+
+def test_a_damaged_checkpoint_is_named_on_the_terminal_with_the_steps_that_are_lost(home, capfd):
+    given = ["train", "recipe.toml", "checkpoint.every=1"]
+    assert cli.main([*given, "train.steps=3"]) == 0
+    newest = max((home / "runs/small/checkpoints").glob("step-*/*.distcp"))
+    newest.write_bytes(newest.read_bytes()[:-1])
+    capfd.readouterr()
+    assert cli.main([*given, "train.steps=4"]) == 0
+    said = capfd.readouterr().out
+    assert "checkpoint step-00000003 is unusable" in said
+    assert "took step-00000002; 1 step is lost and made again" in said
+
+
+def test_no_sample_is_made_where_none_is_wanted(home):
+    assert cli.main(["train", "recipe.toml", "track.sample=false"]) == 0
+    events = [event["event"] for event in read(home / "runs/small/events.jsonl")]
+    assert "sample" not in events
+    assert events[-1] == "end"
 
 
 def test_an_unknown_checkpoint_target_leaves_no_run(home, capsys):

@@ -136,7 +136,7 @@ def test_an_answer_is_a_rendered_view(
     with pytest.raises(UserError, match="no held-out sample '99'"):
         answers.answer(tasks, workload.batch, model, "scene 99", Sampling(tokens=1))
     (tmp_path / "scene-0.png").mkdir()
-    with pytest.raises(UserError, match="cannot be written"):
+    with pytest.raises(UserError, match=r"Cannot write scene-0\.png"):
         answers.answer(tasks, workload.batch, model, "scene 0", Sampling(tokens=1))
 
 

@@ -6,7 +6,7 @@ import io
 import os
 import re
 import threading
-from contextlib import closing
+from contextlib import closing, suppress
 from typing import Any
 
 import pytest
@@ -95,6 +95,16 @@ def waited(seconds: float) -> list[str]:
             clock.now += seconds / 100
             waiting.advance(1000)
     return out.getvalue().splitlines()
+
+
+def test_a_run_that_ends_by_an_error_has_not_finished_wherever_it_stands() -> None:
+    for ends, said in ((False, "finished at step 2 of 2"), (True, "stopped at step 2 of 2")):
+        out = io.StringIO()
+        with suppress(OSError), closing(Progress(2, out=out, clock=Clock())) as progress:
+            progress.event(step(2))
+            if ends:
+                raise OSError("the disk is full")
+        assert out.getvalue().splitlines()[-1].startswith(said)
 
 
 def test_waiting_says_nothing_about_what_is_short() -> None:

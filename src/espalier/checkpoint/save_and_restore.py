@@ -28,6 +28,7 @@ from espalier.checkpoint.run_identity import RunIdentity, RunStamp
 from espalier.checkpoint.storage import Folder, folder_name, open_place, read_manifest, step_of
 from espalier.checkpoint.stored_slice import StoredSlice
 from espalier.checkpoint.writer import Write, WriteJob
+from espalier.recipe import units
 from espalier.recipe.errors import RESUME, EspalierError, RunFailed, UserError
 
 if TYPE_CHECKING:
@@ -278,8 +279,9 @@ class Checkpoints:
 
     def _report(self, skipped: list[tuple[str, str]], taken: str) -> None:
         for name, why in skipped:
-            what = f"checkpoint {name} is unusable: {why}"
-            self._event("incident", kind="checkpoint", what=what, rank=0, step=step_of(name), action=f"took {taken}")
+            what, lost = f"checkpoint {name} is unusable: {why}", (step_of(name) or 0) - (step_of(taken) or 0)
+            action = f"took {taken}; {units.plural(lost, 'step')} {'is' if lost == 1 else 'are'} lost and made again"
+            self._event("incident", kind="checkpoint", what=what, rank=0, step=step_of(name), action=action)
 
     def _run(self, job: WriteJob, asked: float, copied: float | None) -> None:
         """Writes what was `asked` for at that time; training went on when it was `copied`, or waits (None)."""

@@ -23,7 +23,7 @@ from espalier.checkpoint import manifest
 from espalier.checkpoint.run_identity import OWNER
 from espalier.checkpoint.write_rate import WriteLimit
 from espalier.recipe import cache_dir
-from espalier.recipe.cache_dir import is_url, sync_folder, unwritable
+from espalier.recipe.cache_dir import is_url, sync_folder, writing
 from espalier.recipe.errors import EspalierError, RunFailed, UserError, missing_extra
 from espalier.recipe.foreign_files import printable
 
@@ -147,20 +147,15 @@ class Folder:
     def claim(self, content: bytes) -> bytes:
         """Writes `content` as `owner.json` beside the checkpoints, unless there is one; gives what is there then."""
         path = self.root / OWNER
-        try:
+        with writing(path, "name another checkpoint.target"):
             self.root.mkdir(parents=True, exist_ok=True)
             return cache_dir.claim(path, content)
-        except OSError as error:
-            raise unwritable(path, error, "name another checkpoint.target") from error
 
     def owner(self) -> bytes | None:
         """What `owner.json` beside the checkpoints holds; None without one."""
-        try:
-            return (self.root / OWNER).read_bytes()
-        except (FileNotFoundError, NotADirectoryError):
-            return None
-        except OSError as error:
-            raise unwritable(self.root / OWNER, error, "name another checkpoint.target") from error
+        path = self.root / OWNER
+        with writing(path, "name another checkpoint.target"):
+            return path.read_bytes() if path.is_file() else None
 
     def owned_folders(self, beginning: str) -> list[str]:
         """Names of the folders in this one that begin so and have an `owner.json`."""

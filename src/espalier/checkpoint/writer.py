@@ -22,8 +22,7 @@ from espalier.checkpoint.dcp_planners import SavePlanner
 from espalier.checkpoint.run_identity import RunIdentity, refuse_foreign
 from espalier.checkpoint.storage import Folder, Storage, folder_name, read_manifest
 from espalier.checkpoint.write_rate import LimitedFileSystem, WriteLimit
-from espalier.recipe.cache_dir import unwritable
-from espalier.recipe.errors import EspalierError
+from espalier.recipe.cache_dir import writing
 
 
 class WriteJob(NamedTuple):
@@ -74,7 +73,7 @@ class Write:
         return _plan_items(self._planner.create_local_plan())
 
     def _join(self, plans: list[list[Any]]) -> list[list[Any]]:
-        with _Explained(self.place.path(self.name)):
+        with writing(self.place.path(self.name)):
             with contextlib.suppress(manifest.Bad, OSError):  # what is damaged, or not there, may be replaced
                 refuse_foreign(self.job.run, read_manifest(self.place, self.name).stamp, self.place.path(self.name))
             self.place.clean(self.name)
@@ -84,7 +83,7 @@ class Write:
 
     def _write(self, items: list[Any]) -> _Share:
         begun = time.monotonic()
-        with _Explained(self.place.path(self.name)):
+        with writing(self.place.path(self.name)):
             writer = self._writer()
             # The writer names files after the plan's place in the list of all ranks' plans.
             plan = writer.prepare_global_plan([SavePlan([])] * self.team.rank + [_save_plan(items)])[-1]
@@ -95,7 +94,7 @@ class Write:
 
     def _commit(self, shares: list[_Share]) -> list[tuple[int, float]]:
         assert self._metadata is not None, "rank 0 joins the plans before it commits"
-        with _Explained(self.place.path(self.name)):
+        with writing(self.place.path(self.name)):
             self._writer().finish(self._metadata, [_write_results(rows) for rows, *_ in shares])
             files = self._publish([METADATA])
             for _, written, _ in shares:
@@ -126,23 +125,6 @@ class Write:
         digests = {file: manifest.digest_path(self._folder / file) for file in files}
         self.place.publish(self.name, files, self._limit)
         return digests
-
-
-class _Explained:
-    """Turns an OSError, also one that torch wrapped, into the error that says what to do about it."""
-
-    def __init__(self, path: str) -> None:
-        self.path = path
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        seen = error
-        while seen is not None and not isinstance(error, EspalierError):
-            if isinstance(seen, OSError):
-                raise unwritable(self.path, seen) from error
-            seen = seen.__cause__ or seen.__context__
 
 
 # --- plans and results as plain values -------------------------------------------------------------------------------

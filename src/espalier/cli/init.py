@@ -15,6 +15,7 @@ import tomli_w
 from espalier.language import row_files, text_sources
 from espalier.language.row_files import Row, SourceFile
 from espalier.recipe import Data, defaults, recipe_file
+from espalier.recipe.cache_dir import writing
 from espalier.recipe.errors import UserError
 from espalier.recipe.foreign_files import printable, read_text
 from espalier.recipe.terminal import say
@@ -68,13 +69,10 @@ def run(arguments: argparse.Namespace) -> int:
             )
     text = recipe(finds, target)
     try:
-        target.write_text(text, encoding="utf-8")
+        with writing(target, "--out FILE in a folder of yours"):
+            target.write_text(text, encoding="utf-8")
     except UnicodeEncodeError:
         raise UserError(f"The name of {printable(arguments.paths)} is not UTF-8.", do="rename it") from None
-    except OSError as error:
-        raise UserError(
-            f"{target} cannot be written: {error.strerror}.", do="--out FILE in a folder of yours"
-        ) from None
     made = recipe_file.load(target, [])
     if getattr(made.model, "initial", None) is None:
         defaults.resolve(made)  # a recipe that cannot be used is our mistake, and is seen here

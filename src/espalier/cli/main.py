@@ -7,10 +7,11 @@ import importlib
 import json
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import NoReturn
 
 from espalier.comm import store_client
-from espalier.recipe import process_environment
+from espalier.recipe import cache_dir, process_environment
 from espalier.recipe.errors import EspalierError, nearest
 from espalier.recipe.terminal import say
 
@@ -192,12 +193,6 @@ def main(argv: Sequence[str] | None = None, begin: Callable[[], None] = lambda: 
         run = _checked(arguments)
         begin()
         return run(arguments)
-    except EspalierError as error:
-        if arguments.json:
-            print(json.dumps({"error": error.what, "why": error.why, "try": error.do}))
-        else:
-            say(f"espalier: {error}", file=sys.stderr)
-        return error.exit_code
     except KeyboardInterrupt:
         say("espalier: interrupted", file=sys.stderr)
         return 130
@@ -205,6 +200,21 @@ def main(argv: Sequence[str] | None = None, begin: Callable[[], None] = lambda: 
         # The reader (head, less) went away; point stdout at nothing so that the interpreter's last flush is quiet.
         sys.stdout = open("/dev/null", "w")  # noqa: SIM115
         return 0
+    except (EspalierError, OSError) as error:
+        return _failed(error, arguments.json)
+
+
+def _failed(error: EspalierError | OSError, as_json: bool) -> int:
+    """Says why a verb ended; the exit code. Raises an OSError that is not of a full disk."""
+    if isinstance(error, OSError):
+        if error.errno not in cache_dir.FULL:
+            raise error
+        error = cache_dir.unwritable(error.filename or Path.cwd(), error)
+    if as_json:
+        print(json.dumps({"error": error.what, "why": error.why, "try": error.do}))
+    else:
+        say(f"espalier: {error}", file=sys.stderr)
+    return error.exit_code
 
 
 def _checked(arguments: argparse.Namespace) -> Callable[[argparse.Namespace], int]:

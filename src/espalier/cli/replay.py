@@ -28,7 +28,7 @@ from espalier.launch.ranks import supervisor
 from espalier.machine import cluster as clusters
 from espalier.plan import base as plans
 from espalier.recipe import Recipe
-from espalier.recipe.cache_dir import unwritable
+from espalier.recipe.cache_dir import writing
 from espalier.recipe.errors import Interrupted, UserError
 from espalier.recipe.terminal import say
 from espalier.track import events
@@ -58,11 +58,8 @@ def run(arguments: argparse.Namespace) -> int:
         (entry.step for entry in checkpoints(recipe, folder).entries() if not entry.why and entry.step < step),
         default=0,
     )
-    try:
-        with TemporaryDirectory(dir=folder.path, prefix=".replay-") as made:
-            again, now = _again(folder, runs.RunFolder(Path(made)), recipe, first, arguments)
-    except OSError as error:
-        raise unwritable(folder.path, error) from error
+    with writing(folder.path), TemporaryDirectory(dir=folder.path, prefix=".replay-") as made:
+        again, now = _again(folder, runs.RunFolder(Path(made)), recipe, first, arguments)
     shown = [number for number in sorted(again) if first < number <= step and number in before]
     differing = [number for number in shown if _bits(before[number]) != _bits(again[number])]
     others = _others(begun[step], now)

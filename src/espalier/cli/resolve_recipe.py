@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
@@ -17,6 +16,7 @@ from espalier.machine import probe
 from espalier.parallel.workload import Workload
 from espalier.plan.request import Request
 from espalier.recipe import Recipe
+from espalier.recipe.cache_dir import free_bytes
 from espalier.recipe.terminal import say_progress
 from espalier.track.progress import waiting
 from espalier.train import request_from_recipe, workload_registry
@@ -90,8 +90,7 @@ def request(resolved: Resolved, ranks: int | None = None, workload: Workload | N
         asked = asked.changed(pin=asked.pin.changed(ranks=ranks))
     free, path = None, path_of(resolved.recipe, None).absolute()
     if not resolved.recipe.plan.cluster:
-        there = next(parent for parent in (path, *path.parents) if parent.exists())
-        size = shutil.disk_usage(there).free
+        size = free_bytes(path)
         step = max(1, (1 << size.bit_length()) // 8)  # what other programs write seldom changes a plan
         free = float(size // step * step)
     return replace(asked, free=free)

@@ -21,7 +21,7 @@ import msgspec
 
 from espalier.comm.rendezvous_wait import Deadline
 from espalier.recipe import Recipe, cache_dir, data_hash, serialization
-from espalier.recipe.cache_dir import cache_folder, replace_folder, unwritable
+from espalier.recipe.cache_dir import cache_folder, replace_folder, writing
 from espalier.recipe.errors import PeerLost, UserError
 from espalier.recipe.foreign_files import parsing
 from espalier.track import events
@@ -164,7 +164,7 @@ def unpacked(text: str) -> Path | None:
             target.write_bytes(content)
 
     run = RunFolder(home)
-    try:
+    with writing(home):
         if run.kept() is None:
             home.mkdir(parents=True, exist_ok=True)
             with TemporaryDirectory(dir=home) as made:  # hosts may share a cache: who is first brings it, whole
@@ -174,8 +174,6 @@ def unpacked(text: str) -> Path | None:
                 except OSError:
                     if not run.preprocessing.exists():
                         raise
-    except OSError as error:
-        raise unwritable(home, error) from error
     return run.kept()
 
 

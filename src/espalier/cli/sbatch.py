@@ -36,10 +36,8 @@ def run(arguments: argparse.Namespace) -> int:
     value_ranges.check(recipe)
     folder = path_of(recipe, arguments.run).absolute()
     text = script(options(arguments.slurm), train_command(arguments, arguments.run), recipe.name, folder)
-    try:
+    with cache_dir.writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise cache_dir.unwritable(folder, error) from None
     path = folder / "slurm.sh"
     cache_dir.replace(path, text)
     job = _submitted(path)

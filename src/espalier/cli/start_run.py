@@ -59,7 +59,7 @@ class RunStart:
     new: bool = False
     """Whether nothing of the run was there before: no step was made, and nothing is left to take up."""
     finished: bool = False
-    """Whether its last step is saved already."""
+    """Whether its last step is saved already, and its last figures are written."""
 
     def pack(self, node: int = 0, waits: bool = False) -> None:
         """Packs the batches of the ranks on a machine, or opens what is packed. The recipe has a [store]. `waits`: each
@@ -213,7 +213,10 @@ def start_run(
             plan = _on_hosts(nodes, plan, cluster)
         checkpoint_cost.refuse_full(plan, recipe.checkpoint, folder.checkpoints)
         entries = saved.entries()
-        finished = bool(entries) and not entries[-1].why and entries[-1].step >= (recipe.train.steps or 0)
+        steps = recipe.train.steps or 0
+        end = events.last(folder.events, "end") or {}
+        is_saved = bool(entries) and not entries[-1].why and entries[-1].step >= steps
+        finished = is_saved and end.get("reason") == "finished" and end["steps"] >= steps
         begins = not finished or inputs.before is None
         if begins:
             owner.keep(folder)

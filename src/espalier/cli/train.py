@@ -393,7 +393,9 @@ def recording(
             views.append(open_views.enter_context(closing(trackers.opened(name, folder.path))))
 
         def emit(event: str, **fields: Any) -> None:
-            log.write(event, **fields)
+            entry = log.write(event, **fields)
+            if event == "incident" and not (quiet or any(isinstance(view, Progress) for view in views)):
+                say(trouble(entry), flush=True)
             if event == "run" and not quiet:
                 progress = Progress(fields["steps"], first_step=fields["step"])
                 views.append(open_views.enter_context(closing(progress)))

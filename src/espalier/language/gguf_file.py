@@ -91,7 +91,8 @@ def folder_of(file: Path) -> Path:
     key = cache_dir.hashed([_VERSION, str(file.absolute()), status.st_size, status.st_mtime_ns])
     folder = cache_dir.cache_folder() / "gguf" / key
     if not (folder / "config.json").is_file():
-        cache_dir.replace_folder(folder, lambda partial: _convert(file, partial))
+        with cache_dir.writing(folder, cache_dir.CACHE, lambda: status.st_size):
+            cache_dir.replace_folder(folder, lambda partial: _convert(file, partial))
     return folder
 
 

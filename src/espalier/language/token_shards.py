@@ -23,7 +23,7 @@ from msgspec import Struct
 
 from espalier.language.tokenizer import Ids, Tokenizer
 from espalier.recipe import serialization
-from espalier.recipe.cache_dir import sync_folder, unwritable
+from espalier.recipe.cache_dir import sync_folder, writing
 from espalier.recipe.errors import RunFailed, UserError
 
 CACHE = "data.cache = a folder on another disk"
@@ -213,15 +213,14 @@ def placed(final: Path) -> Iterator[Path]:
     """
     temporary = final.with_name(final.name + BUILDING)
     try:
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir()
-        yield temporary
-        sync_folder(temporary)
-        shutil.rmtree(final, ignore_errors=True)
-        os.rename(temporary, final)
-        sync_folder(final.parent)
-    except OSError as error:
-        raise unwritable(final.parent, error, CACHE) from error
+        with writing(final.parent, CACHE):
+            shutil.rmtree(temporary, ignore_errors=True)
+            temporary.mkdir()
+            yield temporary
+            sync_folder(temporary)
+            shutil.rmtree(final, ignore_errors=True)
+            os.rename(temporary, final)
+            sync_folder(final.parent)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
@@ -233,11 +232,9 @@ def locked(final: Path, patience: float = PATIENCE) -> Iterator[Callable[[], Non
     Raises RunFailed when the holder gives no sign of life for `patience` seconds, UserError when no lock can be made.
     """
     path = final.with_name(final.name + ".lock")
-    try:
+    with writing(path.parent, CACHE):
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-    except OSError as error:
-        raise unwritable(path.parent, error, CACHE) from error
     seen, since = -1, time.monotonic()
     try:
         while not _try_lock(descriptor, path):
@@ -261,12 +258,11 @@ def locked(final: Path, patience: float = PATIENCE) -> Iterator[Callable[[], Non
 
 
 def _try_lock(descriptor: int, path: Path) -> bool:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError as error:
-        raise unwritable(path.parent, error, CACHE) from error
+    with writing(path.parent, CACHE):
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
     return True
 
 

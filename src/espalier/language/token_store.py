@@ -22,7 +22,7 @@ from espalier.language import text_sources, token_shards
 from espalier.language.token_shards import Damaged, Index, SplitIndex
 from espalier.language.tokenizer import SAMPLE, Ids, Tokenizer, open_tokenizer, trained
 from espalier.recipe import Data
-from espalier.recipe.cache_dir import cache_folder, unwritable
+from espalier.recipe.cache_dir import cache_folder, writing
 from espalier.recipe.errors import UserError
 from espalier.recipe.units import show_size
 
@@ -351,11 +351,8 @@ def _tokenizer(data: Sequence[Data], listed: Sequence[text_sources.Listing], roo
 
     if trained(spec, folder).is_file():
         return open_tokenizer(spec, corpus, folder)
-    with token_shards.locked(folder):
-        try:
-            return open_tokenizer(spec, corpus, folder)
-        except OSError as error:
-            raise unwritable(folder, error, token_shards.CACHE) from error
+    with token_shards.locked(folder), writing(folder, token_shards.CACHE):
+        return open_tokenizer(spec, corpus, folder)
 
 
 def _sample(data: Data, listed: text_sources.Listing, size: int) -> Iterator[str]:

@@ -119,7 +119,7 @@ class LanguageWorkload(DecoderWorkload):
         """A short continuation of `track.sample` (or of the first held-out words)."""
         prompt = self.recipe.track.sample
         boundary, ends = self.tokenizer.boundary, (self.tokenizer.boundary, *self.tokenizer.document_end)
-        if prompt:
+        if isinstance(prompt, str):
             start = [boundary, *(int(token) for token in self.tokenizer.encode(prompt.encode()))]
         else:
             start = self._read_held_out(0, 1)[0, :32].tolist()

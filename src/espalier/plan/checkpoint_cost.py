@@ -8,7 +8,6 @@ whether a plan fits: a run keeps none where they take more than it allows them (
 from __future__ import annotations
 
 import math
-import shutil
 from collections import Counter
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from espalier.plan.axes.offload import NODE, PCIE
 from espalier.plan.base import AdaptiveRule, Plan, Predicted
 from espalier.plan.collective_time import gpus
 from espalier.recipe import Checkpoint, units
+from espalier.recipe.cache_dir import free_bytes
 from espalier.recipe.errors import UserError
 
 NAME = "checkpoint.every"
@@ -65,9 +65,8 @@ def refuse_full(plan: Plan, options: Checkpoint, folder: Path) -> None:
     place = Path(options.target).expanduser() if options.target else folder
     if options.target and "://" in options.target:
         return  # not a disk of this machine
-    there = next(path for path in (place, *place.absolute().parents) if path.exists())
-    present = sum(file.stat().st_size for file in place.rglob("*") if file.is_file()) if there == place else 0
-    free = shutil.disk_usage(there).free
+    present = sum(file.stat().st_size for file in place.rglob("*") if file.is_file())
+    free = free_bytes(place)
     if (lacking := count * size - present - free) > 0:
         raise UserError(
             f"The checkpoints in {place} need {units.show_size(lacking)} ({lacking:,.0f} bytes) more than is free.",

@@ -18,6 +18,7 @@ from espalier.radiance.rays import Lens, turntable_poses
 from espalier.radiance.scenes import Scene
 from espalier.radiance.workload import RadianceWorkload
 from espalier.recipe import Recipe, data_hash
+from espalier.recipe.cache_dir import writing
 from espalier.recipe.cost import Profile
 from espalier.recipe.errors import UserError
 from espalier.recipe.foreign_files import read_table
@@ -126,10 +127,8 @@ class SceneRow(Row, Freezes, Predicts, Renders, CountsEnergy):
         def write() -> Iterator[str]:
             for name, lens, pose in views:
                 rendered = workload.render(model, lens, pose)
-                try:
+                with writing(name, "go to another working directory"):
                     Path(name).write_bytes(artifacts.encode(rendered.image.numpy()))
-                except OSError as error:
-                    raise UserError(f"{name} cannot be written: {error}.", do="another working directory") from None
                 yield f"{name}\n"
 
         return Answer(write(), lambda: {"images": [line.strip() for line in write()]})
@@ -149,10 +148,8 @@ class SceneRow(Row, Freezes, Predicts, Renders, CountsEnergy):
         scene = workload.scene
         poses = torch.from_numpy(turntable_poses(scene.poses.numpy(), TURNS, scene.forward))
         pictures = [Image.fromarray(workload.render(model, scene.lens, pose).image.numpy()) for pose in poses]
-        try:
+        with writing(file, "name another file"):
             pictures[0].save(file, save_all=True, append_images=pictures[1:], duration=80, loop=0)
-        except OSError as error:
-            raise UserError(f"{file} cannot be written: {error}.", do="check the path") from None
         return f"{file}: {TURNS} views of {scene.lens.width} × {scene.lens.height}"
 
     def energy(self, workload: RadianceWorkload, model: nn.Module) -> EnergyTables:

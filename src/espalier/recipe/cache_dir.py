@@ -5,16 +5,20 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import secrets
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from espalier.recipe.errors import UserError
+from espalier.recipe import units
+from espalier.recipe.errors import EspalierError, UserError
 
 ANOTHER_RUN = "choose another folder with --run FOLDER"
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+CACHE = "XDG_CACHE_HOME = a folder on another disk"
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def cache_folder() -> Path:
@@ -43,10 +47,8 @@ def write_atomic(path: Path, content: str | bytes) -> None:
 
 def replace(path: Path, text: str, do: str = ANOTHER_RUN) -> None:
     """As `write_atomic`. Raises UserError, which says what to `do`, when it cannot be written."""
-    try:
+    with writing(path, do):
         write_atomic(path, text)
-    except OSError as error:
-        raise unwritable(path, error, do) from error
 
 
 def claim(path: Path, content: bytes, mode: int = 0o666) -> bytes:
@@ -105,7 +107,6 @@ def replace_folder(target: Path, fill: Callable[[Path], None]) -> None:
 def export(target: Path, mark: str, fill: Callable[[Path], None]) -> None:
     """`replace_folder` for what is exported; every export holds a file `mark`. Raises UserError when `target` is
     something else, or cannot be written. Others may read what the user's umask lets them."""
-    from safetensors import SafetensorError
 
     def readable(folder: Path) -> None:
         folder.joinpath(".mode").touch()
@@ -117,11 +118,8 @@ def export(target: Path, mark: str, fill: Callable[[Path], None]) -> None:
 
     if target.exists() and (not target.is_dir() or (any(target.iterdir()) and not (target / mark).exists())):
         raise UserError(f"{target} is there already and is not an export.", do="name a folder that does not exist")
-    try:
+    with writing(target, "name another folder"):
         replace_folder(target, readable)
-    except (OSError, SafetensorError) as error:
-        do = "free some space or name another folder"
-        raise UserError(f"The export to {target} failed: {error}.", do=do) from None
 
 
 def sync_folder(folder: Path) -> None:
@@ -142,13 +140,57 @@ def table(path: Path) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def unwritable(path: str | Path, error: OSError, do: str = ANOTHER_RUN) -> UserError:
-    """The error for a file or folder that cannot be written, with what to do about its cause."""
+class DiskFull(UserError):
+    """A disk, a quota or a limit on file sizes has no room for what is written. Exit code 2."""
+
+
+def disk_full(path: str | Path, missing: int, why: str, do: str) -> DiskFull:
+    """The error for a disk that lacks `missing` bytes of what is written to `path`."""
+    lacks = f"{missing:,} bytes more ({units.show_size(missing)}) are needed"
+    return DiskFull(f"The disk of {path} is full: {lacks}.", why=why, do=do)
+
+
+def unwritable(path: str | Path, error: OSError, do: str = ANOTHER_RUN, size: int = 0) -> UserError:
+    """The error for a file or folder that cannot be written, with what to do about its cause. `size`: bytes that were
+    to be written, of which it says how many the disk lacks; 0: not known."""
     reason = error.strerror or str(error)
-    if error.errno in _FULL:
-        do = f"free space there and run the same command again, or {do}"
-        return UserError(f"The disk is full: could not write {path}.", why=reason, do=do)
-    return UserError(f"Cannot write {path}.", why=reason, do=do)
+    if error.errno not in FULL:
+        return UserError(f"Cannot write {path}.", why=reason, do=do)
+    do = f"free space there and run the same command again, or {do}"
+    free = 0 if is_url(str(path)) or error.errno == errno.EFBIG else free_bytes(Path(path))
+    if size:
+        return disk_full(path, max(1, size - free), reason, do)
+    room = f"; {free:,} bytes are free" if free else ""
+    return DiskFull(f"The disk is full: could not write {path}.", why=reason + room, do=do)
+
+
+def free_bytes(path: Path) -> int:
+    """Bytes that this user may still write on the disk that `path` is on, or would be."""
+    there = path.absolute()
+    return shutil.disk_usage(next(place for place in (there, *there.parents) if place.exists())).free
+
+
+@contextmanager
+def writing(path: str | Path, do: str = ANOTHER_RUN, size: Callable[[], int] = int) -> Iterator[None]:
+    """Raises `unwritable` for an OSError of what is written to `path` inside, also for one that a library wrapped.
+    `size`: gives the bytes that are still to come, for which there must be room before anything is written; 0: not
+    known."""
+    needed = size()
+    if needed and not is_url(str(path)) and needed > free_bytes(Path(path)):
+        raise unwritable(path, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), do, needed)
+    try:
+        yield
+    except EspalierError:
+        raise
+    except Exception as error:
+        seen: BaseException | None = error
+        while seen is not None:
+            if (number := re.search(r"os error (\d+)", str(seen))) and not isinstance(seen, OSError):  # of safetensors
+                seen = OSError(int(number[1]), os.strerror(int(number[1])))
+            if isinstance(seen, OSError):
+                raise unwritable(path, seen, do, size()) from error
+            seen = seen.__cause__ or seen.__context__
+        raise
 
 
 def hashed(value: Any) -> str:

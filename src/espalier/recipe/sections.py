@@ -400,12 +400,12 @@ else:  # msgspec reads the annotation; a row of `mechanism_options` adds alterna
 
 class Track(Options, frozen=True):
     """What is recorded beside the run log. `profile = [from, to]` writes a Chrome trace of those steps; `to`: trackers
-    that are shown the run log as it is written."""
+    that are shown the run log as it is written; `sample`: the prompt of what is shown at the end, False: nothing is."""
 
     tensorboard: bool = False
     to: tuple[Literal["tensorboard", "trackio", "mlflow", "wandb"], ...] = ()
     profile: tuple[int, int] | None = None
-    sample: str | None = None
+    sample: str | bool | None = None
 
 
 class RecipeBase(Options, frozen=True):

@@ -11,12 +11,12 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
+    from espalier.recipe.cache_dir import DiskFull as DiskFull
     from espalier.store.base import Rows as Rows
     from espalier.store.budget import Budget as Budget
     from espalier.store.cost import PAGE as PAGE
     from espalier.store.cost import pages as pages
     from espalier.store.direct_io import DirectFile as DirectFile
-    from espalier.store.direct_io import DiskFull as DiskFull
     from espalier.store.direct_io import File as File
     from espalier.store.direct_io import StripedFile as StripedFile
     from espalier.store.direct_io import aligned as aligned

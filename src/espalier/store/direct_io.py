@@ -24,6 +24,7 @@ import xxhash
 from numpy.typing import NDArray
 from torch import Tensor
 
+from espalier.recipe.cache_dir import DiskFull, disk_full, free_bytes
 from espalier.recipe.errors import UserError
 from espalier.recipe.units import show_size
 from espalier.store.base import Closing
@@ -40,10 +41,6 @@ STRIPE = 4 << 20
 Mode = Literal["read", "write", "create"]
 Where = Path | Sequence[Path]
 """A file, or the files that a striped file consists of (one on each disk)."""
-
-
-class DiskFull(UserError):
-    """A disk, a quota or a limit on file sizes has no room for what is written. Exit code 2."""
 
 
 def aligned(size: int) -> Tensor:
@@ -86,9 +83,9 @@ def checksum(tensor: Tensor) -> int:
 
 def check_room(folder: Path, size: int, what: str) -> None:
     """Raises DiskFull when the disk under `folder` has less than `size` bytes free for `what`."""
-    missing = size - _free(folder)
+    missing = size - free_bytes(folder)
     if missing > 0:
-        raise _full(folder, missing, f"{what} takes {show_size(size)}")
+        raise disk_full(folder, missing, f"{what} takes {show_size(size)}", ANOTHER)
 
 
 def reserve(file: int, size: int) -> None:
@@ -374,24 +371,13 @@ def _scratch(size: int) -> memoryview:
     return scratch
 
 
-def _free(path: Path) -> int:
-    """Bytes that this user may still write on the disk of `path`."""
-    filesystem = os.statvfs(path if path.exists() else path.parent)
-    return filesystem.f_bavail * filesystem.f_frsize
-
-
-def _full(path: Path, missing: int, why: str) -> DiskFull:
-    return DiskFull(
-        f"The disk of {path} is full: {missing:,} bytes more ({show_size(missing)}) are needed.",
-        why=why,
-        do="remove files there, or name a folder on a larger disk",
-    )
+ANOTHER = "remove files there, or name a folder on a larger disk"
 
 
 def _write_error(path: Path, error: OSError, offset: int, size: int) -> UserError:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         why = "the quota is used up" if error.errno == errno.EDQUOT else "no space is left on the device"
-        return _full(path, max(PAGE, size - _free(path)), why)
+        return disk_full(path, max(PAGE, size - free_bytes(path)), why, ANOTHER)
     if error.errno == errno.EFBIG:
         limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
         missing = offset + size - limit if limit != resource.RLIM_INFINITY else size

@@ -21,12 +21,22 @@ import xxhash
 from numpy.typing import NDArray
 from torch import Tensor
 
-from espalier.recipe.cache_dir import sync_folder
+from espalier.recipe.cache_dir import sync_folder, writing
 from espalier.recipe.errors import UserError
 from espalier.recipe.foreign_files import parsing
 from espalier.store.base import Closing
 from espalier.store.cost import PAGE, pages
-from espalier.store.direct_io import DirectFile, File, Where, aligned, bytes_of, checksum, flat_bytes, open_file
+from espalier.store.direct_io import (
+    ANOTHER,
+    DirectFile,
+    File,
+    Where,
+    aligned,
+    bytes_of,
+    checksum,
+    flat_bytes,
+    open_file,
+)
 
 MAGIC = b"espalier extents 1\n"
 _FRAME = struct.Struct("<II")  # bytes of the record, its xxh32
@@ -239,13 +249,10 @@ class ExtentWriter(Closing):
             return
         self._file.sync()
         records = b"".join(_record(extent) for extent in self._fresh)
-        try:
-            done = self._log.write(records)
-            if done != len(records):
+        with writing(self._index, ANOTHER):
+            if self._log.write(records) != len(records):
                 raise OSError(28, "No space left on device")
             os.fdatasync(self._log.fileno())
-        except OSError as error:
-            raise UserError(f"{self._index} cannot be written: {error.strerror}.", do="make room on its disk") from None
         self._fresh.clear()
 
     def close(self) -> None:
@@ -269,17 +276,13 @@ def write_index(where: Where, extents: Sequence[Extent]) -> None:
     """Makes a container of data that lie in place and are durable: its index, whole or not at all."""
     path = first_path(where)
     fresh = index_path(path).with_name(index_path(path).name + ".fresh")
-    try:
+    with writing(index_path(path), ANOTHER):
         with fresh.open("wb") as file:
             file.write(MAGIC + b"".join(_record(extent) for extent in extents))
             file.flush()
             os.fsync(file.fileno())
         fresh.replace(index_path(path))
         sync_folder(path.parent)
-    except OSError as error:
-        raise UserError(
-            f"{index_path(path)} cannot be written: {error.strerror}.", do="make room on its disk"
-        ) from None
 
 
 def first_path(where: Where) -> Path:

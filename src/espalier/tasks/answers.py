@@ -12,6 +12,7 @@ from torch import Tensor
 from espalier.module.parts import Task, collated, length
 from espalier.parallel.workload import to_device
 from espalier.radiance.workload import CHUNK, byte, psnr
+from espalier.recipe.cache_dir import writing
 from espalier.recipe.errors import UserError
 from espalier.store import artifacts
 from espalier.tasks.sources import SceneRays
@@ -100,11 +101,9 @@ def _rendered(model: MultitaskModel, task: int, held_out: SceneRays, at: int) ->
     made = (_outputs(model, task, to_device(part, device.device, device.dtype))[0] for part in parts)
     colours = torch.cat([field[:, 0, :3].cpu() for field in made])
     file = f"{name}-{at}.png"
-    try:
-        picture = byte(colours).view(held_out.scene.lens.height, held_out.scene.lens.width, 3)
+    picture = byte(colours).view(held_out.scene.lens.height, held_out.scene.lens.width, 3)
+    with writing(file, "go to another working directory"):
         Path(file).write_bytes(artifacts.encode(picture.numpy()))
-    except OSError as error:
-        raise UserError(f"{file} cannot be written: {error}.", do="another working directory") from None
     ratio = psnr(float((colours - rays["colour"]).square().mean()))
     text = f"{name} {at}: {file}, PSNR {ratio:.2f} dB"
     return {"task": name, "sample": at, "image": file, "psnr": ratio, "text": text}

@@ -20,7 +20,7 @@ from espalier.language import text_sources
 from espalier.radiance import scenes
 from espalier.radiance.scenes import Scene
 from espalier.recipe import Data, GraphOptions, Recipe, TaskOptions
-from espalier.recipe.cache_dir import cache_folder
+from espalier.recipe.cache_dir import CACHE, cache_folder, writing
 from espalier.recipe.errors import UserError
 from espalier.recipe.import_function import function
 
@@ -222,12 +222,12 @@ def glyphs(length: int, faces: int = 8) -> ArrayDataset:
     )
     if not file.exists():
         drawn = list(_drawn(files))
-        file.parent.mkdir(parents=True, exist_ok=True)
         fresh = file.with_name(f"{file.stem}.{np.random.default_rng().integers(1 << 32)}.tmp.npz")
-        np.savez(
-            fresh, images=np.stack([glyph for glyph, _ in drawn]), characters=np.array([glyph for _, glyph in drawn])
-        )
-        fresh.replace(file)
+        pictures, characters = zip(*drawn, strict=True)
+        with writing(file, CACHE):
+            file.parent.mkdir(parents=True, exist_ok=True)
+            np.savez(fresh, images=np.stack(pictures), characters=np.array(characters))
+            fresh.replace(file)
     with np.load(file) as stored:
         images, characters = stored["images"], stored["characters"]
     names = [unicodedata.name(chr(character)).encode()[:length].ljust(length, b"\0") for character in characters]

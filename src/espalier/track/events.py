@@ -65,7 +65,7 @@ from typing import Any
 import msgspec
 
 from espalier.recipe import serialization
-from espalier.recipe.cache_dir import unwritable
+from espalier.recipe.cache_dir import writing
 from espalier.recipe.foreign_files import parsing
 from espalier.recipe.units import plural
 from espalier.track.event_fields import misfit
@@ -89,25 +89,19 @@ class Log:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self._lock = threading.Lock()
-        try:
+        with writing(self.path):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        except OSError as error:
-            raise unwritable(self.path, error) from error
         _mend(self._file)
 
     def write(self, event: str, **fields: Any) -> Event:
         """Appends one event, at once visible to readers, and returns it as readers will see it."""
         entry: Event = {"event": event, "time": time.time(), **fields}
         line = msgspec.json.encode(_plain(entry)) + b"\n"
-        with self._lock:
-            try:
-                written = os.write(self._file, line)
-                if written < len(line):  # the disk filled up within the line
-                    _mend(self._file)
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            except OSError as error:
-                raise unwritable(self.path, error) from error
+        with self._lock, writing(self.path):
+            if os.write(self._file, line) < len(line):  # the disk filled up within the line
+                _mend(self._file)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return entry
 
     def close(self) -> None:
@@ -132,7 +126,7 @@ def append(path: str | Path, event: str, **fields: Any) -> Event:
     """
     entry: Event = {"event": event, "time": time.time(), **fields}
     line = msgspec.json.encode(_plain(entry)) + b"\n"
-    try:
+    with writing(path):
         file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC)
         try:
             size = os.fstat(file).st_size
@@ -142,8 +136,6 @@ def append(path: str | Path, event: str, **fields: Any) -> Event:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         finally:
             os.close(file)
-    except OSError as error:
-        raise unwritable(path, error) from error
     return entry
 
 

@@ -124,10 +124,12 @@ class Progress:
             self._end(event)
 
     def close(self) -> None:
-        """Leaves the terminal as it was; without an `end` event, says how far it came."""
+        """Leaves the terminal as it was; without an `end` event, says how far it came. While an exception passes, the
+        run has not finished, wherever it stands."""
         if self._open:
             over = "finished" if self.step >= self.total else "phase finished"
-            self._end({"reason": over if self.step >= self._until else "stopped"})
+            there = self.step >= self._until and sys.exc_info()[0] is None
+            self._end({"reason": over if there else "stopped"})
 
     def _take(self, event: Event) -> None:
         now = self._clock()

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from espalier.kernels import accelerator
-from espalier.recipe.cache_dir import unwritable
+from espalier.recipe.cache_dir import writing
 from espalier.recipe.errors import UserError
 
 if TYPE_CHECKING:
@@ -69,13 +69,11 @@ class StepProfiler:
         profiler, self._profiler = self._profiler, None
         profiler.stop()
         unfinished = self.path.with_name(self.path.name + ".tmp")
-        try:
+        with writing(self.path):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             unfinished.touch()  # torch's own writer does not say why it cannot write
             profiler.export_chrome_trace(str(unfinished))
             os.replace(unfinished, self.path)
-        except OSError as error:
-            raise unwritable(self.path, error) from error
 
 
 def _started() -> profile:

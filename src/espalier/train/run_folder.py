@@ -27,7 +27,7 @@ from espalier.checkpoint import run_identity
 from espalier.machine import cluster as clusters
 from espalier.plan import base as plans
 from espalier.recipe import data_hash, recipe_file
-from espalier.recipe.cache_dir import BEFORE, replace, replace_folder, table, unwritable
+from espalier.recipe.cache_dir import BEFORE, replace, replace_folder, table, writing
 from espalier.recipe.errors import UserError
 
 
@@ -86,10 +86,8 @@ class RunFolder:
                 write(folder)
             replace(folder / _HASHES, json.dumps(data_hash.in_folder(folder), indent=1))
 
-        try:
+        with writing(self.preprocessing):
             replace_folder(self.preprocessing, fill)
-        except OSError as error:
-            raise unwritable(self.preprocessing, error) from error
 
     def kept(self) -> Path | None:
         """The folder of what preprocessing decided; None in the folder of a version that kept nothing. Raises UserError
@@ -118,11 +116,9 @@ class RunFolder:
 
         Raises UserError where another process has it, or it cannot be locked.
         """
-        try:
+        with writing(place):
             place.mkdir(parents=True, exist_ok=True)
             lock = os.open(place / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
-        except OSError as error:
-            raise unwritable(place, error) from None
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:

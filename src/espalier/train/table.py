@@ -245,6 +245,7 @@ STAY_ALIKE = Claim(
         "the model is cut",
         "sums are encoded",
         "replicas differ between rounds",
+        "rows outlive a step",
         "ranks of other roles",
         "waits cannot be ended",
     },

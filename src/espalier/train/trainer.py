@@ -28,6 +28,7 @@ from espalier.parallel.mesh import REPLICA, ProcessMesh
 from espalier.parallel.workload import Shard, to_device
 from espalier.plan.base import RoundsState
 from espalier.recipe.errors import Anomaly, EspalierError, Interrupted, PeerLost, UserError
+from espalier.track import events
 from espalier.train.build import build
 from espalier.train.mechanism import Choose
 from espalier.train.rank_setup import RankSetup
@@ -56,6 +57,7 @@ class Trainer:
         self.pace: Pace | None = None
         self.healing: Healing | None = None
         self.stopping, self.source = False, ""
+        self.reported: Mapping[str, Any] = {}
         work = self.workload.work(self.workload.global_batch, "none", setting.plan.precision)
         self.step_flops, self.step_tokens = float(work.model_flops), float(work.tokens)
 
@@ -210,6 +212,7 @@ class Trainer:
         if agreed.tasks:
             fields["tasks"] = dict(zip(self.workload.tasks(), agreed.tasks, strict=True))
         fields |= {name: read() for name, read in self.built.context.meters.items()}
+        self.reported = fields
         setting.emit("step", **fields)
         if self.pace is not None:
             self.pace.clock(self.step, seconds)
@@ -244,6 +247,7 @@ class Trainer:
     def sample(self) -> Sequence[Artifact]:
         """What the model shows now: rank 0 asks, and the others too where a forward pass needs them."""
         asked = self.built.sharding.together or not self.setting.place.rank
+        asked = asked and self.setting.recipe.track.sample is not False
         self.built.model.eval()
         return self._whole(lambda: self.workload.sample(self.built.model)) if asked else []
 
@@ -287,13 +291,17 @@ class Trainer:
             level = int(loaded.meta.get("level", self.step))
             self.level = saved.team.agree("what is left to do", lambda: level, lambda all_: [min(all_)] * len(all_))
             self.built.agreement.at(self.step)
+            if (report := loaded.meta.get("report")) and self.setting.folder is not None:
+                logged = events.last(self.setting.folder / events.NAME, "step")
+                if logged is None or logged["step"] < report["step"]:  # the rank that logs was lost before it did
+                    self.setting.emit("step", **report)
         self._go_on(most)
         if self.healing is not None:
             self.healing.began(self.step)
 
     def _go_on(self, most: int | None) -> None:
-        """From a state that outlived the ranks, where there is one. Raises UserError where it is of a later step than
-        `most`."""
+        """From a state that outlived the ranks, where there is one. What is due after its step is done again, where no
+        checkpoint says that it was. Raises UserError where it is of a later step than `most`."""
         step = self.built.resumed()
         if step is None:
             return

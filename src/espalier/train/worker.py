@@ -285,7 +285,8 @@ def _leave(trainer: Trainer, saved: Checkpoints | None) -> None:
     agreement = trainer.built.agreement
     if trainer.memory is not None and agreement.level and trainer.step < trainer.steps:
         # What was due after this step may not be done: it is when this copy has been taken up.
-        trainer.memory.stay(trainer.step, trainer.parts, {**trainer.meta(), "level": trainer.level})
+        about = {**trainer.meta(), "level": trainer.level, "report": trainer.reported}
+        trainer.memory.stay(trainer.step, trainer.parts, about)
     trainer.setting.place.recall.release()  # from here on nobody here waits for the others
     agreement.close()
     if saved is not None:

@@ -419,6 +419,18 @@ def test_a_full_disk_says_how_much_is_missing_and_packing_goes_on(tmp_path):
     assert hashes(tmp_path / "whole" / "set") == hashes(tmp_path / "full" / "set")
 
 
+def test_a_disk_that_is_full_before_anything_is_packed_is_the_users(tmp_path):
+    wanted = request(tmp_path / "set", buffer=9000)
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limit[1]))
+    try:
+        with pytest.raises(DiskFull, match=r"(?s)could not write .*set\..*File too large.*another store\.path"):
+            pack.pack(wanted)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    same_rows(pack.pack(wanted), wanted)
+
+
 def transferred() -> tuple[int, int]:
     """Bytes that this process has read from disks and written to them."""
     lines = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())

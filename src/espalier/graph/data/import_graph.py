@@ -19,7 +19,7 @@ import numpy as np
 import xxhash
 
 from espalier.graph.data.graph import IGNORED, Array, Graph
-from espalier.recipe.cache_dir import cache_folder
+from espalier.recipe.cache_dir import CACHE, cache_folder, writing
 from espalier.recipe.errors import UserError
 
 COLUMNS = 256
@@ -185,10 +185,11 @@ def kept_arrays(name: str, make: Callable[[], dict[str, Array]]) -> dict[str, Ar
         with np.load(file) as archive:
             return dict(archive)
     arrays = make()
-    file.parent.mkdir(parents=True, exist_ok=True)
     fresh = file.with_suffix(f".{os.getpid()}.tmp.npz")
-    np.savez(fresh, **arrays)  # type: ignore[arg-type]  # its stubs take the names for options
-    fresh.replace(file)
+    with writing(file, CACHE):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        np.savez(fresh, **arrays)  # type: ignore[arg-type]  # its stubs take the names for options
+        fresh.replace(file)
     return arrays
 
 

@@ -23,6 +23,7 @@ import numpy as np
 import xxhash
 
 from espalier.graph.data.graph import Array, DataSplit, Graph
+from espalier.recipe.cache_dir import writing
 from espalier.recipe.errors import UserError, nearest
 from espalier.recipe.foreign_files import parsing
 
@@ -205,18 +206,15 @@ def write(made: Made, folder: Path, progress: Progress | None = None) -> None:
     a tenth for validation and test each. Interrupted, it leaves nothing that could be taken for a graph."""
     fresh = folder.with_name(f"{folder.name}.{os.getpid()}.part")
     shutil.rmtree(fresh, ignore_errors=True)
-    fresh.mkdir(parents=True)
     try:
-        _write_edges(made, fresh, progress)
-        _write_nodes(made, fresh)
-        about = {"made": repr(made), "classes": made.classes, "identity": identity(made)}
-        (fresh / "graph.json").write_text(json.dumps(about))
-        shutil.rmtree(folder, ignore_errors=True)
-        fresh.rename(folder)
-    except OSError as error:
-        raise UserError(
-            f"{made} cannot be written to {folder.parent}: {error.strerror}.", do="data.cache = a disk with room"
-        ) from None
+        with writing(folder.parent, "data.cache = a disk with room"):
+            fresh.mkdir(parents=True)
+            _write_edges(made, fresh, progress)
+            _write_nodes(made, fresh)
+            about = {"made": repr(made), "classes": made.classes, "identity": identity(made)}
+            (fresh / "graph.json").write_text(json.dumps(about))
+            shutil.rmtree(folder, ignore_errors=True)
+            fresh.rename(folder)
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
 

@@ -168,7 +168,7 @@ class TuneWorkload(DecoderWorkload):
     def sample(self, model: gpt.GPT) -> list[Artifact]:
         """An answer to the first held-out question, or to `track.sample`."""
         held_out, asked = self.chats.held_out, self.recipe.track.sample
-        if asked:
+        if isinstance(asked, str):
             start = self.prompt([("user", asked)])
         else:
             tokens, answers = held_out.tokens[: held_out.starts[1]], held_out.answers[: held_out.starts[1]]

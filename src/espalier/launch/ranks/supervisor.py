@@ -14,7 +14,6 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -57,7 +56,7 @@ class RestartOptions:
             what is free once the run has begun.
         tell: called as `tell(event, **fields)` with incidents and recoveries, as the run log has them.
         stays: why ranks that are left after a failure may stay as they are: all hold the same state (`alike`), or
-            replicas agree by `rounds`. Empty: they may not.
+            replicas agree by `rounds` and a host is lost. Empty: they may not.
         continues: whether the run goes on with another phase after these ranks; a signal that they are too late to hear
             then ends it.
         shapes: who plans the run anew where a place is lost or stays slow; None: it keeps its ranks.
@@ -84,17 +83,11 @@ def run(task: Entrypoint, places: Sequence[RankSpec], care: RestartOptions) -> l
     is not worth while, `Interrupted` when stopped by Ctrl-C, SIGTERM or SIGUSR1.
     """
     warm()
-    met: AbstractContextManager[int] = nullcontext(0)
-    if care.stays == "rounds":
-        from espalier.launch.ranks import store_server
-
-        # Replicas that go on meet where they met before, also when the first of them is gone.
-        met = store_server.served()
-    with met as port, agents.passing_on_signals() as signals:
+    with agents.passing_on_signals() as signals:
         slots = shared_memory.slots(len(places))
         refuges = shared_memory.build(len(places), care.memory, slots) if care.memory != 0 else []
         copies: Sequence[SharedMemory | None] = refuges or [None] * len(places)
-        places = [replace(place, port=port, refuge=refuge) for place, refuge in zip(places, copies, strict=True)]
+        places = [replace(place, refuge=refuge) for place, refuge in zip(places, copies, strict=True)]
         try:
             returned = Supervisor(places, care, LocalAgent(task, signals)).run()
         finally:
@@ -194,8 +187,10 @@ class Supervisor:
             self.agent.start(self._begin())
 
     def _gone(self, ended: Ended) -> list[int]:
-        """Which ranks have to be replaced where the others stay; none: all begin anew."""
-        failure = self.agent.told_to_stay(ended) if self.care.stays else None
+        """Which ranks have to be replaced where the others stay; none: all begin anew. Replicas that agree by rounds
+        stay where the copies of a lost one are lost with its host; from copies all make the same bits again."""
+        stays = self.care.stays == "alike" or (self.care.stays == "rounds" and ended.failure.kind == "lost")
+        failure = self.agent.told_to_stay(ended) if stays else None
         return ranks_to_replace(failure, self.agent.children, self.pulses.read()) if failure is not None else []
 
     def _begin(self, pulses: Pulses | None = None) -> Attempt:
@@ -473,8 +468,8 @@ def ranks_to_replace(failure: Failure, children: Sequence[Child], signs: Sequenc
     """Which ranks have to be replaced for the others to go on in place; none: these cannot, and all begin anew.
 
     Where every rank holds the whole state, one that is left has lost nothing, and who takes the place of the dead is
-    sent what the others hold (`checkpoint.in_memory`). Replicas that agree by rounds go on among themselves, and let
-    the new one in at the end of a round.
+    sent what the others hold (`checkpoint.in_memory`). Replicas that agree by rounds go on among themselves while a
+    host is away, and let the new one in at the end of a round.
 
     Args:
         failure: what ended the attempt.

@@ -13,6 +13,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -84,15 +85,8 @@ def infer(
 ) -> RowFile:
     """float32 [nodes, outputs] for all nodes with all their neighbours: rows of a file in `folder`. Raises UserError
     where they cannot be written there; called again, it goes on."""
-    try:
+    with cache_dir.writing(folder.path, "name another store.path", partial(_missing, model, sampler.nodes, folder)):
         return _infer(model, sampler, features, folder, progress)
-    except OSError as error:
-        missing = show_size(_missing(model, sampler.nodes, folder))
-        raise UserError(
-            f"The rows of layers cannot be written to {folder.path}: {error.strerror}.",
-            why=f"{missing} more are needed there",
-            do="make room, and start it again: it goes on where it stood; or another store.path",
-        ) from None
 
 
 def _infer(

@@ -35,6 +35,7 @@ from espalier.mechanisms.disk_batches.manifest import Inputs, Manifest, Packed
 from espalier.mechanisms.disk_batches.row_format import Kind, RowFormat
 from espalier.mechanisms.disk_batches.row_placement import AccessPlan, AccessSplit, Limits, Splitter
 from espalier.parallel.workload import Progress
+from espalier.recipe import cache_dir
 from espalier.recipe.errors import UserError
 from espalier.store.cost import PAGE
 from espalier.store.direct_io import DirectFile, aligned, bytes_of, open_file
@@ -117,7 +118,7 @@ def pack(request: PackRequest, progress: Progress | None = None) -> PackedSet:
     full (with the bytes that are missing; call again after making room), budgets too small.
     """
     folder, wanted = request.folders[0], request.inputs()
-    with manifest.locked(request.folders, request.waits):
+    with cache_dir.writing(folder, "name another store.path"), manifest.locked(request.folders, request.waits):
         stored = manifest.read(folder)
         if stored is None:  # a pool that lies there is of unknown inputs
             (folder / pool.FILE).unlink(missing_ok=True)

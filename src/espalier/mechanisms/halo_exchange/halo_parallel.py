@@ -42,7 +42,7 @@ from espalier.mechanisms.halo_exchange.quantized_exchange import (
 from espalier.mechanisms.halo_exchange.state import HaloExchangeState
 from espalier.parallel.mesh import REPLICA
 from espalier.parallel.workload import to_device
-from espalier.recipe import Network
+from espalier.recipe import Network, cache_dir
 from espalier.recipe.cost import VALUE_BYTES
 from espalier.recipe.errors import PeerLost, UserError
 from espalier.recipe.graphs import Batches, MessagesModel
@@ -61,6 +61,8 @@ if TYPE_CHECKING:
     from espalier.plan.base import Exchange, Plan
     from espalier.recipe import Recipe
 
+LATE = "rows outlive a step"
+"""Of claims: each rank holds rows of others that the next step reads, which no other rank has."""
 FEW_BITS = replace(OVER_RANKS, changes=OVER_RANKS.changes | {"rows cross in few bits"})
 """Which cannot say that a gradient overflowed, as scaled losses need."""
 
@@ -144,12 +146,16 @@ class RankPart:
 
 
 class HaloParallel(Mechanism):
-    """Each rank trains on its part of the graph."""
+    """Each rank trains on its part of the graph. Has state: the `name` of its late rows in a checkpoint, which have a
+    meaning for the same parts and the same options."""
 
     record = "sylvie"
 
     def __init__(self, options: HaloOptions) -> None:
         self.options, self.claim = options, OVER_RANKS if options.bits == WHOLE else FEW_BITS
+        self.late = options.delta or options.synchronize != 1
+        if self.late:
+            self.claim = replace(self.claim, changes=self.claim.changes | {LATE})
 
     def wrap(self, context: Build) -> None:
         """Opens this rank's part, which is cut first where it is not there; all ranks do it together."""
@@ -161,9 +167,11 @@ class HaloParallel(Mechanism):
         ranks = [context.plan.ranks[rank] for rank in members]
         nodes = [rank.node for rank in ranks]
         cutting = Cutting(task.train.graph, task.train.style, run.network.takes_sums(model))
-        part = opened(
-            cutting, [rank.samples for rank in ranks], group, nodes.index(nodes[group.rank()]) == group.rank()
-        )
+        shares = [rank.samples for rank in ranks]
+        part = opened(cutting, shares, group, nodes.index(nodes[group.rank()]) == group.rank())
+        parts = cutting.folder(shares).name if cutting.graph.partition is None else cutting.graph.identity
+        how_cut = [parts, self.options, context.plan.state(HaloExchangeState), context.plan.exchanges]
+        self.name = f"late rows of rank {group.rank()} of {group.size()} ({cache_dir.hashed(how_cut)})"
         foreign = run.network.over_parts(model, task.train, part)
         parameter = next(model.parameters())
         placed = {"device": parameter.device, "dtype": parameter.dtype}
@@ -176,10 +184,10 @@ class HaloParallel(Mechanism):
             context.decisions.append(made.decisions)
 
     def state(self, context: Build, parts: Mapping[str, Stateful]) -> Mapping[str, Stateful]:
-        """With what bits and lateness follow from."""
-        if not self.options.adapt:
-            return parts
-        return {**parts, "halo rule": cast("Any", context.workload).batching.part.policy}
+        """With what bits and lateness follow from, and rows that the next steps read."""
+        part: RankPart = cast("Any", context.workload).batching.part
+        rules = {"halo rule": cast("Stateful", part.policy)} if self.options.adapt else {}
+        return {**parts, **rules, **({self.name: part.transport} if self.late else {})}
 
     def close(self, context: Build) -> None:
         """Takes in what is under way."""

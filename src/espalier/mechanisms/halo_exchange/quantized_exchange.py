@@ -6,9 +6,10 @@ are. Of narrow rows for one peer some share a scale, which would take more bytes
 a rank waits for the rows of this step; in others it takes those that each peer sent so many steps before as its age
 says (0: in this step), whose flight was hidden behind these steps. Gradients travel likewise.
 
-Deviations from the authors: the first step of a run, also of one that is resumed, is synchronous instead of reading
-zeros; scales are bfloat16 and codes are made with the rounded ones; the receiver takes the random numbers of rounding
-off again, which the key of a message gives it (subtractive dither: a variance of S^2 / 12); no rule reads a clock.
+Deviations from the authors: the first step of a run is synchronous instead of reading zeros; a checkpoint holds the
+messages that later steps read (with other parts or options, the first step after it is synchronous too); scales are
+bfloat16 and codes are made with the rounded ones; the receiver takes the random numbers of rounding off again, which
+the key of a message gives it (subtractive dither: a variance of S^2 / 12); no rule reads a clock.
 """
 
 from __future__ import annotations
@@ -239,9 +240,10 @@ class Sylvie:
         self.peers, self.ages = peers or ByPeer()
         self.step = 0
         self.choice = Choice(True, policy.bits)
-        self._flights: dict[tuple[Crossing, torch.dtype], list[_Flight]] = {}
-        self._sent: dict[Crossing, Tensor] = {}
-        self._arrived: dict[tuple[Crossing, int], tuple[int, Tensor]] = {}
+        self._flights: dict[tuple[int, bool, torch.dtype], list[_Flight]] = {}
+        self._saved: dict[tuple[int, bool, torch.dtype], list[tuple[int, int, Tensor]]] = {}
+        self._sent: dict[tuple[int, bool], Tensor] = {}
+        self._arrived: dict[tuple[int, bool, int], tuple[int, Tensor]] = {}
         self._layouts: dict[tuple[Crossing, bool, int, int, int], _Layout] = {}
         self._shares: tuple[Tensor, Tensor] | None = None
 
@@ -254,9 +256,26 @@ class Sylvie:
 
     def drain(self) -> None:
         """Waits for what is under way and drops it."""
+        self._wait()
+        self._flights, self._saved, self._sent, self._arrived = {}, {}, {}, {}
+
+    def _wait(self) -> None:
         for flight in (flight for flights in self._flights.values() for flight in flights):
             flight.wait(range(len(flight.works)))
-        self._flights, self._sent, self._arrived = {}, {}, {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """What later steps read of earlier ones: messages that may still be used, and what differences are added to.
+        Waits for those under way; all ranks call it after the same step."""
+        self._wait()
+        saved = {
+            key: [(flight.step, flight.bits, flight.arriving) for flight in flights]
+            for key, flights in self._flights.items()
+        }
+        return {"step": self.step, "saved": saved, "sent": self._sent, "arrived": self._arrived}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes back what `state_dict` gave, on ranks of the same parts."""
+        self.step, self._saved, self._sent, self._arrived = state.values()
 
     def __call__(self, halo: Halo, sent: Tensor, received: Tensor, crossing: Crossing) -> Arrival:
         """See `halo.Transport`. Raises UserError for rows that are not finite, by layer and node, and for rows that
@@ -264,14 +283,19 @@ class Sylvie:
         that are older than they may be."""
         if self.by_degree and self._shares is None and sent.is_floating_point():
             self._shares = degree_shares(halo)
-        key, peers = (crossing, sent.dtype), range(len(halo.receives))
-        if any(flight.step == self.step for flight in self._flights.get(key, [])):
+        key, peers = (*crossing, sent.dtype), range(len(halo.receives))
+        if key not in self._flights:
+            self._flights[key] = []
+            for step, bits, arriving in self._saved.get(key, ()):
+                layout = self._layout(halo, received, crossing, bits, leaves=False)
+                self._flights[key].append(_Flight([[] for _ in peers], arriving, arriving, layout, step, bits))
+        if any(flight.step == self.step for flight in self._flights[key]):
             raise UserError(
                 f"{_what(crossing)} crossed in step {self.step} already.",
                 why="each layer exchanges its rows once in a step; these would arrive as those of the first time",
                 do=f"transport.begin({self.step + 1}) before the next forward pass, or halo.synchronous",
             )
-        flights = [*self._flights.get(key, []), self._launch(halo, sent, received, crossing)]
+        flights = [*self._flights[key], self._launch(halo, sent, received, crossing)]
         ages = [0 if self.choice.synchronous else 1 if self.ages is None else self.ages[peer] for peer in peers]
         steps = [flight.step for flight in flights]
         used = [next(at for at, step in enumerate(steps) if step >= self.step - age) for age in ages]
@@ -296,7 +320,7 @@ class Sylvie:
         else:
             rows = out.grouped(sent.detach().float().flatten(1).cpu())
             if self.delta:
-                known = self._sent.setdefault(crossing, torch.zeros_like(rows))
+                known = self._sent.setdefault((*crossing,), torch.zeros_like(rows))
                 rows = rows - known
             first, key = 0, self._key(self.step, crossing, _rank(halo))
             for count in out.groups:  # rows are numbered in each message: who receives one makes its random numbers too
@@ -396,11 +420,12 @@ class Sylvie:
             key = self._key(flight.step, *source)
             kernels.restore_rows(flight.arriving, layout.begins[group_rows], layout.widths[group_rows], out, key)
             return
-        step, arrived = self._arrived.get(source, (-1, torch.zeros(out.shape)))
+        name = (*source[0], source[1])
+        step, arrived = self._arrived.get(name, (-1, torch.zeros(out.shape)))
         if flight.step > step:
             more = torch.empty_like(arrived)
             kernels.restore_rows(flight.arriving, layout.begins[group_rows], layout.widths[group_rows], more)
-            self._arrived[source] = flight.step, arrived.add_(more)
+            self._arrived[name] = flight.step, arrived.add_(more)
         out.copy_(arrived)
 
 

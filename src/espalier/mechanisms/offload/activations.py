@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from espalier.mechanisms.offload.host_memory import Streams, streams_of
 from espalier.mechanisms.offload.state_file import TransferMeter, wait_for
 from espalier.plan.axes.offload_tiers import PENDING
-from espalier.recipe.cache_dir import unwritable
+from espalier.recipe.cache_dir import writing
 from espalier.store.cost import pages
 from espalier.store.direct_io import DirectFile, aligned
 from espalier.store.io_queue import IoQueue
@@ -69,10 +69,8 @@ class FilePlaces:
     """A file, which loses its name. A GPU's activations pass through host memory. Has state: the file and its queue."""
 
     def __init__(self, path: Path, device: torch.device, streams: Streams | None = None) -> None:
-        try:
+        with writing(path.parent):
             path.parent.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise unwritable(str(path.parent), error) from error
         self._file, self._queue = DirectFile(path, "create"), IoQueue()
         self._device, self._streams = device, streams or streams_of(device)
         path.unlink()

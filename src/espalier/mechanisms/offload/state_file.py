@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from espalier.plan.axes.offload_layout import AHEAD, BUFFERS, StateExtent
-from espalier.recipe.cache_dir import unwritable
+from espalier.recipe.cache_dir import writing
 from espalier.recipe.errors import RESUME, RunFailed
 from espalier.store.direct_io import DirectFile, aligned, checksum, flat_bytes
 from espalier.store.io_queue import IoQueue
@@ -107,10 +107,8 @@ class StateFile:
         }
         self._queue, self._meter, self._hashing = tier[:3]
         self._names = {extent.offset: name for extent, name in zip(extents, names, strict=True)}
-        try:
+        with writing(path.parent):
             path.parent.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise unwritable(str(path.parent), error) from error
         away = self._away(extents)
         self._begins = dict(
             zip(

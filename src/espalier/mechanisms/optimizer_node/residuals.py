@@ -17,7 +17,7 @@ import xxhash
 from torch import Tensor
 
 from espalier.plan.axes.node_layout import NodeJob
-from espalier.recipe.cache_dir import unwritable
+from espalier.recipe.cache_dir import writing
 from espalier.store.direct_io import bytes_of, reserve
 
 _HASH = 8
@@ -50,12 +50,10 @@ class Residuals:
         self._steps: dict[int, int] = {}
         self._file, self._path = -1, file
         if file is not None:
-            try:
+            with writing(file, _DO):
                 file.parent.mkdir(parents=True, exist_ok=True)
                 self._file = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
                 reserve(self._file, 2 * self._starts[-1])
-            except OSError as error:
-                raise unwritable(file, error, _DO) from error
 
     def of(self, layer: int, step: int) -> Tensor:
         """[numel] what the steps before `step` have left of a layer, to be rewritten and given to `keep`."""
@@ -71,16 +69,13 @@ class Residuals:
         """`values` are what the steps before `step` have left. Raises UserError where they cannot be written."""
         if self._values.get(layer) is not values:  # of a push that is made again
             return
-        if self._file >= 0:
+        if self._path is not None:
             content, at = bytes_of(values), self._at(layer, step)
-            try:
+            with writing(self._path, _DO):
                 os.pwrite(self._file, self._hash(content, step), at)
                 for start, part in _parts(content):
                     if os.pwrite(self._file, part, at + _HASH + start) < len(part):
                         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            except OSError as error:
-                assert self._path is not None
-                raise unwritable(self._path, error, _DO) from error
         self._steps[layer] = step
 
     def lacking(self, step: int) -> bool:

@@ -40,7 +40,7 @@ from espalier.parallel.layer_client import filler, layers_of
 from espalier.plan.axes.node_layout import FlatLayer, NodeJob, outer_method, push_of
 from espalier.plan.base import RoundsState
 from espalier.recipe import Adamw
-from espalier.recipe.cache_dir import unwritable
+from espalier.recipe.cache_dir import writing
 from espalier.recipe.errors import RunFailed, UserError
 from espalier.recipe.serialization import Value
 from espalier.store.state_folder import locked
@@ -197,10 +197,8 @@ def serve(place: NodePlace, channel: dist.ProcessGroup | None, stepped: Callable
     if place.spec.alone and not (place.folder / POSTS).exists():
         raise _gone(place)
     for folder in place.folders:
-        try:
+        with writing(folder, "name another folder in store.path"):
             folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise unwritable(folder, error, "name another folder in store.path") from None
     times = replace(TIMES, unheard=place.spec.pulse.reconnects)
     if place.spec.role == "aggregator":
         return _aggregate(place, jobs, channel, stepped, times)

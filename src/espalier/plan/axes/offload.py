@@ -56,7 +56,7 @@ def rate(kind: DeviceGroup, tier: Tier, free: float | None = None) -> TierRate:
 
 def ways(request: Request, cluster: Cluster) -> list[Offload]:
     """What may wait elsewhere, the least first: on tiers that are pinned, else on those that all machines are known to
-    have. A tier that is pinned for GPUs holds states."""
+    have. A tier that is pinned holds optimizer states, and for GPUs nothing but states."""
     pinned = request.pin.offload
     cuda = any(table.device.kind == "cuda" for table in cluster.nodes)
     used = [table for table in cluster.nodes if (table.device.kind == "cuda") == cuda]
@@ -67,7 +67,8 @@ def ways(request: Request, cluster: Cluster) -> list[Offload]:
     nodes = [NODE] * (pinned in (None, "node") and bool(holding) and all(table.disks for table in holding))
     made = [Offload(optimizer=tier) for tier in tiers]
     if request.profile.heads and request.recompute in (None, "block") and not (cuda and pinned):
-        made += [Offload(optimizer=place, activations=tier) for tier in tiers for place in ("device", tier)]
+        places: tuple[Tier, ...] = ("device",) if pinned is None else ()
+        made += [Offload(optimizer=place, activations=tier) for tier in tiers for place in (*places, tier)]
     return [*made, *(Offload(optimizer=tier, parameters=tier) for tier in tiers), *nodes]
 
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from espalier.kernels.base import operation
 from espalier.kernels.buffer_pool import BUFFERS
 from espalier.recipe import serialization
+from espalier.recipe.cache_dir import writing
 from espalier.recipe.errors import UserError
 from espalier.recipe.foreign_files import parsing
 from espalier.sparse.cbm.build import Deltas, Search, compress
@@ -229,7 +230,8 @@ class CBM:
         says = {"rows": self.shape[0], "columns": self.shape[1], "symmetric": int(self.symmetric)}
         says["automatic"] = int(self.automatic)
         header = {"espalier.cbm": _VERSION} | {name: str(value) for name, value in says.items()}
-        save_file({name: tensor.contiguous().clone() for name, tensor in tensors.items()}, str(path), metadata=header)
+        with writing(path, "name another file"):
+            save_file({name: tensor.contiguous().clone() for name, tensor in tensors.items()}, path, metadata=header)
         serialization.sort_metadata(Path(path))
 
     @classmethod
