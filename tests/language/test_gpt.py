@@ -391,6 +391,6 @@ def test_work_takes_arrays_of_micro_batches(kind, mode):
     many = module.work(DecoderLoad(decoder_shapes.sizes(chosen), 24, np.array([1, 2, 8]), mode, "bf16")).whole
     for index, size in enumerate((1, 2, 8)):
         one = module.work(DecoderLoad(decoder_shapes.sizes(chosen), 24, size, mode, "bf16")).whole
-        for field in ("attention", "moved", "kept", "transient", "forward_flops", "samples", "tokens"):
+        for field in ("attention", "moved", "saved", "transient", "forward_flops", "samples", "tokens"):
             assert getattr(many, field)[index] == getattr(one, field)
         assert many.again[index] == one.again
