@@ -214,7 +214,9 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple | set | frozenset):
         items = [_plain(item) for item in value]
         return [repr(item) if isinstance(item, float) and not isfinite(item) else item for item in items]
-    if value is None or isinstance(value, bool | int | float | str):
+    if isinstance(value, str):
+        return value.encode(errors="backslashreplace").decode()  # halves of characters, of names that are no UTF-8
+    if value is None or isinstance(value, bool | int | float):
         return value
     if hasattr(value, "item") and getattr(value, "ndim", 0) == 0:  # NumPy and torch scalars
         return _plain(value.item())
