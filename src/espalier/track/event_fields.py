@@ -48,8 +48,9 @@ _FORMS = {kind: _form(kind) for kind in _TABLES}
 def misfit(event: dict[str, Any]) -> str:
     """Why a line of a log is no event, as a predicate; empty: it is one."""
     try:
-        msgspec.convert(event, _FORMS.get(str(event["event"]), _Event))
-        return "it has a number of more than 200 digits" if _is_large(event) else ""
+        form = _FORMS.get(str(event["event"]))
+        msgspec.convert(event, form or _Event)
+        return "it has a number of more than 200 digits" if form and _is_large(event) else ""
     except (msgspec.ValidationError, ArithmeticError) as error:
         return printable(error)
 
