@@ -146,7 +146,7 @@ def read(path: str | Path) -> Iterator[Event]:
     with parsing(path, "name the folder of a run (runs/NAME)"):
         lines = Path(path).read_bytes().split(b"\n")
     left_out = []
-    for number, line in enumerate(lines, start=1):
+    for number, line in enumerate(lines, 1):
         if line:
             event = _parse(line)
             reason = misfit(event) if event is not None else "it is no table with the key event"
