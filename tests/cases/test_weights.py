@@ -150,7 +150,7 @@ ODD: dict[str, tuple[Any, str]] = {
     "deep": (DEEP, "nested too deeply"),
     "long": (struct.pack("<IIQ", 9, 4, 2**62), "more than it can hold"),
     "long text": (struct.pack("<IQ", 8, 2**63), "more than it can hold"),
-    "no type": (struct.pack("<I", 99), "cannot be read: 99"),
+    "no type": (struct.pack("<I", 99), "it lacks 99"),
     "no text": (struct.pack("<IQ", 8, 1) + b"\xff", "is not UTF-8"),
 }
 
