@@ -57,5 +57,5 @@ def gguf_of(file: Path, fields: dict[str, Any], tensors: dict[str, tuple[int, ..
     for name, shape in tensors.items():
         header += gguf_text(name) + struct.pack(f"<I{len(shape)}QIQ", len(shape), *shape[::-1], 0, start)
         start += -(-int(np.prod(shape)) * 4 // 32) * 32 * (not overlapping)
-    file.write_bytes(header + bytes(-len(header) % 32) + bytes(start or 4096))
+    file.write_bytes(header + bytes(-len(header) % 32) + bytes(start or 512))
     return file

@@ -185,9 +185,9 @@ def test_what_of_weights_is_not_used_is_named(tmp_path: Path) -> None:
         ({"num_hidden_layers": 1}, "it has 2 layers"),
         ({"num_hidden_layers": 10**9}, "it has 2 layers"),
         ({"hidden_size": 10**9}, "its config.json says"),
-        ({"hidden_size": "64"}, "invalid value: hidden_size = 64"),
+        ({"hidden_size": "64"}, "cannot be read: hidden_size = 64"),
         ({"rope_theta": None, "rope_parameters": {"rope_theta": float("nan")}}, "rope_theta = nan"),
-        ({"num_key_value_heads": 3}, "invalid value"),
+        ({"num_key_value_heads": 3}, "cannot be read: 2 heads"),
     ],
 )
 def test_a_config_that_says_something_else_than_the_weights_is_refused(

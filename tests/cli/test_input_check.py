@@ -38,7 +38,7 @@ def folder(tmp_path_factory):
         ("train recipe.toml train.stepz=7", "train.stepz"),
         ("train recipe.toml data.path=corpsu.txt", "did you mean corpus.txt"),
         ("train graph.toml", "data.path = 'nowhere.csv' does not exist"),
-        ("train nothing.toml", "No recipe at nothing.toml"),
+        ("train nothing.toml", "nothing.toml cannot be read: it is not there"),
         ("plan recipe.toml --cluster nothing.toml", "nothing.toml cannot be read: it is not there"),
         ("predict runs/none text", "There is no run in runs/none"),
         ("export runs/none", "There is no run in runs/none"),

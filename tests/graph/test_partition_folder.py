@@ -91,7 +91,7 @@ def test_a_rank_opens_its_own_part_alone(folder):
         (folder / "part-1.safetensors").unlink(missing_ok=True)
         if channel.rank() != 1:
             return len(partition_folder.read(folder, channel.rank(), channel).halo.owned)
-        with pytest.raises(UserError, match=r"part-1.safetensors cannot be read: No such file"):
+        with pytest.raises(UserError, match=r"part-1.safetensors cannot be read: it is not there"):
             partition_folder.read(folder, 1, channel)
         return 0
 
@@ -125,9 +125,9 @@ def cropped(folder):
     [
         (damaged, "part-0.safetensors is damaged"),
         (cropped, "part-0.safetensors is damaged"),
-        (lambda folder: (folder / "manifest.json").write_text("{"), "is not a manifest"),
-        (lambda folder: (folder / "manifest.json").write_text('{"format": 1}'), "is not a manifest"),
-        (lambda folder: (folder / "manifest.json").unlink(), "holds no partition"),
+        (lambda folder: (folder / "manifest.json").write_text("{"), "manifest.json cannot be read"),
+        (lambda folder: (folder / "manifest.json").write_text('{"format": 1}'), "manifest.json cannot be read"),
+        (lambda folder: (folder / "manifest.json").unlink(), "manifest.json cannot be read: it is not there"),
     ],
 )
 def test_what_cannot_be_read_is_named(tmp_path, change, message):
@@ -195,7 +195,9 @@ def test_nodes_of_another_cut_or_damaged_are_refused(folder, tmp_path):
     with pytest.raises(UserError, match=r"(?s)nodes.safetensors is damaged.*its checksum does not match.*copy it anew"):
         partition_folder.outlined(folder)
     (folder / partition_folder.NODES).unlink()
-    with pytest.raises(UserError, match=r"(?s)nodes.safetensors cannot be read: No such file.*try: copy it here, or"):
+    with pytest.raises(
+        UserError, match=r"(?s)nodes.safetensors cannot be read: it is not there.*try: copy it here, or"
+    ):
         sources.load(config.Data(path=str(folder)), config.GraphOptions())
 
 

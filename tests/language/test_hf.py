@@ -184,7 +184,7 @@ def test_another_context_is_no_difference(tmp_path):
         ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 5e5}}, "longrope"),
         ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5}}, "does not say 'factor'"),
         ({"hidden_size": None}, "hidden_size"),
-        ({"rope_parameters": 3}, "an invalid value"),
+        ({"rope_parameters": 3}, "config.json cannot be read"),
     ],
 )
 def test_a_folder_this_decoder_cannot_take_over_is_refused_by_name(tmp_path, change, named):

@@ -273,7 +273,7 @@ BAD = {
     '[[nodes]]\ndevice = "cpu"\ncores = 2': "does not say its memory",
     '[[nodes]]\ndevice = "H100"\nname = "a"\ncount = 2': "a name is one machine's",
     'pairs = [[0, 9, 1e9, 1e-5, 0.0]]\n[[nodes]]\ndevice = "H100"': "link from 0 to 9",
-    "[[nodes]": "not valid TOML",
+    "[[nodes]": "cannot be read: Expected",
 }
 
 

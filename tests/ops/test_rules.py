@@ -115,7 +115,7 @@ def test_a_users_rules_are_asked_first(tmp_path):
         (GOOD + "unless = '['\n", "unless is not a regular expression"),
         ("rule = 3", "holds no rules"),
         ("", "holds no rules"),
-        ("[[rule", "not TOML"),
+        ("[[rule", "cannot be read"),
     ],
 )
 def test_a_wrong_rule_is_named_with_its_place(tmp_path, text, says):

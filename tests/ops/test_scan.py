@@ -130,7 +130,7 @@ def test_what_is_no_log_is_refused_with_what_it_is(tmp_path, content, says):
 
 
 def test_a_missing_file_and_a_folder_are_named(tmp_path):
-    with pytest.raises(UserError, match="No such file"):
+    with pytest.raises(UserError, match="it is not there"):
         scan.scan(tmp_path / "no.log")
     with pytest.raises(UserError, match="folder"):
         scan.scan(tmp_path)

@@ -380,7 +380,7 @@ def test_images_of_different_sizes_and_missing_alpha_are_named(folder: Path) -> 
     with pytest.raises(UserError, match=r"train_1.png has an alpha channel, and .*train_0.png has none"):
         load(folder)
     (folder / "train_1.png").write_bytes(b"none")
-    with pytest.raises(UserError, match="no image"):
+    with pytest.raises(UserError, match="cannot identify image"):
         load(folder)
 
 

@@ -121,7 +121,7 @@ def report(path: Path) -> Reading:
     from espalier.track import report as reports
     from espalier.track import run_comparison, run_tables
 
-    opened = run_tables.open_run(path)
+    opened = run_tables.RunTables.read(path)
     repr(opened)
     EvalHistory(path / "events.jsonl")
     summary = run_comparison.summary(path)

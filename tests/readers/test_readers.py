@@ -145,6 +145,7 @@ OWN: Mapping[str, str] = {
     "recipe/foreign_files.py": "the edge itself",
     "recipe/import_function.py": "Python files that a recipe names",
     "recipe/records.py": "the records of the package",
+    "recipe/serialization.py": "weights that were just written",
     "evaluate/eval_history.py": "the run log",
     "graph/data/condensed_file.py": "the layers of a run on disk",
     "mechanisms/disk_batches/inference.py": "the layers of a run on disk",

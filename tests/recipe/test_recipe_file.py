@@ -276,7 +276,7 @@ def test_files_that_cannot_be_read_are_the_users_mistake(tmp_path: Path) -> None
             recipe_file.load(tmp_path / name)
         return str(error.value)
 
-    assert "No recipe at" in said(None, "absent.toml")
+    assert "absent.toml cannot be read: it is not there" in said(None, "absent.toml")
     assert "not UTF-8" in said(b"name = '\xff'")
     assert "not valid TOML" in said(b"name = ")
     assert "not valid TOML" in said(b"name = " + b"1" * 5000)

@@ -17,7 +17,7 @@ from made import PLAN, RECIPE
 from espalier.evaluate.eval_history import EvalHistory
 from espalier.track import events, report, run_comparison
 from espalier.track.event_fields import misfit
-from espalier.track.run_tables import open_run
+from espalier.track.run_tables import RunTables
 
 NODE = {"pulled": 5, "pushed": 6, "stalled": 0.1, "read": 7, "written": 8}
 MOVED = {"disk": {"read": 10, "written": 20, "stalled": 0.5}}
@@ -93,7 +93,7 @@ def written(folder: Path, log: list[Any]) -> None:
 
 def views(folder: Path) -> str:
     """Everything that shows a run; the text of its page."""
-    run = open_run(folder)
+    run = RunTables.read(folder)
     repr(run)
     run_comparison.row(run_comparison.summary(folder))
     EvalHistory(folder / events.NAME)

@@ -93,7 +93,7 @@ class RunIdentity(msgspec.Struct, frozen=True):
 
 def new(name: str, host: str, meaning: str) -> RunIdentity:
     """The identity of a run that begins now."""
-    stamp = RunStamp(secrets.token_hex(_ID_BYTES), name, host, time.time(), meaning)
+    stamp = RunStamp(secrets.token_hex(_ID_BYTES), printable(name), host, time.time(), meaning)
     return RunIdentity(stamp, (meaning,))
 
 

@@ -114,7 +114,7 @@ def opened(file: Path) -> tuple[Mapping[str, Any], list[tuple[str, NDArray[Any]]
     header = gguf_header.read(file)
     refuse_large(printable(file), sum(math.prod(place.shape) for place in header.tensors) * 8)
     if sum(_stored_size(place, package) for place in header.tensors) > len(header.content):
-        raise UserError(f"{printable(file)} is damaged: its tensors overlap.", do=AGAIN)
+        raise UserError(f"{printable(file)} is cut off, or its tensors overlap.", do=AGAIN)
     return header.fields, [(place.name, _values(file, place, header.content, package)) for place in header.tensors]
 
 

@@ -174,7 +174,7 @@ def _single(data: Data, place: Path) -> Listing:
 
 
 def _origin(data: Data, where: str) -> str:
-    return msgspec.json.encode([where, data.field]).decode()
+    return msgspec.json.encode([printable(where, len(where)), data.field]).decode()
 
 
 def _folder(root: Path, wanted: Callable[[str], bool]) -> Found:

@@ -37,7 +37,7 @@ def write_atomic(path: Path, content: str | bytes) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with open(temporary, "wb") as file:
-            file.write(content.encode() if isinstance(content, str) else content)
+            file.write(content.encode(errors="backslashreplace") if isinstance(content, str) else content)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)

@@ -49,7 +49,7 @@ def parsing(path: str | Path, do: str) -> Iterator[None]:
     except OSError as error:
         raise UserError(f"{printable(path)} cannot be read: {printable(error.strerror or error)}.", do=do) from None
     except Exception as error:  # parsers have no common base of their errors
-        reason = printable(error) or type(error).__name__
+        reason = f"it lacks {error}" if isinstance(error, KeyError) else printable(error) or type(error).__name__
         raise UserError(f"{printable(path)} cannot be read: {reason.rstrip('.')}.", do=do) from None
 
 

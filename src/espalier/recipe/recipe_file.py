@@ -72,8 +72,10 @@ def without_none(value: Any) -> Any:
 
 
 def dump(recipe: config.Recipe) -> str:
-    """The recipe as TOML text; `load` of it gives the same recipe."""
-    return tomli_w.dumps(to_table(recipe))
+    """The recipe as TOML text; `load` of it gives the same recipe. Raises UserError for a path that is not UTF-8."""
+    table = to_table(recipe)
+    _refuse_odd_values(table, "The recipe")
+    return tomli_w.dumps(table)
 
 
 def changed(before: config.Recipe, after: config.Recipe) -> list[tuple[str, Any, Any]]:
@@ -97,8 +99,6 @@ def meaning(recipe: config.Recipe) -> dict[str, Any]:
 
 
 def _read(file: Path) -> Table:
-    if not file.exists():
-        raise UserError(f"No recipe at {file}.", do="espalier train examples/language.toml")
     if file.is_dir():
         inside = file / "run.toml"
         do = f"{inside}, the recipe of that run" if inside.exists() else "name a recipe in it"
@@ -200,7 +200,7 @@ def _refuse_odd_values(table: Table, origin: str) -> None:
             if isinstance(item, int) and not -(2**63) <= item < 2**63:
                 raise UserError(f"{origin}: {key} is a number of more than 64 bits.", do="give a smaller one")
             if isinstance(item, str) and item.encode(errors="ignore").decode() != item:
-                raise UserError(f"{origin}: {key} is not UTF-8 text: {item!r}.", do="save it as UTF-8")
+                raise UserError(f"{origin}: {key} is not UTF-8 text: {item!r}.", do="save or name it as UTF-8")
 
 
 def _same(left: Any, right: Any) -> bool:

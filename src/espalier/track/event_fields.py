@@ -32,11 +32,12 @@ class _Event(msgspec.Struct, kw_only=True):
 def _form(kind: str) -> Any:
     """The struct of a table."""
     table = _TABLES[kind]
-    fields = [(name, _KINDS[form]) for form in _KINDS for name in table.get(form, ())]
-    needed = table.get("needed", ())
-    optional = [(name, form | None, None) for name, form in fields if name not in needed]
-    required = [field for field in fields if field[0] in needed]
-    return msgspec.defstruct(kind, [*required, *optional], bases=(_Event,), kw_only=True)
+    fields: list[Any] = [
+        (name, form) if name in table.get("needed", ()) else (name, form | None, None)
+        for word, form in _KINDS.items()
+        for name in table.get(word, ())
+    ]
+    return msgspec.defstruct(kind, fields, bases=(_Event,), kw_only=True)
 
 
 _TABLES = data_table(__file__)
@@ -47,8 +48,9 @@ _FORMS = {kind: _form(kind) for kind in _TABLES}
 def misfit(event: dict[str, Any]) -> str:
     """Why a line of a log is no event, as a predicate; empty: it is one."""
     try:
-        msgspec.convert(event, _FORMS.get(str(event["event"]), _Event))
-        return "it has a number of more than 200 digits" if _is_large(event) else ""
+        form = _FORMS.get(str(event["event"]))
+        msgspec.convert(event, form or _Event)
+        return "it has a number of more than 200 digits" if form and _is_large(event) else ""
     except (msgspec.ValidationError, ArithmeticError) as error:
         return printable(error)
 

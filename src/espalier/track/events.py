@@ -146,7 +146,7 @@ def read(path: str | Path) -> Iterator[Event]:
     with parsing(path, "name the folder of a run (runs/NAME)"):
         lines = Path(path).read_bytes().split(b"\n")
     left_out = []
-    for number, line in enumerate(lines, start=1):
+    for number, line in enumerate(lines, 1):
         if line:
             event = _parse(line)
             reason = misfit(event) if event is not None else "it is no table with the key event"
@@ -214,7 +214,9 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple | set | frozenset):
         items = [_plain(item) for item in value]
         return [repr(item) if isinstance(item, float) and not isfinite(item) else item for item in items]
-    if value is None or isinstance(value, bool | int | float | str):
+    if isinstance(value, str):
+        return value.encode(errors="backslashreplace").decode()  # halves of characters, of names that are no UTF-8
+    if value is None or isinstance(value, bool | int | float):
         return value
     if hasattr(value, "item") and getattr(value, "ndim", 0) == 0:  # NumPy and torch scalars
         return _plain(value.item())

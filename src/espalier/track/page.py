@@ -1,6 +1,6 @@
 """HTML pages of one look: run report, plan, job trace. Each is one file without outside resources, dark and light.
 
-Each fills the blocks of page.html.j2. What a template is given is escaped.
+Each fills the blocks of page.html.j2. What a template is given is escaped, control characters as on terminals.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from markupsafe import Markup, escape
 
 from espalier.recipe import units
+from espalier.recipe.terminal import visible
 
 
 class Figure(NamedTuple):
@@ -26,7 +27,7 @@ class Figure(NamedTuple):
 
 def render(template: str, **values: Any) -> str:
     """The page of a template, which is named by its place in the package."""
-    return str(environment().get_template(template).render(values))
+    return visible(environment().get_template(template).render(values))
 
 
 @cache

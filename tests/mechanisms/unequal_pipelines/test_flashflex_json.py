@@ -94,7 +94,7 @@ def test_samples_and_micro_batches_of_the_file_are_kept(planned: Planned) -> Non
         ({"global_bsz": [12]}, "12 samples, and a step has 24"),
         ({"global_bsz": [24], "chunks": [7]}, "micro-batches of 3.42857 samples"),
         ({"hetero_configs": [[]]}, "has no stage"),
-        ({"hetero_configs": "[[1]]"}, "holds no pipelines"),
+        ({"hetero_configs": "[[1]]"}, "cannot be read"),
     ],
 )
 def test_what_cannot_be_is_refused_by_name(planned: Planned, change: dict[str, Any], what: str) -> None:

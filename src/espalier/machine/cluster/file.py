@@ -250,7 +250,7 @@ def _check_device(it: Device, where: str) -> None:
 
 
 def _check_links(cluster: Cluster, origin: str) -> None:
-    places = cluster.devices() if cluster.pairs else []
+    places = cluster.devices()
     for pair in cluster.pairs:
         if not (0 <= pair.a < len(places) and 0 <= pair.b < len(places)) or pair.a == pair.b:
             raise UserError(
