@@ -150,20 +150,6 @@ def test_unequal_workers_are_weighted_by_their_samples(push: str) -> None:
     assert all(abs(mine - its) <= tolerance * its for mine, its in zip(found[0], norms, strict=True))
 
 
-def test_parameters_are_pulled_in_bf16_and_moved_in_fp32() -> None:
-    one = job(pull="bf16")
-    plain = Plain(one)
-    with node(one) as (_, address):
-        worker = client(address, one)
-        for step in range(4):
-            assert equal(pulled(worker, step), [values.bfloat16().float() for values in plain.parameters()])
-            gradients = [gradient(one, layer, step) for layer in range(3)]
-            push_all(worker, step, gradients)
-            worker.move(step, 1.0, 1.0)
-            plain.step(gradients)
-        worker.close()
-
-
 def test_error_feedback_makes_sums_of_int8_gradients_right_in_the_long_run() -> None:
     """Of a gradient that stays the same, the sum of what arrives is off by one step's rounding, not by one a step."""
     one = job(push="int8", layers=(FlatLayer("only", (("bias", (300,)),)),))

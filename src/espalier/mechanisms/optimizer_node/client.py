@@ -24,7 +24,6 @@ from espalier.mechanisms.optimizer_node import fixed_point, wire
 from espalier.mechanisms.optimizer_node.reduction import SharedExponents
 from espalier.mechanisms.optimizer_node.residuals import Residuals
 from espalier.mechanisms.optimizer_node.session import Session, reach
-from espalier.mechanisms.optimizer_node.state_file import PULLED
 from espalier.mechanisms.optimizer_node.wire import RAW, Address, Frame, FrameKind, Times, packed
 from espalier.parallel.layer_client import StepLost, step_lost
 from espalier.plan.axes.node_layout import BITS, LayerChunk, NodeJob
@@ -436,11 +435,10 @@ class _NodeConnection(Session):
     # What arrives
 
     def buffer(self, frame: Frame, size: int) -> memoryview:
-        """Parameters go straight to where they are wanted, if they have the same form there."""
+        """Parameters go straight to where they are wanted, if they can."""
         if frame.kind == FrameKind.PARAMETERS:
             out = self._wanted(frame)
-            same = out.dtype == PULLED[self.job.pull] and out.is_contiguous()
-            if out.device.type == "cpu" and same:
+            if out.device.type == "cpu" and out.is_contiguous():
                 return bytes_of(out)
         return super().buffer(frame, size)
 
@@ -448,7 +446,7 @@ class _NodeConnection(Session):
         """An answer of the node."""
         if frame.kind == FrameKind.PARAMETERS:
             out = self._wanted(frame)
-            values = torch.frombuffer(frame.payload, dtype=PULLED[self.job.pull])
+            values = torch.frombuffer(frame.payload, dtype=torch.float32)
             if values.data_ptr() != out.data_ptr():
                 out.copy_(values)
             pulls = self._pulls[frame.layer, frame.step]

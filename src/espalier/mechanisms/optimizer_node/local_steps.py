@@ -25,7 +25,7 @@ from torch import Tensor
 from espalier.comm.base import Traffic
 from espalier.mechanisms.optimizer_node.chunk_update import update
 from espalier.mechanisms.optimizer_node.client import Client
-from espalier.mechanisms.optimizer_node.state_file import ChunkState, StateEntries, open_state, open_sums
+from espalier.mechanisms.optimizer_node.state_file import ChunkState, open_state, open_sums
 from espalier.parallel.layer_client import StepLost, step_lost
 from espalier.plan.axes.node_cost import PUSHES
 from espalier.recipe.errors import UserError
@@ -65,7 +65,7 @@ class LocalSteps:
         sizes[_CLOCK] = 16
         self._state = open_state(folder, self.job, lambda _, flat: flat.zero_(), sizes)
         self._sums = open_sums(folder, self.job)
-        self._buffers = ChunkState(self.job.largest, StateEntries(self.job))
+        self._buffers = ChunkState(self.job.largest)
         self._norms: dict[int, list[Tensor]] = {}
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="local steps")
         self._moved = (0.0, 0, 0)

@@ -24,7 +24,7 @@ from torch import Tensor
 from espalier.mechanisms.optimizer_node import fixed_point
 from espalier.mechanisms.optimizer_node.chunk_update import update
 from espalier.mechanisms.optimizer_node.reduction import Member, ReductionServer, RoundEnd, SumSlot
-from espalier.mechanisms.optimizer_node.state_file import ChunkState, StateEntries, keep_totals, totals_of
+from espalier.mechanisms.optimizer_node.state_file import ChunkState, keep_totals, totals_of
 from espalier.mechanisms.optimizer_node.wire import Frame, FrameKind, Greeting, Times, packed
 from espalier.plan.axes.node_layout import BITS, LayerChunk, NodeJob
 from espalier.recipe import serialization
@@ -124,11 +124,10 @@ class OptimizerNode(ReductionServer):
         super().__init__(job, door, token, times)
         self.state, self._sums = files
         self.replica: Any = None
-        self._entries = StateEntries(job)
         self._reading, self._computing, self._writing = _Queue(), _Queue(), _Queue()
         self._free: SimpleQueue[ChunkState | None] = SimpleQueue()
         for _ in range(DEPTH):
-            self._free.put(ChunkState(self.largest, self._entries))
+            self._free.put(ChunkState(self.largest))
         self._step = self.ends[0] = NodeStep(0, number=self.state.step)
         self._pulls: dict[int, SimpleQueue[Frame]] = {}
         self._counted = self._moved()
@@ -137,13 +136,6 @@ class OptimizerNode(ReductionServer):
         """Bytes read from and written to the disk so far."""
         state, sums = self.state, self._sums
         return state.read_bytes + sums.read_bytes, state.written_bytes + sums.written_bytes
-
-    def buffers(self, workers: int) -> int:
-        """Bytes of all rings while so many workers are there: what the node holds, whatever the
-        size of the model."""
-        width = self._entries.width
-        each = 4 * len(self.slots) + DEPTH * (4 + self._entries.moments + width)
-        return self.largest * (each + workers * (4 + SENDING * width))
 
     def start(self) -> Self:
         """See ReductionServer."""
@@ -379,10 +371,10 @@ class OptimizerNode(ReductionServer):
 
     def _send(self, member: Member, requests: SimpleQueue[Frame]) -> None:
         """Answers the pulls of one worker, until it has gone."""
-        link, width = member.links["control"], self._entries.width
+        link = member.links["control"]
         free: SimpleQueue[Tensor] = SimpleQueue()
         for _ in range(SENDING):
-            free.put(aligned(self.largest * width))
+            free.put(aligned(4 * self.largest))
         while link.error is None and not self.closed:
             try:
                 frame = requests.get(timeout=1.0)
@@ -397,12 +389,11 @@ class OptimizerNode(ReductionServer):
                     self._send_chunk(member, chunk, frame.step, free)
 
     def _send_chunk(self, member: Member, chunk: LayerChunk, step: int, free: SimpleQueue[Tensor]) -> None:
-        buffer, width = free.get(), self._entries.width
+        buffer = free.get()
         self.state.read(f"{chunk.name}/parameters", buffer)
         if self.state.step != step:
             error = f"Worker {member.rank} pulled layer {chunk.layer} of step {step} after step {step} ended."
             member.fail(RunFailed(error))
-        payload = buffer.numpy().data[: chunk.elements * width]
-        place = chunk.layer, step, chunk.index, width
-        frame = Frame(FrameKind.PARAMETERS, *place, payload=payload)
+        payload = buffer.numpy().data[: 4 * chunk.elements]
+        frame = Frame(FrameKind.PARAMETERS, chunk.layer, step, chunk.index, payload=payload)
         member.send(frame, lambda: free.put(buffer))

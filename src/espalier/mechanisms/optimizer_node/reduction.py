@@ -500,7 +500,6 @@ def summary(job: NodeJob) -> dict[str, str]:
     return {
         "layers": f"{len(job.layers)} layers of {elements:,} elements ({digest})",
         "push": job.push,
-        "pull": job.pull,
         "chunk": str(job.chunk),
         "outer": str(job.outer),
     }

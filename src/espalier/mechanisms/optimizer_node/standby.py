@@ -21,7 +21,7 @@ from torch import Tensor
 from espalier.mechanisms.optimizer_node.node import OptimizerNode
 from espalier.mechanisms.optimizer_node.reduction import Member
 from espalier.mechanisms.optimizer_node.session import Session, reach
-from espalier.mechanisms.optimizer_node.state_file import StateEntries
+from espalier.mechanisms.optimizer_node.state_file import entry_sizes
 from espalier.mechanisms.optimizer_node.wire import RAW, Address, Frame, FrameKind, Greeting, Times
 from espalier.parallel.layer_client import StepLost
 from espalier.plan.axes.node_layout import LayerChunk, NodeJob
@@ -70,7 +70,7 @@ class Standby(OptimizerNode):
         if frame.kind != FrameKind.STATE:
             super().request(member, frame)
         elif frame.width:
-            name = list(self._entries.sizes())[frame.layer]
+            name = list(entry_sizes(self.job))[frame.layer]
             self.state.write(name, torch.frombuffer(frame.payload, dtype=torch.uint8))
         else:
             with self.lock:
@@ -123,7 +123,7 @@ class Replica:
 
     def _copy(self, state: Generations, session: Session) -> None:
         control = session.links["control"]
-        for number, (name, size) in enumerate(StateEntries(self.job).sizes().items()):
+        for number, (name, size) in enumerate(entry_sizes(self.job).items()):
             buffer = torch.empty(size, dtype=torch.uint8)
             state.read(name, buffer)
             payload = buffer.numpy().data
