@@ -225,6 +225,6 @@ def test_without_room_for_what_rounding_leaves_8_bit_gradients_are_rounded_at_ra
             assert told[0][1].sub(exact).abs().max() < 0.02 * exact.max()
             for worker in workers:
                 worker.move(step, 1.0, 1.0)
-        assert [len(worker._residuals) for worker in workers] == [3, 0]
+        assert [len(worker.residuals._values) for worker in workers] == [3, 0]
         for worker in workers:
             worker.close()

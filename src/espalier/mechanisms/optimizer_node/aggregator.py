@@ -10,7 +10,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from queue import SimpleQueue
 
 import torch
@@ -266,11 +266,10 @@ class _SiteSession(Session):
 
     def __init__(self, aggregator: Aggregator, address: Address, run: Greeting) -> None:
         self.aggregator = aggregator
-        times, job = aggregator.times, aggregator.job
-        if len(aggregator.addresses) > 1:
-            times = replace(times, patience=times.silence)
+        job, node = aggregator.job, (address, aggregator.token)
         greeting = run | {"rank": -1 - aggregator.site, "workers": job.workers}
-        super().__init__(aggregator.name, times, (address, aggregator.token), job, greeting)
+        standby = len(aggregator.addresses) > 1
+        super().__init__(aggregator.name, aggregator.times, node, job, greeting, standby)
 
     def deliver(self, frame: Frame) -> None:
         """See Peer."""

@@ -300,11 +300,8 @@ class _NodeConnection(Session):
     def __init__(self, client: Client, node: int, address: Address, run: wire.Greeting) -> None:
         self.client, self.job = client, client.part(node)
         self._standby = len(client._addresses[node]) > 1
-        times = client.times
-        if self._standby:
-            times = replace(times, patience=times.silence)
-        greeting = run | {"rank": client.rank, "workers": 1}
-        super().__init__(client.name, times, (address, client.token), self.job, greeting)
+        greeting, place = run | {"rank": client.rank, "workers": 1}, (address, client.token)
+        super().__init__(client.name, client.times, place, self.job, greeting, self._standby)
         self.chunks = self.job.chunks
         self.round = 0
         self.preparing: SimpleQueue[NodeTransfer | None] = SimpleQueue()

@@ -24,7 +24,6 @@ from torch import Tensor
 
 from espalier.mechanisms.optimizer_node import fixed_point, wire
 from espalier.mechanisms.optimizer_node.wire import RAW, Frame, FrameKind, FrameLink, Peer, Times
-from espalier.plan.axes.flow_control import MinimumTable
 from espalier.plan.axes.node_layout import LayerChunk, NodeJob
 from espalier.recipe.errors import EspalierError, RunFailed, UserError, words_of
 
@@ -163,7 +162,7 @@ class ReductionServer(ABC):
         self.complete = self.gathered = self.closed = False
         self.asked = time.monotonic()
         self.error: EspalierError | None = None
-        self._table = MinimumTable()
+        self._acks: dict[int, int] = {}  # of each member, the number of the frame that it pushes next
         self._proposals: dict[tuple[int, int], dict[int, SharedExponents]] = {}
         self._handed = self._freed = 0
         self._cluster = ""
@@ -315,7 +314,7 @@ class ReductionServer(ABC):
         push.room = None
         push.grant(max(self._freed, first * self.each) + len(self.slots))
         self.members[member.rank] = member
-        self._table.add(member.rank, first * self.each)
+        self._acks[member.rank] = first * self.each
         for link in member.links.values():
             link.start()
         workers = sum(member.workers for member in self.members.values())
@@ -344,7 +343,7 @@ class ReductionServer(ABC):
                     self.incarnation = secrets.token_hex(8)
                 else:
                     del self.members[member.rank]
-                    self._table.remove(member.rank)
+                    del self._acks[member.rank]
                     self.gathered = self.gathered and not self.complete
                     self._review()
         member.close()
@@ -365,7 +364,7 @@ class ReductionServer(ABC):
         """All members, and what they pushed. They will notice, and come again."""
         with self.lock:
             gone, self.members = list(self.members.values()), {}
-            self._table = MinimumTable()
+            self._acks.clear()
             self._proposals.clear()
             self.agreed.clear()
             self.gathered, self._cluster = False, ""
@@ -454,11 +453,11 @@ class ReductionServer(ABC):
             slot.weight += frame.count
         with self.lock:
             if self.members.get(member.rank) is member:
-                self._table.heard(member.rank, number + 1)
+                self._acks[member.rank] = number + 1
                 self._hand_over()
 
     def _hand_over(self) -> None:
-        while self._handed < self._table.minimum():
+        while self._handed < min(self._acks.values(), default=0):
             self.slots[self._handed % len(self.slots)].complete.set()
             self._handed += 1
 
