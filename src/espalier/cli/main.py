@@ -66,17 +66,26 @@ ARGUMENTS: tuple[Argument, ...] = (
         "--step",
         {"type": int, "required": True, "metavar": "N", "help": "the step, as the report counts"},
     ),
-    ("init", "paths", {"nargs": "+", "metavar": "PATH", "help": "a file or folder, python:stdlib, hf:NAME …"}),
+    (
+        "init",
+        "paths",
+        {"nargs": "+", "metavar": "PATH", "help": "a file or folder, python:stdlib, hf:NAME …"},
+    ),
     ("init", "--out", {"default": "recipe.toml", "help": "file to write (default recipe.toml)"}),
     ("probe", "--out", {"default": "cluster.toml", "help": "file to write (default cluster.toml)"}),
     ("probe", "--disk", {"default": ".", "help": "folder whose disk is measured (default: here)"}),
-    ("train probe", "--hosts", {"help": "a,b,user@c:2 (ranks), or @FILE: run on these hosts over ssh (docs/hosts.md)"}),
+    (
+        "train probe",
+        "--hosts",
+        {"help": "a,b,user@c:2 (ranks), or @FILE: run on these hosts over ssh (docs/hosts.md)"},
+    ),
     (
         "train",
         "--slurm",
         {
             "metavar": "OPTIONS",
-            "help": 'submit it as a batch job, with options of sbatch, such as "nodes=2 time=4:00:00"',
+            "help": "submit it as a batch job, with options of sbatch, "
+            'such as "nodes=2 time=4:00:00"',
         },
     ),
     (
@@ -102,12 +111,19 @@ ARGUMENTS: tuple[Argument, ...] = (
     (
         "train",
         "--from",
-        {"dest": "source", "metavar": "RUN", "help": "begin another run with the newest checkpoint of the run in RUN"},
+        {
+            "dest": "source",
+            "metavar": "RUN",
+            "help": "begin another run with the newest checkpoint of the run in RUN",
+        },
     ),
     (
         "eval",
         "--watch",
-        {"action": "store_true", "help": "evaluate checkpoints as they come, beside training, until the run is done"},
+        {
+            "action": "store_true",
+            "help": "evaluate checkpoints as they come, beside training, until the run is done",
+        },
     ),
     (
         "eval",
@@ -119,16 +135,42 @@ ARGUMENTS: tuple[Argument, ...] = (
             "help": "also multiple-choice questions in a JSONL file, or lm-eval:TASK (docs/evaluate.md)",
         },
     ),
-    ("eval", "--workers", {"type": int, "metavar": "N", "help": "inference processes (default: one for each core)"}),
-    ("eval", "--data", {"metavar": "PATH", "help": "evaluate on the held-out part of this data instead of the run's"}),
-    ("predict", "--data", {"metavar": "PATH", "help": "of a graph: predict for this data instead of the run's"}),
+    (
+        "eval",
+        "--workers",
+        {"type": int, "metavar": "N", "help": "inference processes (default: one for each core)"},
+    ),
+    (
+        "eval",
+        "--data",
+        {
+            "metavar": "PATH",
+            "help": "evaluate on the held-out part of this data instead of the run's",
+        },
+    ),
+    (
+        "predict",
+        "--data",
+        {"metavar": "PATH", "help": "of a graph: predict for this data instead of the run's"},
+    ),
     (
         "report",
         "--trace",
-        {"metavar": "FILE", "help": "of a cluster's jobs: Acme's columns, sacct -P, or a folder of runs"},
+        {
+            "metavar": "FILE",
+            "help": "of a cluster's jobs: Acme's columns, sacct -P, or a folder of runs",
+        },
     ),
-    ("report", "--serve", {"action": "store_true", "help": "show the run live on this machine's loopback"}),
-    ("report", "--port", {"type": int, "default": 0, "help": "port for --serve (default: any free one)"}),
+    (
+        "report",
+        "--serve",
+        {"action": "store_true", "help": "show the run live on this machine's loopback"},
+    ),
+    (
+        "report",
+        "--port",
+        {"type": int, "default": 0, "help": "port for --serve (default: any free one)"},
+    ),
     (
         "export",
         "--to",
@@ -138,14 +180,25 @@ ARGUMENTS: tuple[Argument, ...] = (
             "of graphs embeddings, packed (few bits)",
         },
     ),
-    ("export", "--merge", {"action": "store_true", "help": "whole weights, with the adapters in them"}),
+    (
+        "export",
+        "--merge",
+        {"action": "store_true", "help": "whole weights, with the adapters in them"},
+    ),
     (
         "export",
         "--no-bos",
-        {"action": "store_true", "help": "of text: the exported tokenizer puts nothing before a text"},
+        {
+            "action": "store_true",
+            "help": "of text: the exported tokenizer puts nothing before a text",
+        },
     ),
     ("export", "--out", {"help": "folder to write (default RUN/export-FORMAT)"}),
-    ("explain", "names", {"nargs": "*", "metavar": "NAME", "help": "systems, such as amsp (default: all twenty)"}),
+    (
+        "explain",
+        "names",
+        {"nargs": "*", "metavar": "NAME", "help": "systems, such as amsp (default: all twenty)"},
+    ),
     ("explain", "--energy", {"action": "store_true", "help": "of runs: joules of an inference"}),
     ("diagnose", "logs", {"nargs": "+", "metavar": "LOG", "help": "logs, or a run's folder"}),
     ("diagnose", "--rules", {"metavar": "FILE", "help": "rules and incidents of your own"}),
@@ -157,10 +210,15 @@ ARGUMENTS: tuple[Argument, ...] = (
             "action": "append",
             "default": [],
             "metavar": "KEY=VALUE",
-            "help": "also plan for a changed cluster (links.between=25Gbit/s, nodes.count=4) or option (model.depth=12)",
+            "help": "also plan for a changed cluster (links.between=25Gbit/s, nodes.count=4) "
+            "or option (model.depth=12)",
         },
     ),
-    ("plan", "--html", {"metavar": "FILE", "help": "write a page with the trade-off of time against memory"}),
+    (
+        "plan",
+        "--html",
+        {"metavar": "FILE", "help": "write a page with the trade-off of time against memory"},
+    ),
     (
         "plan",
         "--parts",
@@ -169,25 +227,68 @@ ARGUMENTS: tuple[Argument, ...] = (
             "help": "of a graph: write the part of each rank (src/espalier/mechanisms/halo_exchange/README.md)",
         },
     ),
-    ("plan", "--calibrate-on", {"metavar": "FILE", "help": "measured steps, or a run folder, to learn from"}),
-    ("plan", "--score", {"metavar": "FILE", "help": "compare predictions with the measured steps in FILE (no recipe)"}),
-    ("plan", "--out", {"metavar": "FILE", "help": "where --score writes its rows (default FILE.scored.…)"}),
+    (
+        "plan",
+        "--calibrate-on",
+        {"metavar": "FILE", "help": "measured steps, or a run folder, to learn from"},
+    ),
+    (
+        "plan",
+        "--score",
+        {
+            "metavar": "FILE",
+            "help": "compare predictions with the measured steps in FILE (no recipe)",
+        },
+    ),
+    (
+        "plan",
+        "--out",
+        {"metavar": "FILE", "help": "where --score writes its rows (default FILE.scored.…)"},
+    ),
     (
         "predict",
         "input",
         {
             "nargs": "?",
-            "help": "text to go on from; of a graph: nodes, pairs or graphs (default all); of a scene: cameras in a file, "
-            "or a test view's number; @FILE; -: each line of stdin",
+            "help": "text to go on from; of a graph: nodes, pairs or graphs (default all); "
+            "of a scene: cameras in a file, or a test view's number; @FILE; -: each line of stdin",
         },
     ),
-    ("predict", "--turntable", {"metavar": "GIF", "help": "of a scene: write an animation of a way round it"}),
-    ("predict", "--chat", {"action": "store_true", "help": "a chat: lines of the terminal, until Ctrl-D"}),
-    ("predict", "--serve", {"action": "store_true", "help": "answer OpenAI's protocol on loopback"}),
-    ("predict", "--port", {"type": int, "default": 0, "help": "port for --serve (default: any free one)"}),
-    ("predict", "--tokens", {"type": int, "default": 200, "help": "tokens to generate (default 200)"}),
-    ("predict", "--temperature", {"type": float, "default": 0.0, "help": "0 takes the likeliest (default)"}),
-    ("predict", "--top-k", {"type": int, "help": "sample among the k likeliest only; links of a node"}),
+    (
+        "predict",
+        "--turntable",
+        {"metavar": "GIF", "help": "of a scene: write an animation of a way round it"},
+    ),
+    (
+        "predict",
+        "--chat",
+        {"action": "store_true", "help": "a chat: lines of the terminal, until Ctrl-D"},
+    ),
+    (
+        "predict",
+        "--serve",
+        {"action": "store_true", "help": "answer OpenAI's protocol on loopback"},
+    ),
+    (
+        "predict",
+        "--port",
+        {"type": int, "default": 0, "help": "port for --serve (default: any free one)"},
+    ),
+    (
+        "predict",
+        "--tokens",
+        {"type": int, "default": 200, "help": "tokens to generate (default 200)"},
+    ),
+    (
+        "predict",
+        "--temperature",
+        {"type": float, "default": 0.0, "help": "0 takes the likeliest (default)"},
+    ),
+    (
+        "predict",
+        "--top-k",
+        {"type": int, "help": "sample among the k likeliest only; links of a node"},
+    ),
     ("predict", "--seed", {"type": int, "default": 0, "help": "of the sampling (default 0)"}),
 )
 
@@ -195,15 +296,20 @@ ARGUMENTS: tuple[Argument, ...] = (
 def parser() -> argparse.ArgumentParser:
     """The whole command line."""
     top = argparse.ArgumentParser(
-        prog="espalier", description="Trains large models on the hardware you actually have.", allow_abbrev=False
+        prog="espalier",
+        description="Trains large models on the hardware you actually have.",
+        allow_abbrev=False,
     )
     top.add_argument("--version", action="store_true", help="print versions and end")
     verbs = top.add_subparsers(dest="verb", metavar="VERB")
     made = {
-        name: verbs.add_parser(name, help=text, description=text, allow_abbrev=False) for name, text in VERBS.items()
+        name: verbs.add_parser(name, help=text, description=text, allow_abbrev=False)
+        for name, text in VERBS.items()
     }
     for verb in made.values():
-        verb.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+        verb.add_argument(
+            "--json", action="store_true", help="print one JSON object instead of text"
+        )
     for names, flag, options in ARGUMENTS:
         for name in names.split():
             made[name].add_argument(flag, **options)
@@ -225,7 +331,9 @@ def main(argv: Sequence[str] | None = None, begin: Callable[[], None] = lambda: 
     changes = [word for word in rest if "=" in word and not word.startswith("-")]
     if len(changes) < len(rest) or (rest and not hasattr(arguments, "overrides")):
         word = next((word for word in rest if word not in changes), rest[0])
-        _unknown(top, word, [f"--{name.replace('_', '-')}" for name in vars(arguments) if name != "verb"])
+        _unknown(
+            top, word, [f"--{name.replace('_', '-')}" for name in vars(arguments) if name != "verb"]
+        )
     if rest:  # changes may stand behind options as well
         arguments.overrides = [*arguments.overrides, *changes]
     if arguments.version:
@@ -260,8 +368,12 @@ def _checked(arguments: argparse.Namespace) -> Callable[[argparse.Namespace], in
     importlib.import_module("espalier.cli.input_check").check(arguments)  # before torch is imported
     if getattr(arguments, "source", None) is not None:
         importlib.import_module("espalier.cli.run_fork").fork(arguments)
-    verb = next((name for key, name in LAUNCHERS.items() if getattr(arguments, key, None) is not None), None)
-    run: Callable[[argparse.Namespace], int] = importlib.import_module(f"espalier.cli.{verb or arguments.verb}").run
+    verb = next(
+        (name for key, name in LAUNCHERS.items() if getattr(arguments, key, None) is not None), None
+    )
+    run: Callable[[argparse.Namespace], int] = importlib.import_module(
+        f"espalier.cli.{verb or arguments.verb}"
+    ).run
     return run
 
 

@@ -197,7 +197,6 @@ class LocalAgent(Agent):
 
     @property
     def children(self) -> list[Child]:
-        """See `Agent.children`."""
         return self.signals.children
 
     @property
@@ -217,7 +216,6 @@ class LocalAgent(Agent):
             raise
 
     def take(self, shape: RunShape) -> Sequence[RankSpec]:
-        """See `Agent.take`."""
         self.task = shape.task
         return shape.places
 
@@ -247,7 +245,6 @@ class LocalAgent(Agent):
             child.close()  # last: one that waits for a disk is gone only when that has answered
 
     def revive(self, gone: Child) -> None:
-        """See `Agent.revive`."""
         after = ranks.fork(self.task, replace(gone.place, alone=True))
         self.children[self.children.index(gone)] = after
         if self.signals.seen:
@@ -278,15 +275,12 @@ class LocalAgent(Agent):
         return ranks.endings(self.children if children is None else children, every)
 
     def listen(self, now: float) -> bool:
-        """See `Agent.listen`."""
         return True
 
     def vitals(self) -> list[Vital]:
-        """See `Agent.vitals`."""
         return [vital(child.pid) if child.status is None else GONE for child in self.children]
 
     def stack_dumps(self) -> dict[int, str]:
-        """See `Agent.stack_dumps`."""
         return postmortem.dumps(self.children)
 
 

@@ -329,7 +329,6 @@ class _NodeConnection(Session):
     # Calls
 
     def pull(self, transfer: NodeTransfer) -> None:
-        """See Client."""
         place = transfer.local, transfer.step
         with self._changed:
             self._pulls.setdefault(place, []).append(transfer)
@@ -359,7 +358,6 @@ class _NodeConnection(Session):
                 raise self._error
 
     def end(self, leave: bool) -> None:
-        """See Client.close."""
         if leave and self._error is None:
             self.leave()
         self.close()
@@ -391,8 +389,7 @@ class _NodeConnection(Session):
             exponents = [torch.empty(0, dtype=torch.uint8)]
             for chunk in self.chunks[push.local]:
                 exponents.append(fixed_point.exponents(self.client.corrected(push, chunk)))
-            payload = torch.cat(exponents).numpy().data
-            self.ask(Frame(FrameKind.EXPONENTS, push.local, push.round, count=1, payload=payload))
+            self.ask(SharedExponents(torch.cat(exponents), 1).frame(push.local, push.round))
             self._pushing.put(push)
 
     def _push(self) -> None:
@@ -451,8 +448,7 @@ class _NodeConnection(Session):
             return
         with self._changed:
             if frame.kind == FrameKind.EXPONENTS:
-                values = torch.frombuffer(frame.payload, dtype=torch.uint8)
-                self._agreed[frame.step, frame.layer] = SharedExponents(values, frame.count)
+                self._agreed[frame.step, frame.layer] = SharedExponents.of(frame)
             elif frame.kind == FrameKind.TOTALS:
                 self._totals[frame.step] = frame.content
             elif frame.kind == FrameKind.ERROR:

@@ -146,7 +146,6 @@ class LocalSteps:
         """Rounds are whole when they end."""
 
     def close(self, leave: bool = True) -> None:
-        """See `Client.close`."""
         self.outer.close(leave)
         self._pool.shutdown()
         self._state.close()

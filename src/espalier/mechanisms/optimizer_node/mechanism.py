@@ -65,11 +65,9 @@ class LocalSharding(NodeSharding):
 
     @property
     def steps(self) -> int:
-        """See `NodeSharding.steps`."""
         return self.local.run
 
     def end_round(self, run: int, rate: float, stop: bool) -> bool:
-        """See `LocalSteps.end_round`."""
         self.window.drop()
         stopping = self.local.end_round(run, rate, stop)
         self.window.prefetch(self.window.usual)

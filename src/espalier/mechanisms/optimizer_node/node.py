@@ -138,7 +138,6 @@ class OptimizerNode(ReductionServer):
         return state.read_bytes + sums.read_bytes, state.written_bytes + sums.written_bytes
 
     def start(self) -> Self:
-        """See ReductionServer."""
         if self.replica is not None:
             self.replica.refused = self.fail
             self.replica.begin(self.state, 0)
@@ -154,27 +153,22 @@ class OptimizerNode(ReductionServer):
     # What the server calls
 
     def stages(self) -> tuple[Callable[[], None], ...]:
-        """See ReductionServer."""
         return self._read, self._compute, self._write, self._end_steps
 
     def release(self) -> None:
-        """See ReductionServer."""
         for queue in (self._reading, self._computing, self._writing, self._free):
             queue.put(None)
         if self.replica is not None:
             self.replica.close()
 
     def status(self, greeting: Greeting) -> Greeting:
-        """See ReductionServer."""
         return {"step": self.state.step, "totals": totals_of(self.state, self.job)}
 
     def opened(self, slot: SumSlot) -> None:
-        """See ReductionServer."""
         assert slot.chunk is not None
         self._reading.put(_ChunkWork(slot.round, slot.chunk, slot, slot.number))
 
     def pull(self, member: Member, frame: Frame) -> None:
-        """See ReductionServer."""
         queue = self._pulls.get(id(member))
         if queue is None:
             queue = self._pulls[id(member)] = SimpleQueue()
@@ -187,7 +181,6 @@ class OptimizerNode(ReductionServer):
             super().request(member, frame)
 
     def decide(self, end: NodeStep, frame: Frame) -> None:
-        """See ReductionServer."""
         decision = frame.content
         scale = decision["scale"]
         end.decision = SKIP if scale is None else StepDecision(scale, decision["rate"])
@@ -195,7 +188,6 @@ class OptimizerNode(ReductionServer):
         end.totals = decision.get("totals", end.totals)
 
     def reset(self, step: int, cluster: str) -> int:
-        """See ReductionServer."""
         with self.lock:
             if step == self.state.step - 1:
                 self.state.revert()
@@ -327,8 +319,7 @@ class OptimizerNode(ReductionServer):
         totals = {"sums": sums, "norms": [norms[key] for key in sorted(norms)], "disk": disk}
         step.totals = serialization.dumps(totals)
         frame = Frame(FrameKind.TOTALS, step=step.round, payload=memoryview(step.totals))
-        for member in list(self.members.values()):
-            member.send(frame)
+        self.tell_all(frame)
         return True
 
     def _apply(self, step: NodeStep) -> bool:

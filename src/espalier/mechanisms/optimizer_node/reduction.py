@@ -59,6 +59,16 @@ class SharedExponents:
     values: Tensor
     workers: int
 
+    @classmethod
+    def of(cls, frame: Frame) -> Self:
+        """Those in `frame`."""
+        return cls(torch.frombuffer(frame.payload, dtype=torch.uint8), frame.count)
+
+    def frame(self, layer: int, round: int) -> Frame:
+        """The frame with them."""
+        payload = self.values.numpy().data
+        return Frame(FrameKind.EXPONENTS, layer, round, count=self.workers, payload=payload)
+
 
 @dataclass
 class RoundEnd:
@@ -241,11 +251,12 @@ class ReductionServer(ABC):
         no parameters are before it."""
         with self.lock:
             self.agreed[round, layer] = shared
-            members = list(self.members.values())
-        payload = shared.values.numpy().data
-        frame = Frame(FrameKind.EXPONENTS, layer, round, count=shared.workers, payload=payload)
-        for member in members:
-            member.send(frame, stream="push")
+            self.tell_all(shared.frame(layer, round), "push")
+
+    def tell_all(self, frame: Frame, stream: str = "control") -> None:
+        """Sends `frame` to every member."""
+        for member in list(self.members.values()):
+            member.send(frame, stream=stream)
 
     def progress(self) -> None:
         """Members have come or gone, or told something."""
@@ -396,10 +407,8 @@ class ReductionServer(ABC):
             self._add(member, frame)
         elif frame.kind == FrameKind.EXPONENTS:
             key = frame.step, frame.layer
-            values = torch.frombuffer(frame.payload, dtype=torch.uint8)
             with self.lock:
-                proposals = self._proposals.setdefault(key, {})
-                proposals[member.rank] = SharedExponents(values, frame.count)
+                self._proposals.setdefault(key, {})[member.rank] = SharedExponents.of(frame)
                 self._agree(key)
         elif frame.kind == FrameKind.LEAVE:
             self.drop(member)

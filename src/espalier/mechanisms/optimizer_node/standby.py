@@ -43,7 +43,6 @@ class Standby(OptimizerNode):
     _heard = 0.0
 
     def start(self) -> Self:
-        """See ReductionServer."""
         self._heard = time.monotonic() + self.times.patience  # the first one has so long to come
         return super().start()
 
@@ -175,5 +174,4 @@ class _ReplicaSession(Session):
         super().__init__(replica.name, replica.times, replica.address, replica.job, greeting)
 
     def lost(self, error: EspalierError) -> None:
-        """See Peer."""
         self.replica.lost(error)
