@@ -84,8 +84,7 @@ ARGUMENTS: tuple[Argument, ...] = (
         "--slurm",
         {
             "metavar": "OPTIONS",
-            "help": "submit it as a batch job, with options of sbatch, "
-            'such as "nodes=2 time=4:00:00"',
+            "help": 'submit it as a batch job, with options of sbatch, such as "nodes=2 time=4:00:00"',
         },
     ),
     (
@@ -303,13 +302,10 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--version", action="store_true", help="print versions and end")
     verbs = top.add_subparsers(dest="verb", metavar="VERB")
     made = {
-        name: verbs.add_parser(name, help=text, description=text, allow_abbrev=False)
-        for name, text in VERBS.items()
+        name: verbs.add_parser(name, help=text, description=text, allow_abbrev=False) for name, text in VERBS.items()
     }
     for verb in made.values():
-        verb.add_argument(
-            "--json", action="store_true", help="print one JSON object instead of text"
-        )
+        verb.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     for names, flag, options in ARGUMENTS:
         for name in names.split():
             made[name].add_argument(flag, **options)
@@ -331,9 +327,7 @@ def main(argv: Sequence[str] | None = None, begin: Callable[[], None] = lambda: 
     changes = [word for word in rest if "=" in word and not word.startswith("-")]
     if len(changes) < len(rest) or (rest and not hasattr(arguments, "overrides")):
         word = next((word for word in rest if word not in changes), rest[0])
-        _unknown(
-            top, word, [f"--{name.replace('_', '-')}" for name in vars(arguments) if name != "verb"]
-        )
+        _unknown(top, word, [f"--{name.replace('_', '-')}" for name in vars(arguments) if name != "verb"])
     if rest:  # changes may stand behind options as well
         arguments.overrides = [*arguments.overrides, *changes]
     if arguments.version:
@@ -368,12 +362,8 @@ def _checked(arguments: argparse.Namespace) -> Callable[[argparse.Namespace], in
     importlib.import_module("espalier.cli.input_check").check(arguments)  # before torch is imported
     if getattr(arguments, "source", None) is not None:
         importlib.import_module("espalier.cli.run_fork").fork(arguments)
-    verb = next(
-        (name for key, name in LAUNCHERS.items() if getattr(arguments, key, None) is not None), None
-    )
-    run: Callable[[argparse.Namespace], int] = importlib.import_module(
-        f"espalier.cli.{verb or arguments.verb}"
-    ).run
+    verb = next((name for key, name in LAUNCHERS.items() if getattr(arguments, key, None) is not None), None)
+    run: Callable[[argparse.Namespace], int] = importlib.import_module(f"espalier.cli.{verb or arguments.verb}").run
     return run
 
 

@@ -108,23 +108,6 @@ def test_a_push_does_not_wait_until_parameters_that_were_asked_for_before_have_a
         worker.close()
 
 
-def test_gradients_that_are_skipped_leave_no_trace_and_the_step_is_done_again() -> None:
-    one = job()
-    plain = Plain(one)
-    with node(one) as (_, address):
-        worker = client(address, one)
-        for attempt, step in enumerate((0, 1, 1, 2)):
-            gradients = [gradient(one, layer, attempt) for layer in range(3)]
-            push_all(worker, step, gradients)
-            if attempt == 1:
-                worker.skip(step)
-            else:
-                worker.move(step, 1.0, 1.0, following=1.0)
-                plain.step(gradients)
-            assert equal(pulled(worker, step + (attempt != 1)), plain.parameters())
-        worker.close()
-
-
 @pytest.mark.parametrize("push", ["fp32", "int16", "int8"])
 def test_unequal_workers_are_weighted_by_their_samples(push: str) -> None:
     """The gradient is the mean over all samples, whatever share of them a worker had."""
@@ -135,7 +118,7 @@ def test_unequal_workers_are_weighted_by_their_samples(push: str) -> None:
         for number in (2, 1, 0):
             worker.wait(worker.push(number, 0, gradient(one, number, 0, rank), samples[rank]))
         _, norms = worker.totals(0, torch.zeros(1))
-        worker.skip(0)
+        worker.move(0, 1.0, 1.0)
         worker.close()
         return list(norms)
 
@@ -163,7 +146,7 @@ def test_error_feedback_makes_sums_of_int8_gradients_right_in_the_long_run() -> 
             kept = torch.empty(300)
             made._sums.read(made.chunks[0][0].name, kept, pending=True)
             came += kept
-            worker.skip(step)
+            worker.move(step, 0.0, 1.0)
         worker.close()
     step = 2.0 ** (torch.frexp(gradients.abs().max()).exponent - 7)
     assert float((came - steps * gradients.double()).abs().max()) <= 2 * step

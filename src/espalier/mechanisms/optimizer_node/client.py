@@ -217,18 +217,11 @@ class Client:
         """Ends the step, whose gradients were pushed: gradients times `scale`, AdamW with its rate times `rate`. Every
         worker decides the same. `following`: the rate expected of the next step, which the node then takes while its
         gradients still come, and undoes where that step is decided otherwise."""
-        self._decide(scale, rate, following)
-        self.step = step + 1
-
-    def skip(self, step: int) -> None:
-        """Drops the gradients of the step, which is then done again."""
-        self._decide(None, None, None)
-
-    def _decide(self, scale: float | None, rate: float | None, following: float | None) -> None:
         payload = packed({"scale": scale, "rate": rate, "following": following})
         for connection in self._connections:
             connection.ask(Frame(FrameKind.MOVE, step=connection.round, payload=payload))
             connection.round += 1
+        self.step = step + 1
 
     def read(self) -> dict[str, float]:
         """Bytes that the nodes' disks have `read` and `written` for the steps that have ended since it was asked."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import socket
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, Self
 
@@ -47,10 +47,6 @@ class StepDecision:
 
     scale: float
     rate: float
-
-
-SKIP = StepDecision(0.0, 0.0)
-"""The gradients are dropped, and the step is done again."""
 
 
 @dataclass
@@ -182,8 +178,7 @@ class OptimizerNode(ReductionServer):
 
     def decide(self, end: NodeStep, frame: Frame) -> None:
         decision = frame.content
-        scale = decision["scale"]
-        end.decision = SKIP if scale is None else StepDecision(scale, decision["rate"])
+        end.decision = StepDecision(decision["scale"], decision["rate"])
         end.following = decision["following"]
         end.totals = decision.get("totals", end.totals)
 
@@ -213,7 +208,7 @@ class OptimizerNode(ReductionServer):
             if work.round != work.step.round:
                 self._free.put(buffers)
                 continue
-            decided = None if work.step.decision == SKIP else work.step.decision
+            decided = work.step.decision
             work.decision, work.final = decided or work.step.expected, decided is not None
             work.buffers = buffers
             buffers.open(work.chunk)
@@ -327,15 +322,13 @@ class OptimizerNode(ReductionServer):
         decided; and tells the standby the decision."""
         decision = step.decision
         assert decision is not None
-        skipped = decision == SKIP
-        for chunk, applied in [] if skipped else list(step.applied.items()):
+        for chunk, applied in list(step.applied.items()):
             if applied != decision:
                 self._reading.put(_ChunkWork(step.round, chunk, None))
-        if not self._until(step, lambda: skipped or all(applied == decision for applied in step.applied.values())):
+        if not self._until(step, lambda: all(applied == decision for applied in step.applied.values())):
             return False
         if self.replica is not None:
-            scale, rate = (None, None) if skipped else (decision.scale, decision.rate)
-            end = {"scale": scale, "rate": rate, "following": step.following, "totals": step.totals}
+            end = asdict(decision) | {"following": step.following, "totals": step.totals}
             self.replica.end(step.round, packed(end))
         return True
 
@@ -345,14 +338,11 @@ class OptimizerNode(ReductionServer):
                 return
             assert step.decision is not None
             following = self.ends.setdefault(step.round + 1, NodeStep(step.round + 1))
-            following.number = step.number + (step.decision != SKIP)
-            if step.decision == SKIP:
-                self.state.rollback()
-            else:
-                keep_totals(self.state, self.job, following.number, step.totals)
-                self.state.commit(following.number)
-                if step.following is not None and step.decision.scale == 1.0:
-                    following.expected = StepDecision(1.0, step.following)
+            following.number = step.number + 1
+            keep_totals(self.state, self.job, following.number, step.totals)
+            self.state.commit(following.number)
+            if step.following is not None and step.decision.scale == 1.0:
+                following.expected = StepDecision(1.0, step.following)
             self.end_round()
             self._step = following
             del self.ends[step.round]

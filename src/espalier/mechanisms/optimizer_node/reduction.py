@@ -143,8 +143,8 @@ class ReductionServer(ABC):
         complete: a round needs all workers of the job, and begins anew where it loses one; else the
             others go on. Set before `start`.
         gathered: all workers of the job have come.
-        round: how often all chunks were summed, or were to be. A round ends with a step, or with
-            gradients that are dropped. Frames of workers carry it in place of the step, except for
+        round: how often all chunks were summed, or were to be. A round ends with a step.
+            Frames of workers carry it in place of the step, except for
             pulls.
         ends: of rounds that have not ended.
         asked: when somebody came last (`time.monotonic`).
