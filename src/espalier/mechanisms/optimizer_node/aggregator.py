@@ -186,8 +186,8 @@ class Aggregator(ReductionServer):
         width = RAW if slot.raw else 4 if BITS[self.job.push] == 32 else 2
         dtype = total.dtype if slot.raw else fixed_point.WIDTHS[width * 8]
         payload = total.to(dtype, copy=True).numpy().data.cast("B")
-        place = slot.chunk.layer, slot.round, slot.chunk.index, width, slot.weight
-        frame = Frame(FrameKind.GRADIENT, *place, payload)
+        place = slot.chunk.layer, slot.round, slot.chunk.index, width
+        frame = Frame(FrameKind.GRADIENT, *place, payload=payload)
         session.links["push"].send(frame, wait=self.times.answer)
 
     # Parameters

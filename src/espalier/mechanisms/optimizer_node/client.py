@@ -46,7 +46,7 @@ class NodeTransfer:
         layer: in the job of the client; `local`: in that of the node.
         tensor: what is pushed, or where it is pulled to.
         left: chunks that have not arrived.
-        round, samples: of a push.
+        round: of a push.
         residual: that is added to a push, where there is one.
     """
 
@@ -58,7 +58,6 @@ class NodeTransfer:
     tensor: Tensor
     left: int
     round: int = 0
-    samples: int = 0
     residual: Tensor | None = None
 
 
@@ -149,16 +148,14 @@ class Client:
 
     # What a worker does with layers
 
-    def push(self, layer: int, step: int, gradient: Tensor, samples: int = 0) -> NodeTransfer:
+    def push(self, layer: int, step: int, gradient: Tensor) -> NodeTransfer:
         """Sends the gradient of a layer, one flat float32 vector, which must stay as it is until `wait`. Every worker
         pushes each layer once in a step, in the same order.
-
-        `samples`: the sum over the workers becomes a mean with these weights; 0: it is a plain sum.
         """
         values = gradient.detach().reshape(-1).to("cpu", torch.float32).contiguous()
         what = f"the arrival of the gradient of layer {layer} at step {step}"
         transfer = self._transfer(what, layer, step, values)
-        transfer.round, transfer.samples = transfer.connection.round, samples
+        transfer.round = transfer.connection.round
         transfer.connection.preparing.put(transfer)
         return transfer
 
@@ -272,13 +269,11 @@ class Client:
         elif bits == 8:
             seed = repr((self.rank, push.step, push.layer, chunk.index))
             rounding = xxhash.xxh3_64_intdigest(seed.encode())
-        return fixed_point.encode(values, shared.values, form, rounding, out), bits // 8
+        return fixed_point.encode(values, shared.values, form, out, rounding), bits // 8
 
     def corrected(self, push: NodeTransfer, chunk: LayerChunk) -> Tensor:
-        """A chunk of a gradient as it is to be sent: weighted, with what earlier steps left out."""
+        """A chunk of a gradient as it is to be sent: with what earlier steps left out."""
         values = push.tensor[chunk.start : chunk.stop]
-        if push.samples:
-            values = values * push.samples
         return values if push.residual is None else values + push.residual[chunk.start : chunk.stop]
 
 
@@ -402,8 +397,8 @@ class _NodeConnection(Session):
                 if push.residual is not None and chunk is self.chunks[push.local][-1]:
                     self.client.residuals.keep(push.layer, push.step + 1, push.residual)  # before all has arrived
                 payload = bytes_of(codes)
-                place = push.local, push.round, chunk.index, width, push.samples
-                frame = Frame(FrameKind.GRADIENT, *place, payload)
+                place = push.local, push.round, chunk.index, width
+                frame = Frame(FrameKind.GRADIENT, *place, payload=payload)
                 arrived = partial(self._pushed, push, room, codes)
                 self.links["push"].send(frame, arrived, wait=self.times.answer)
                 self.client.ledger.add(self.client.pushed_as, "send", payload.nbytes)

@@ -68,7 +68,7 @@ class LocalSteps:
         self._buffers = ChunkState(self.job.largest)
         self._norms: dict[int, list[Tensor]] = {}
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="local steps")
-        self._moved = (0.0, 0, 0)
+        self._moved = (0.0, 0)
         self._meet()
 
     def _meet(self) -> None:
@@ -171,8 +171,9 @@ class LocalSteps:
             except StepLost:
                 if self.outer.recover() == rounds + 1 and sums is None:
                     sums = self.outer.ended(rounds)[0]
+        stalled, moved = self._moved
         size = sum(4 * layer.numel for layer in self.job.layers)
-        self._moved = (self._moved[0] + time.perf_counter() - begun, self._moved[1] + size, self._moved[2] + size)
+        self._moved = stalled + time.perf_counter() - begun, moved + size
         return sums is not None and bool(sums[2] > 0)
 
     def _give(self, rounds: int, rate: float, stop: bool) -> Tensor:
@@ -230,5 +231,5 @@ class LocalSteps:
 
     def read(self) -> Mapping[str, float]:
         """Seconds `stalled` in exchanges with the nodes, bytes `pulled` and `pushed`, and those of their disks."""
-        (stalled, pulled, pushed), self._moved = self._moved, (0.0, 0, 0)
-        return {"stalled": stalled, "pulled": pulled, "pushed": pushed, **self.outer.read()}
+        (stalled, moved), self._moved = self._moved, (0.0, 0)
+        return {"stalled": stalled, "pulled": moved, "pushed": moved, **self.outer.read()}

@@ -252,7 +252,7 @@ class OptimizerNode(ReductionServer):
             before = self.chunks[work.chunk.layer][: work.chunk.index]
             at = sum(fixed_point.blocks(chunk.elements) for chunk in before)
             shared = agreed.values[at : at + fixed_point.blocks(work.chunk.elements)]
-            fixed_point.decode(total, shared, places, slot.weight, gradient)
+            fixed_point.decode(total, shared, places, gradient)
         self.free(work.number)
         return True
 

@@ -39,14 +39,12 @@ class SumSlot:
     Attributes:
         number: of the push frame. round: see `ReductionServer.round`.
         total: int32 sums of all who have pushed it; where `raw`, the float32 values of the only one.
-        weight: the sum of their samples; 0: the sum is no mean.
     """
 
     total: Tensor
     number: int = -1
     round: int = -1
     chunk: LayerChunk | None = None
-    weight: int = 0
     raw: bool = False
     lock: threading.Lock = field(default_factory=threading.Lock)
     complete: threading.Event = field(default_factory=threading.Event)
@@ -446,7 +444,7 @@ class ReductionServer(ABC):
         with slot.lock:
             first = slot.number != number
             if first:
-                slot.number, slot.round, slot.chunk, slot.weight = number, frame.step, chunk, 0
+                slot.number, slot.round, slot.chunk = number, frame.step, chunk
                 slot.complete.clear()
                 self.opened(slot)
             elif slot.chunk is not chunk or slot.round != frame.step:
@@ -459,7 +457,6 @@ class ReductionServer(ABC):
                 (total.view(torch.float32) if slot.raw else total).numpy()[:] = values.numpy()
             else:
                 fixed_point.add(total, values)
-            slot.weight += frame.count
         with self.lock:
             if self.members.get(member.rank) is member:
                 self._acks[member.rank] = number + 1
