@@ -129,7 +129,8 @@ class Agent(Protocol):
 
     @property
     def current(self) -> bool:
-        """Whether what is known of all ranks is of now."""
+        """Whether what is known of all ranks is of now: what ranks of this host show lies in its memory."""
+        return True
 
     def start(self, attempt: Attempt) -> None:
         """Starts all ranks of `attempt`."""
@@ -151,6 +152,7 @@ class Agent(Protocol):
 
     def listen(self, now: float) -> bool:
         """Learns how ranks are; whether the hang detector may judge by it."""
+        return True
 
     def vitals(self) -> list[Vital]:
         """What the system says of each rank's process."""
@@ -198,11 +200,6 @@ class LocalAgent(Agent):
     @property
     def children(self) -> list[Child]:
         return self.signals.children
-
-    @property
-    def current(self) -> bool:
-        """Always: what ranks show lies in this machine's memory."""
-        return True
 
     def start(self, attempt: Attempt) -> None:
         """See `Agent.start`. Ranks meet where their specs say, or at a store that the first of them serves."""
@@ -273,9 +270,6 @@ class LocalAgent(Agent):
     def endings(self, every: float, children: Sequence[Child] | None = None) -> Iterator[Child | None]:
         """See `Agent.endings`. `children`: with ranks elsewhere."""
         return ranks.endings(self.children if children is None else children, every)
-
-    def listen(self, now: float) -> bool:
-        return True
 
     def vitals(self) -> list[Vital]:
         return [vital(child.pid) if child.status is None else GONE for child in self.children]

@@ -172,7 +172,7 @@ class Client:
         connection = self._connections[node]
         return NodeTransfer(what, connection, layer, local, step, tensor, len(connection.chunks[local]))
 
-    def wait(self, handle: NodeTransfer, seconds: float | None = None) -> None:
+    def wait(self, handle: NodeTransfer) -> None:
         """Returns when the gradient has arrived at the node, or the parameters here. What was on its way when `recover`
         was called is void.
 
@@ -181,7 +181,7 @@ class Client:
             PeerLost: nothing came for too long.
         """
         if handle.connection in self._connections:
-            handle.connection.wait(lambda: not handle.left, handle.what, seconds)
+            handle.connection.wait(lambda: not handle.left, handle.what)
 
     # The end of a step
 
@@ -336,9 +336,9 @@ class _NodeConnection(Session):
         self.wait(lambda: self.round in self._totals, f"the totals of step {step}")
         return self._totals.pop(self.round)
 
-    def wait(self, ready: Callable[[], bool], what: str, seconds: float | None = None) -> None:
+    def wait(self, ready: Callable[[], bool], what: str) -> None:
         """Until `ready`, or too long."""
-        allowed = self.times.answer if seconds is None else seconds
+        allowed = self.times.answer
         with self._changed:
             if not self._changed.wait_for(lambda: ready() or self._error is not None, allowed):
                 raise wire.late(self.name, f"{what} from {self.peer}", allowed)
