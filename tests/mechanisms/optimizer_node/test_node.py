@@ -143,6 +143,7 @@ def test_error_feedback_makes_sums_of_int8_gradients_right_in_the_long_run() -> 
             made._sums.read(made.chunks[0][0].name, kept, pending=True)
             came += kept
             worker.move(step, 0.0, 1.0)
+            pulled(worker, step + 1)
         worker.close()
     step = 2.0 ** (torch.frexp(gradients.abs().max()).exponent - 7)
     assert float((came - steps * gradients.double()).abs().max()) <= 2 * step
