@@ -39,7 +39,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from espalier.mechanisms.optimizer_node.chunk_update import update
 from espalier.mechanisms.optimizer_node.client import Client
 from espalier.mechanisms.optimizer_node.node import OptimizerNode
-from espalier.mechanisms.optimizer_node.state_file import ChunkState, StateEntries, open_state, open_sums
+from espalier.mechanisms.optimizer_node.state_file import ChunkState, open_state, open_sums
 from espalier.optim import adamw
 from espalier.optim.base import Owned
 from espalier.plan.axes import node_cost as cost
@@ -321,7 +321,7 @@ def node(task: Task, rate: float, pairs: int) -> list[Row]:
 def adam_rates(job: NodeJob, pairs: int) -> list[tuple[float, float]]:
     """Parameters/s of a chunk in a node's buffers, and of the same tensor by `torch.optim.AdamW` as it comes."""
     chunk, found = job.chunks[0][0], []
-    buffers = ChunkState(chunk.elements, StateEntries(job))
+    buffers = ChunkState(chunk.elements)
     buffers.open(chunk)
     for memory in (buffers.master, buffers.first, buffers.second):
         memory.zero_()

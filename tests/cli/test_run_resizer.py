@@ -144,7 +144,7 @@ def test_a_rank_that_is_slower_than_its_share_can_be_small_keeps_one_sample(job,
 
 def test_what_is_offered_names_shares_and_can_be_adopted(job):
     begun = job(2)
-    begun.folder.events.write_text('{"event": "checkpoint", "time": 0, "seconds": 1.5}\n')
+    begun.folder.events.write_text('{"event": "checkpoint", "time": 0, "step": 1, "seconds": 1.5}\n')
     offers = run_resizer.RunResizer(begun, lambda job: len)
     before = offers.plan
     found, speeds = offers.faster(Evidence((0.1, 0.4), 0.4, 0.0, (1,), False))

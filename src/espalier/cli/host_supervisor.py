@@ -56,7 +56,6 @@ class HostPost:
     launcher: Launcher
 
     def decide(self) -> train.Begun:
-        """See `train.Ranks`."""
         measured = self.measured()
         assert measured is not None  # the leader has it, or raised
         text, machines = measured[0]
@@ -79,7 +78,6 @@ class HostPost:
         return job, there + [known.get(rank.node, rank.node) for rank in job.plan.ranks[len(trainers) :]]
 
     def run(self, job: RunStart, hosts: Sequence[int]) -> bool:
-        """See `train.Ranks`."""
         recipe, care = job.resolved.recipe, train.care_of(job)
         team = self.doing("training", care.heartbeat, hosts)
         team = replace(team, roles=tuple(rank.role for rank in job.plan.ranks))

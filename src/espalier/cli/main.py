@@ -8,7 +8,7 @@ import json
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from espalier.comm import store_client
 from espalier.recipe import cache_dir, process_environment
@@ -30,10 +30,275 @@ VERBS = {
 }
 
 
+FORMS = ("hf", "safetensors", "embeddings", "packed", "peft", "gguf", "gguf-q8_0", "gguf-q4_0")
+"""What `export --to` writes."""
+
+Argument = tuple[str, str, dict[str, Any]]
+"""The verbs that take it, its name or flag, and what `ArgumentParser.add_argument` is told of it."""
+
+ARGUMENTS: tuple[Argument, ...] = (
+    ("plan", "recipe", {"nargs": "?", "help": "a recipe file (TOML)"}),
+    ("train", "recipe", {"help": "a recipe file (TOML)"}),
+    (
+        "plan train probe",
+        "overrides",
+        {"nargs": "*", "metavar": "key=value", "help": "changes, such as train.steps=50"},
+    ),
+    ("eval predict replay export", "run", {"help": "a run folder, such as runs/language"}),
+    (
+        "train eval predict replay export explain",
+        "--trust",
+        {
+            "action": "store_true",
+            "help": "open a run of somebody whose code may run and whose places are used: a module, a pickle, "
+            "an older checkpoint, checkpoint.target",
+        },
+    ),
+    (
+        "report",
+        "runs",
+        {
+            "nargs": "*",
+            "help": "a run folder, such as runs/language; several are compared; none: a list of runs/",
+        },
+    ),
+    (
+        "replay",
+        "--step",
+        {"type": int, "required": True, "metavar": "N", "help": "the step, as the report counts"},
+    ),
+    (
+        "init",
+        "paths",
+        {"nargs": "+", "metavar": "PATH", "help": "a file or folder, python:stdlib, hf:NAME …"},
+    ),
+    ("init", "--out", {"default": "recipe.toml", "help": "file to write (default recipe.toml)"}),
+    ("probe", "--out", {"default": "cluster.toml", "help": "file to write (default cluster.toml)"}),
+    ("probe", "--disk", {"default": ".", "help": "folder whose disk is measured (default: here)"}),
+    (
+        "train probe",
+        "--hosts",
+        {"help": "a,b,user@c:2 (ranks), or @FILE: run on these hosts over ssh (docs/hosts.md)"},
+    ),
+    (
+        "train",
+        "--slurm",
+        {
+            "metavar": "OPTIONS",
+            "help": 'submit it as a batch job, with options of sbatch, such as "nodes=2 time=4:00:00"',
+        },
+    ),
+    (
+        "train",
+        "--kubernetes",
+        {
+            "metavar": "FILE",
+            "help": "write a manifest, with its options: "
+            '"train.yaml image=registry/espalier:1 claim=work" (docs/clusters.md)',
+        },
+    ),
+    (
+        "train",
+        "--ray",
+        {
+            "nargs": "?",
+            "const": "auto",
+            "metavar": "ADDRESS",
+            "help": "ranks as actors of a Ray cluster: this host's (default), HOST:6379, or local",
+        },
+    ),
+    ("train", "--run", {"help": "run folder (default runs/<recipe name>)"}),
+    (
+        "train",
+        "--from",
+        {
+            "dest": "source",
+            "metavar": "RUN",
+            "help": "begin another run with the newest checkpoint of the run in RUN",
+        },
+    ),
+    (
+        "eval",
+        "--watch",
+        {
+            "action": "store_true",
+            "help": "evaluate checkpoints as they come, beside training, until the run is done",
+        },
+    ),
+    (
+        "eval",
+        "--task",
+        {
+            "action": "append",
+            "default": [],
+            "metavar": "NAME=FILE",
+            "help": "also multiple-choice questions in a JSONL file, or lm-eval:TASK (docs/evaluate.md)",
+        },
+    ),
+    (
+        "eval",
+        "--workers",
+        {"type": int, "metavar": "N", "help": "inference processes (default: one for each core)"},
+    ),
+    (
+        "eval",
+        "--data",
+        {
+            "metavar": "PATH",
+            "help": "evaluate on the held-out part of this data instead of the run's",
+        },
+    ),
+    (
+        "predict",
+        "--data",
+        {"metavar": "PATH", "help": "of a graph: predict for this data instead of the run's"},
+    ),
+    (
+        "report",
+        "--trace",
+        {
+            "metavar": "FILE",
+            "help": "of a cluster's jobs: Acme's columns, sacct -P, or a folder of runs",
+        },
+    ),
+    (
+        "report",
+        "--serve",
+        {"action": "store_true", "help": "show the run live on this machine's loopback"},
+    ),
+    (
+        "report",
+        "--port",
+        {"type": int, "default": 0, "help": "port for --serve (default: any free one)"},
+    ),
+    (
+        "export",
+        "--to",
+        {
+            "choices": FORMS,
+            "help": "hf (Llama-format folder; of text the default), gguf (llama.cpp, Ollama), peft, safetensors, "
+            "of graphs embeddings, packed (few bits)",
+        },
+    ),
+    (
+        "export",
+        "--merge",
+        {"action": "store_true", "help": "whole weights, with the adapters in them"},
+    ),
+    (
+        "export",
+        "--no-bos",
+        {
+            "action": "store_true",
+            "help": "of text: the exported tokenizer puts nothing before a text",
+        },
+    ),
+    ("export", "--out", {"help": "folder to write (default RUN/export-FORMAT)"}),
+    (
+        "explain",
+        "names",
+        {"nargs": "*", "metavar": "NAME", "help": "systems, such as amsp (default: all twenty)"},
+    ),
+    ("explain", "--energy", {"action": "store_true", "help": "of runs: joules of an inference"}),
+    ("diagnose", "logs", {"nargs": "+", "metavar": "LOG", "help": "logs, or a run's folder"}),
+    ("diagnose", "--rules", {"metavar": "FILE", "help": "rules and incidents of your own"}),
+    ("plan", "--cluster", {"help": "a cluster file instead of this machine"}),
+    (
+        "plan",
+        "--what-if",
+        {
+            "action": "append",
+            "default": [],
+            "metavar": "KEY=VALUE",
+            "help": "also plan for a changed cluster (links.between=25Gbit/s, nodes.count=4) "
+            "or option (model.depth=12)",
+        },
+    ),
+    (
+        "plan",
+        "--html",
+        {"metavar": "FILE", "help": "write a page with the trade-off of time against memory"},
+    ),
+    (
+        "plan",
+        "--parts",
+        {
+            "metavar": "FOLDER",
+            "help": "of a graph: write the part of each rank (src/espalier/mechanisms/halo_exchange/README.md)",
+        },
+    ),
+    (
+        "plan",
+        "--calibrate-on",
+        {"metavar": "FILE", "help": "measured steps, or a run folder, to learn from"},
+    ),
+    (
+        "plan",
+        "--score",
+        {
+            "metavar": "FILE",
+            "help": "compare predictions with the measured steps in FILE (no recipe)",
+        },
+    ),
+    (
+        "plan",
+        "--out",
+        {"metavar": "FILE", "help": "where --score writes its rows (default FILE.scored.…)"},
+    ),
+    (
+        "predict",
+        "input",
+        {
+            "nargs": "?",
+            "help": "text to go on from; of a graph: nodes, pairs or graphs (default all); "
+            "of a scene: cameras in a file, or a test view's number; @FILE; -: each line of stdin",
+        },
+    ),
+    (
+        "predict",
+        "--turntable",
+        {"metavar": "GIF", "help": "of a scene: write an animation of a way round it"},
+    ),
+    (
+        "predict",
+        "--chat",
+        {"action": "store_true", "help": "a chat: lines of the terminal, until Ctrl-D"},
+    ),
+    (
+        "predict",
+        "--serve",
+        {"action": "store_true", "help": "answer OpenAI's protocol on loopback"},
+    ),
+    (
+        "predict",
+        "--port",
+        {"type": int, "default": 0, "help": "port for --serve (default: any free one)"},
+    ),
+    (
+        "predict",
+        "--tokens",
+        {"type": int, "default": 200, "help": "tokens to generate (default 200)"},
+    ),
+    (
+        "predict",
+        "--temperature",
+        {"type": float, "default": 0.0, "help": "0 takes the likeliest (default)"},
+    ),
+    (
+        "predict",
+        "--top-k",
+        {"type": int, "help": "sample among the k likeliest only; links of a node"},
+    ),
+    ("predict", "--seed", {"type": int, "default": 0, "help": "of the sampling (default 0)"}),
+)
+
+
 def parser() -> argparse.ArgumentParser:
     """The whole command line."""
     top = argparse.ArgumentParser(
-        prog="espalier", description="Trains large models on the hardware you actually have.", allow_abbrev=False
+        prog="espalier",
+        description="Trains large models on the hardware you actually have.",
+        allow_abbrev=False,
     )
     top.add_argument("--version", action="store_true", help="print versions and end")
     verbs = top.add_subparsers(dest="verb", metavar="VERB")
@@ -42,125 +307,10 @@ def parser() -> argparse.ArgumentParser:
     }
     for verb in made.values():
         verb.add_argument("--json", action="store_true", help="print one JSON object instead of text")
-    made["plan"].add_argument("recipe", nargs="?", help="a recipe file (TOML)")
-    made["train"].add_argument("recipe", help="a recipe file (TOML)")
-    for name in ("plan", "train", "probe"):
-        made[name].add_argument("overrides", nargs="*", metavar="key=value", help="changes, such as train.steps=50")
-    for name in ("eval", "predict", "replay", "export"):
-        made[name].add_argument("run", help="a run folder, such as runs/language")
-    for name in ("train", "eval", "predict", "replay", "export", "explain"):
-        made[name].add_argument(
-            "--trust",
-            action="store_true",
-            help="open a run of somebody whose code may run and whose places are used: a module, a pickle, an older "
-            "checkpoint, checkpoint.target",
-        )
-    made["report"].add_argument(
-        "runs", nargs="*", help="a run folder, such as runs/language; several are compared; none: a list of runs/"
-    )
-    made["replay"].add_argument("--step", type=int, required=True, metavar="N", help="the step, as the report counts")
-    _options(made)
-    _answers(made["predict"])
+    for names, flag, options in ARGUMENTS:
+        for name in names.split():
+            made[name].add_argument(flag, **options)
     return top
-
-
-def _options(made: dict[str, argparse.ArgumentParser]) -> None:
-    made["init"].add_argument("paths", nargs="+", metavar="PATH", help="a file or folder, python:stdlib, hf:NAME …")
-    made["init"].add_argument("--out", default="recipe.toml", help="file to write (default recipe.toml)")
-    made["probe"].add_argument("--out", default="cluster.toml", help="file to write (default cluster.toml)")
-    made["probe"].add_argument("--disk", default=".", help="folder whose disk is measured (default: here)")
-    for name in ("train", "probe"):
-        made[name].add_argument(
-            "--hosts", help="a,b,user@c:2 (ranks), or @FILE: run on these hosts over ssh (docs/hosts.md)"
-        )
-    _layouts(made["plan"])
-    made["train"].add_argument(
-        "--slurm", metavar="OPTIONS",
-        help='submit it as a batch job, with options of sbatch, such as "nodes=2 time=4:00:00"',
-    )  # fmt: skip
-    made["train"].add_argument(
-        "--kubernetes", metavar="FILE",
-        help='write a manifest, with its options: "train.yaml image=registry/espalier:1 claim=work" (docs/clusters.md)',
-    )  # fmt: skip
-    made["train"].add_argument(
-        "--ray", nargs="?", const="auto", metavar="ADDRESS",
-        help="ranks as actors of a Ray cluster: this host's (default), HOST:6379, or local",
-    )  # fmt: skip
-    made["train"].add_argument("--run", help="run folder (default runs/<recipe name>)")
-    made["train"].add_argument(
-        "--from", dest="source", metavar="RUN", help="begin another run with the newest checkpoint of the run in RUN"
-    )
-    watch = made["eval"]
-    watch.add_argument(
-        "--watch", action="store_true", help="evaluate checkpoints as they come, beside training, until the run is done"
-    )
-    watch.add_argument(
-        "--task", action="append", default=[], metavar="NAME=FILE",
-        help="also multiple-choice questions in a JSONL file, or lm-eval:TASK (docs/evaluate.md)",
-    )  # fmt: skip
-    watch.add_argument("--workers", type=int, metavar="N", help="inference processes (default: one for each core)")
-    for name, what in (("eval", "evaluate on the held-out part of"), ("predict", "of a graph: predict for")):
-        made[name].add_argument("--data", metavar="PATH", help=f"{what} this data instead of the run's")
-    made["report"].add_argument(
-        "--trace", metavar="FILE", help="of a cluster's jobs: Acme's columns, sacct -P, or a folder of runs"
-    )
-    made["report"].add_argument("--serve", action="store_true", help="show the run live on this machine's loopback")
-    made["report"].add_argument("--port", type=int, default=0, help="port for --serve (default: any free one)")
-    made["export"].add_argument(
-        "--to",
-        choices=FORMS,
-        help="hf (Llama-format folder; of text the default), gguf (llama.cpp, Ollama), peft, safetensors, "
-        "of graphs embeddings, packed (few bits)",
-    )
-    made["export"].add_argument("--merge", action="store_true", help="whole weights, with the adapters in them")
-    made["export"].add_argument(
-        "--no-bos", action="store_true", help="of text: the exported tokenizer puts nothing before a text"
-    )
-    made["export"].add_argument("--out", help="folder to write (default RUN/export-FORMAT)")
-    made["explain"].add_argument("names", nargs="*", metavar="NAME", help="systems, such as amsp (default: all twenty)")
-    made["explain"].add_argument("--energy", action="store_true", help="of runs: joules of an inference")
-    made["diagnose"].add_argument("logs", nargs="+", metavar="LOG", help="logs, or a run's folder")
-    made["diagnose"].add_argument("--rules", metavar="FILE", help="rules and incidents of your own")
-
-
-def _layouts(plan: argparse.ArgumentParser) -> None:
-    """Of `plan`."""
-    plan.add_argument("--cluster", help="a cluster file instead of this machine")
-    plan.add_argument(
-        "--what-if", action="append", default=[], metavar="KEY=VALUE",
-        help="also plan for a changed cluster (links.between=25Gbit/s, nodes.count=4) or option (model.depth=12)",
-    )  # fmt: skip
-    plan.add_argument("--html", metavar="FILE", help="write a page with the trade-off of time against memory")
-    plan.add_argument(
-        "--parts",
-        metavar="FOLDER",
-        help="of a graph: write the part of each rank (src/espalier/mechanisms/halo_exchange/README.md)",
-    )
-    plan.add_argument("--calibrate-on", metavar="FILE", help="measured steps, or a run folder, to learn from")
-    plan.add_argument("--score", metavar="FILE", help="compare predictions with the measured steps in FILE (no recipe)")
-    plan.add_argument("--out", metavar="FILE", help="where --score writes its rows (default FILE.scored.…)")
-
-
-def _answers(predict: argparse.ArgumentParser) -> None:
-    """Of `predict`."""
-    predict.add_argument(
-        "input",
-        nargs="?",
-        help="text to go on from; of a graph: nodes, pairs or graphs (default all); of a scene: cameras in a file, "
-        "or a test view's number; @FILE; -: each line of stdin",
-    )
-    predict.add_argument("--turntable", metavar="GIF", help="of a scene: write an animation of a way round it")
-    predict.add_argument("--chat", action="store_true", help="a chat: lines of the terminal, until Ctrl-D")
-    predict.add_argument("--serve", action="store_true", help="answer OpenAI's protocol on loopback")
-    predict.add_argument("--port", type=int, default=0, help="port for --serve (default: any free one)")
-    predict.add_argument("--tokens", type=int, default=200, help="tokens to generate (default 200)")
-    predict.add_argument("--temperature", type=float, default=0.0, help="0 takes the likeliest (default)")
-    predict.add_argument("--top-k", type=int, help="sample among the k likeliest only; links of a node")
-    predict.add_argument("--seed", type=int, default=0, help="of the sampling (default 0)")
-
-
-FORMS = ("hf", "safetensors", "embeddings", "packed", "peft", "gguf", "gguf-q8_0", "gguf-q4_0")
-"""What `export --to` writes."""
 
 
 LAUNCHERS = {"hosts": "multihost", "slurm": "sbatch", "kubernetes": "kubernetes", "ray": "ray_job"}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
@@ -18,15 +18,13 @@ from espalier.cli.start_run import RunStart
 from espalier.launch.ranks.resize import RunShape
 from espalier.launch.resilience.slowdown import Evidence
 from espalier.plan import base as plans
+from espalier.plan import replan
 from espalier.plan.base import Plan
 from espalier.plan.request import Request
 from espalier.recipe.errors import UserError
 from espalier.track import events
 from espalier.train import rank_spec as launch
 from espalier.train import table
-
-if TYPE_CHECKING:
-    from espalier.plan import replan
 
 Start = Callable[[RunStart], launch.Entrypoint]
 """The task of a run's ranks."""
@@ -46,28 +44,21 @@ class RunResizer:
 
     @property
     def steps(self) -> int:
-        """See `Resizer.steps`."""
         return self.job.resolved.recipe.train.steps or 0
 
     @property
     def plan(self) -> str:
-        """See `Resizer.plan`."""
         return _key(self.job.plan)
 
     @property
     def planned_wait(self) -> float | None:
         """See `Resizer.planned_wait`. Of states that are whole: others are waited for elsewhere too."""
-        from espalier.plan import replan
-
         plan = self.job.plan
         whole = plan.replicated and len(plan.trainers) == len(plan.ranks) and not replan.cut(plan)
         return plan.predicted.terms.get("all_reduce") if plan.predicted is not None and whole else None
 
     @property
     def planned_work(self) -> Sequence[float]:
-        """See `Resizer.planned_work`."""
-        from espalier.plan import replan
-
         if not replan.cut(self.job.plan):
             return ()
         try:
@@ -77,8 +68,6 @@ class RunResizer:
 
     def without(self, ranks: Collection[int]) -> RunShape:
         """See `Resizer.without`: without further ranks, the last first, where the batch or the memory wants it so."""
-        from espalier.plan import replan
-
         plan, request = self.job.plan, self._request()
         self._refuse(plan)
         remaining = [rank for rank in range(len(plan.ranks)) if rank not in ranks]
@@ -94,8 +83,6 @@ class RunResizer:
 
     def faster(self, evidence: Evidence) -> tuple[list[RunShape], Mapping[int, float]]:
         """See `Resizer.faster`. Ranks that the recipe asks for by number are all kept."""
-        from espalier.plan import replan
-
         plan, request, cluster = self.job.plan, self._request(), self.job.cluster
         self._refuse(plan)
         speeds = replan.speeds(request, cluster, plan, evidence.busy)
@@ -107,8 +94,6 @@ class RunResizer:
 
     def _ratio(self, request: Request, made: Plan) -> float:
         """A step of the plan `made` as a multiple of one of the present plan, by the cost model."""
-        from espalier.plan import replan
-
         now, then = (
             replan.seconds(request, self.job.cluster, plan, replan.equal(plan)) for plan in (self.job.plan, made)
         )
@@ -120,7 +105,6 @@ class RunResizer:
         return not pinned or len(option.remaining) == len(self.job.plan.ranks)
 
     def saving(self) -> float:
-        """See `Resizer.saving`."""
         took = 0.0
         for event in events.read(self.job.folder.events):
             if event["event"] == "checkpoint":
@@ -128,7 +112,6 @@ class RunResizer:
         return took
 
     def adopt(self, shape: RunShape) -> None:
-        """See `Resizer.adopt`."""
         plan = next(plan for offered, plan in self._offered if offered is shape)
         plan = run_plan.with_chosen(plan, run_plan.batches_of(self.job.plan))
         self.job = replace(self.job, plan=plan)
@@ -141,8 +124,6 @@ class RunResizer:
 
     def _refuse(self, plan: Plan) -> None:
         """Raises UserError where the run cannot go on by another plan."""
-        from espalier.plan import replan
-
         claim = replan.PIPELINES if replan.cut(plan) else replan.CLAIM
         table.require_beside(self.job.resolved.recipe, plan, claim)
 
@@ -153,14 +134,10 @@ class RunResizer:
 
     def _copies(self, made: Plan) -> bool:
         """Whether copies in memory serve that plan too."""
-        from espalier.plan import replan
-
         now = self.job.plan
         return made.replicated and now.replicated and not (replan.cut(made) or replan.cut(now))
 
     def _offer(self, option: replan.Replan, hosts: tuple[int, ...] = ()) -> RunShape:
-        from espalier.plan import replan
-
         made, before = option.plan, len(self.job.plan.ranks)
         samples = ", ".join(str(rank.samples) for rank in made.trainer_ranks)
         work = f"{samples} samples each step"
@@ -218,14 +195,10 @@ class HostResizer(RunResizer):
 
     def faster(self, evidence: Evidence) -> tuple[list[RunShape], Mapping[int, float]]:
         """See `Resizer.faster`: of workers none."""
-        from espalier.plan import replan
-
         return super().faster(evidence) if replan.cut(self.job.plan) else ([], {})
 
     def again(self, hosts: Collection[int]) -> RunShape:
         """See `Resizer.again`: with all ranks by the plan that they had, else by a new one."""
-        from espalier.plan import replan
-
         (plan, homes), request, cluster = self._all, self._request(), self.job.cluster
         self._refuse(plan)
         seats = tuple(seat for seat, host in enumerate(homes) if seat in self._seats or host in hosts)
@@ -240,7 +213,6 @@ class HostResizer(RunResizer):
         return shape
 
     def adopt(self, shape: RunShape) -> None:
-        """See `Resizer.adopt`."""
         super().adopt(shape)
         for host in sorted({*self.hosts} ^ {*shape.hosts}):
             self._left(host, host in self.hosts)
@@ -253,8 +225,6 @@ class HostResizer(RunResizer):
             self._all = self.job.plan, self.hosts
 
     def _refuse(self, plan: Plan) -> None:
-        from espalier.plan import replan
-
         claim = replan.PIPELINES if replan.cut(plan) else replan.WORKERS
         table.require_beside(self.job.resolved.recipe, plan, claim)
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from espalier.mechanisms.optimizer_node.client import Client
-from espalier.mechanisms.optimizer_node.node import OptimizerNode
-from espalier.mechanisms.optimizer_node.state_file import StateEntries, fill, open_state, open_sums
+from espalier.mechanisms.optimizer_node.node import DEPTH, SENDING, OptimizerNode
+from espalier.mechanisms.optimizer_node.state_file import entry_sizes, fill, open_state, open_sums
 from espalier.mechanisms.optimizer_node.wire import Address, Times
 from espalier.parallel.layer_client import Fill
 from espalier.plan.axes.node_layout import FlatLayer, NodeJob
@@ -53,9 +53,14 @@ def filler(one: NodeJob) -> Fill:
 
 
 def memory(one: NodeJob) -> MemoryState:
-    made = MemoryState(StateEntries(one).sizes())
+    made = MemoryState(entry_sizes(one))
     fill(made, one, filler(one))
     return made
+
+
+def buffer_bytes(node: OptimizerNode, workers: int) -> int:
+    """Of all rings while so many workers are there: what a node holds, whatever the size of the model."""
+    return 4 * node.largest * (len(node.slots) + DEPTH * 4 + workers * (1 + SENDING))
 
 
 def free_port() -> int:

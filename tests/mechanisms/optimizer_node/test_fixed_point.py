@@ -31,10 +31,22 @@ def encode_plain(values: torch.Tensor, shared: torch.Tensor, form: tuple[int, in
     return codes * (each != NOT_FINITE).to(WIDTHS[bits])
 
 
-def decode_plain(total: torch.Tensor, shared: torch.Tensor, places: int, weight: int = 0) -> torch.Tensor:
+def encoded(
+    values: torch.Tensor, shared: torch.Tensor, form: tuple[int, int], rounding: torch.Tensor | int | None = None
+) -> torch.Tensor:
+    return fixed_point.encode(values, shared, form, torch.empty(4 * values.numel(), dtype=torch.uint8), rounding)
+
+
+def decoded(total: torch.Tensor, shared: torch.Tensor, places: int) -> torch.Tensor:
+    values = torch.empty(total.numel())
+    fixed_point.decode(total, shared, places, values)
+    return values
+
+
+def decode_plain(total: torch.Tensor, shared: torch.Tensor, places: int) -> torch.Tensor:
     """`decode` into memory of its own, in operations of torch."""
     each = exponent_of_each(shared, total.numel())
-    values = torch.ldexp(total.double(), each - 126 - places) / max(weight, 1)
+    values = torch.ldexp(total.double(), each - 126 - places)
     return torch.where(each == NOT_FINITE, math.nan, values).float()
 
 
@@ -57,13 +69,12 @@ def test_compiled_forms_equal_the_plain_ones(count: int, power: int, bits: int, 
     shared = fixed_point.exponents(values)
     assert shared.equal(exponents_plain(values))
     form = (bits, fixed_point.shift(bits, workers))
-    codes = fixed_point.encode(values, shared, form)
+    codes = encoded(values, shared, form)
     assert codes.equal(encode_plain(values, shared, form))
     total = torch.full((count,), 5, dtype=torch.int32)
     fixed_point.add(total, codes)
     assert total.equal(codes.to(torch.int32) + 5)
-    plain = decode_plain(total, shared, form[1], workers)
-    assert fixed_point.decode(total, shared, form[1], workers).equal(plain)
+    assert decoded(total, shared, form[1]).equal(decode_plain(total, shared, form[1]))
 
 
 @given(
@@ -78,13 +89,13 @@ def test_sums_are_the_same_in_every_order_and_off_by_half_a_step_each(
     each = [drawn(300, 2.0 ** scales[rank], seed + rank) for rank in range(workers)]
     shared = torch.stack([fixed_point.exponents(one) for one in each]).amax(0)
     form = (bits, fixed_point.shift(bits, workers))
-    codes = [fixed_point.encode(one, shared, form) for one in each]
+    codes = [encoded(one, shared, form) for one in each]
     found = []
     for order in itertools.permutations(range(workers)):
         total = torch.zeros(300, dtype=torch.int32)
         for rank in order:
             fixed_point.add(total, codes[rank])
-        found.append(fixed_point.decode(total, shared, form[1]))
+        found.append(decoded(total, shared, form[1]))
     assert all(one.equal(found[0]) for one in found)
     step = torch.ldexp(torch.ones(300), shared.long().repeat_interleave(BLOCK)[:300] - 126 - form[1]).double()
     error = (found[0].double() - torch.stack(each).double().sum(0)).abs()
@@ -112,7 +123,7 @@ def test_a_value_that_is_not_finite_makes_its_block_nan_and_no_other(bad: float,
     values[3] = bad
     shared = fixed_point.exponents(values)
     form = (bits, fixed_point.shift(bits, 2))
-    found = fixed_point.decode(fixed_point.encode(values, shared, form).to(torch.int32), shared, form[1])
+    found = decoded(encoded(values, shared, form).to(torch.int32), shared, form[1])
     assert bool(found[:BLOCK].isnan().all())
     assert bool(found[BLOCK:].isfinite().all())
 
@@ -123,8 +134,8 @@ def test_what_error_feedback_keeps_is_what_was_lost(seed: int) -> None:
     shared = fixed_point.exponents(values)
     form = (8, fixed_point.shift(8, 1))
     residual = torch.zeros(700)
-    codes = fixed_point.encode(values, shared, form, residual)
-    sent = fixed_point.decode(codes.to(torch.int32), shared, form[1])
+    codes = encoded(values, shared, form, residual)
+    sent = decoded(codes.to(torch.int32), shared, form[1])
     assert (sent.double() + residual.double()).float().equal(values)
 
 
@@ -132,8 +143,8 @@ def test_stochastic_rounding_is_right_on_average_and_repeats_itself() -> None:
     values = drawn(256, 1.0, 0)
     shared = fixed_point.exponents(values)
     form = (8, fixed_point.shift(8, 1))
-    each = [fixed_point.encode(values, shared, form, key) for key in range(400)]
-    assert fixed_point.encode(values, shared, form, 7).equal(each[7])
+    each = [encoded(values, shared, form, key) for key in range(400)]
+    assert encoded(values, shared, form, 7).equal(each[7])
     mean = torch.stack([decode_plain(one.int(), shared, form[1]) for one in each]).double().mean(0)
     step = 2.0 ** (int(shared[0]) - 126 - form[1])
     assert float((mean - values.double()).abs().max()) < 5 * step * 0.5 / math.sqrt(400)

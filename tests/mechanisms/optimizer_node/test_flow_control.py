@@ -8,7 +8,7 @@ import random
 
 import pytest
 
-from espalier.plan.axes.flow_control import MinimumTable, ReceiveWindow, SendWindow
+from espalier.plan.axes.flow_control import ReceiveWindow, SendWindow
 
 FRAMES, SLOTS = 12, 3
 
@@ -17,7 +17,8 @@ class Worker:
     """A sender whose frames and heartbeats cross a network that loses, delays, doubles and reorders."""
 
     def __init__(self, slots: int) -> None:
-        self.sending, self.receiving = SendWindow(), ReceiveWindow(room=slots)
+        self.sending, self.receiving = SendWindow(), ReceiveWindow()
+        self.receiving.grant(slots)
         self.frames: list[int] = []
         self.beats: list[tuple[int, int]] = [(0, slots)]
         self.received: list[int] = []
@@ -29,15 +30,13 @@ def test_a_random_scheduler_finds_no_frame_lost_and_none_beyond_credit(seed: int
     hold after each; then the network is fair, and all frames of all workers arrive once and in order."""
     draw = random.Random(seed)
     workers = {rank: Worker(SLOTS) for rank in range(draw.randint(1, 4))}
-    table = MinimumTable()
-    for rank, worker in workers.items():
-        table.add(rank, 0)
+    for worker in workers.values():
         for _ in range(FRAMES):
             worker.sending.add()
     freed = 0
     for turn in range(4000):
         fair = turn > 400
-        rank, worker = draw.choice(list(workers.items()))
+        worker = draw.choice(list(workers.values()))
         act = draw.choice(["send", "deliver", "tell", "hear", "resend", "free", "lose"])
         if act == "send" and worker.sending.sendable():
             assert worker.sending.cursor < worker.sending.credit <= freed + SLOTS
@@ -48,7 +47,6 @@ def test_a_random_scheduler_finds_no_frame_lost_and_none_beyond_credit(seed: int
             if worker.receiving.accepts(number):  # checks Credit
                 worker.received.append(number)
                 worker.receiving.arrived()
-                table.heard(rank, worker.receiving.expected)
         elif act == "tell":
             worker.beats.append((worker.receiving.expected, worker.receiving.credit))
         elif act == "hear" and worker.beats:
@@ -58,7 +56,7 @@ def test_a_random_scheduler_finds_no_frame_lost_and_none_beyond_credit(seed: int
                 worker.beats.pop(place)
         elif act == "resend":
             worker.sending.resend()
-        elif act == "free" and freed < table.minimum():
+        elif act == "free" and freed < min(one.receiving.expected for one in workers.values()):
             freed += 1
             for one in workers.values():
                 one.receiving.grant(freed + SLOTS)
@@ -71,25 +69,9 @@ def test_a_random_scheduler_finds_no_frame_lost_and_none_beyond_credit(seed: int
             assert one.sending.acked <= one.receiving.expected <= one.sending.following
             assert one.sending.acked <= one.sending.cursor <= one.sending.credit
             assert one.receiving.expected <= freed + SLOTS
-        assert freed <= table.minimum() == min(one.receiving.expected for one in workers.values())
+        assert freed <= min(one.receiving.expected for one in workers.values())
     assert all(one.received == list(range(FRAMES)) for one in workers.values())
     assert freed == FRAMES
-
-
-def test_a_member_that_goes_holds_nobody_back_and_one_that_comes_begins_at_its_number() -> None:
-    table = MinimumTable()
-    table.add("a", 0)
-    table.add("b", 0)
-    table.heard("a", 5)
-    assert table.minimum() == 0
-    table.remove("b")
-    assert table.minimum() == 5
-    table.add("c", 8)
-    assert table.minimum() == 5
-    table.remove("a")
-    assert table.minimum() == 8
-    table.remove("c")
-    assert table.minimum() == 8
 
 
 def test_heartbeats_that_come_late_change_nothing() -> None:

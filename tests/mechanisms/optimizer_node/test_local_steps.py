@@ -94,8 +94,11 @@ def summed(one: NodeJob, layer: int, parts: Sequence[Tensor]) -> Tensor:
         shared = torch.stack([fixed_point.exponents(part) for part in cut]).amax(0)
         total = torch.zeros(chunk.elements, dtype=torch.int32)
         for part in cut:
-            fixed_point.add(total, fixed_point.encode(part, shared, form))
-        found.append(fixed_point.decode(total, shared, form[1]))
+            room = torch.empty(4 * chunk.elements, dtype=torch.uint8)
+            fixed_point.add(total, fixed_point.encode(part, shared, form, room))
+        values = torch.empty(chunk.elements)
+        fixed_point.decode(total, shared, form[1], values)
+        found.append(values)
     return torch.cat(found)
 
 

@@ -82,7 +82,7 @@ def test_a_node_killed_at_random_points_restarts_at_a_whole_step(seed: int, tmp_
             os.kill(process.pid, signal.SIGKILL)
             process.join(10)
             with open_state(tmp_path, one, filler(one)) as state:
-                masters = [read_layer(state, one, number)[0] for number in range(3)]
+                masters = [read_layer(state, one, number) for number in range(3)]
                 assert equal(masters, plain[state.step]), state.step
             process = begun(one, tmp_path, port)
         assert equal(run.result(60), plain[steps])

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from nodes import buffer_bytes
 from tests.mechanisms.optimizer_node.test_window import plan, recipe
 
 from espalier.language.workload import open_language
@@ -102,7 +103,7 @@ def buffers() -> Iterator[list[int]]:
     start = OptimizerNode.start
 
     def started(node: OptimizerNode) -> Any:
-        found.append(node.buffers(2))
+        found.append(buffer_bytes(node, 2))
         return start(node)
 
     with pytest.MonkeyPatch.context() as patched:

@@ -275,7 +275,6 @@ class HostAgents:
         self._gather()
 
     def replace(self, attempt: Attempt, gone: Sequence[int]) -> None:
-        """See `Agent.replace`."""
         self._counts_on_all(attempt)
         between = attempt.between_failures
         self._tell(run=True, replaced=tuple(gone), later=attempt.later, between_failures=between)
@@ -321,7 +320,6 @@ class HostAgents:
         return replace(ended.failure, kind="killed") if of_host else ended.failure
 
     def endings(self, every: float) -> Iterator[Child | None]:
-        """See `Agent.endings`."""
         yield from self.local_agent.endings(every, self.children)
         for host in list(self.away):
             if self.exchange.age(host) < self.care.heartbeat:  # its ranks' good end is the first that is heard of it
@@ -365,7 +363,6 @@ class HostAgents:
         return not (late or self.away or now < self.quiet_until)
 
     def vitals(self) -> list[Vital]:
-        """See `Agent.vitals`."""
         local = dict(zip(self.team.own, self.local_agent.vitals(), strict=True))
         return [local[rank] if rank in local else self._vital(child) for rank, child in enumerate(self.children)]
 
@@ -420,7 +417,6 @@ class HostAgents:
         )
 
     def lost(self) -> list[int]:
-        """See `Agent.lost`."""
         return [rank for host in self.away for rank in self._on(host)]
 
     def back(self) -> dict[int, str]:
@@ -491,7 +487,6 @@ class HostAgents:
     # --- saying where ------------------------------------------------------------------------------------------------
 
     def located(self, ended: Ended) -> Ended:
-        """See `Agent.located`."""
         self.over = True
         self._listen(self.clock.monotonic())
         located = self._of_host(ended)

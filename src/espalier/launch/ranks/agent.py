@@ -129,7 +129,8 @@ class Agent(Protocol):
 
     @property
     def current(self) -> bool:
-        """Whether what is known of all ranks is of now."""
+        """Whether what is known of all ranks is of now: what ranks of this host show lies in its memory."""
+        return True
 
     def start(self, attempt: Attempt) -> None:
         """Starts all ranks of `attempt`."""
@@ -151,6 +152,7 @@ class Agent(Protocol):
 
     def listen(self, now: float) -> bool:
         """Learns how ranks are; whether the hang detector may judge by it."""
+        return True
 
     def vitals(self) -> list[Vital]:
         """What the system says of each rank's process."""
@@ -197,13 +199,7 @@ class LocalAgent(Agent):
 
     @property
     def children(self) -> list[Child]:
-        """See `Agent.children`."""
         return self.signals.children
-
-    @property
-    def current(self) -> bool:
-        """Always: what ranks show lies in this machine's memory."""
-        return True
 
     def start(self, attempt: Attempt) -> None:
         """See `Agent.start`. Ranks meet where their specs say, or at a store that the first of them serves."""
@@ -217,7 +213,6 @@ class LocalAgent(Agent):
             raise
 
     def take(self, shape: RunShape) -> Sequence[RankSpec]:
-        """See `Agent.take`."""
         self.task = shape.task
         return shape.places
 
@@ -247,7 +242,6 @@ class LocalAgent(Agent):
             child.close()  # last: one that waits for a disk is gone only when that has answered
 
     def revive(self, gone: Child) -> None:
-        """See `Agent.revive`."""
         after = ranks.fork(self.task, replace(gone.place, alone=True))
         self.children[self.children.index(gone)] = after
         if self.signals.seen:
@@ -277,16 +271,10 @@ class LocalAgent(Agent):
         """See `Agent.endings`. `children`: with ranks elsewhere."""
         return ranks.endings(self.children if children is None else children, every)
 
-    def listen(self, now: float) -> bool:
-        """See `Agent.listen`."""
-        return True
-
     def vitals(self) -> list[Vital]:
-        """See `Agent.vitals`."""
         return [vital(child.pid) if child.status is None else GONE for child in self.children]
 
     def stack_dumps(self) -> dict[int, str]:
-        """See `Agent.stack_dumps`."""
         return postmortem.dumps(self.children)
 
 

@@ -148,10 +148,8 @@ class Supervisor:
             why = f"the others cannot go on without it: {refusal.what}"
             raise HostLost(error.what, why=why, do=error.do) from None
         failure = Failure("lost", lost[0], error.what, error.why, self._step())
-        fields = {"rank": failure.rank, "step": failure.step, "attempt": self.attempt}
-        action = f"the others go on without it: {shape.says}"
-        self.care.tell("incident", kind="lost", what=failure.what, why=failure.why, **fields, action=action)
-        at = max(sign.moved for sign in self.pulses.read())
+        self._tell(failure, f"the others go on without it: {shape.says}")
+        at = self._moved()
         self.trouble = Ended(failure, error, min(at, self.trouble.at) if self.trouble else at)
         self.attempt += 1
         self._take(shape)
@@ -245,9 +243,22 @@ class Supervisor:
             if all(other.status is not None for other in others):
                 return False
             action = "the others go on: its standby serves, or it was one"
-        fields = {"rank": failure.rank, "step": failure.step, "attempt": self.attempt, "action": action}
-        self.care.tell("incident", kind=failure.kind, what=failure.what, why=failure.why, **fields)
+        self._tell(failure, action)
         return True
+
+    def _tell(self, failure: Failure, action: str, **fields: object) -> None:
+        """Of a failure, and what is done about it."""
+        self.care.tell(
+            "incident",
+            kind=failure.kind,
+            what=failure.what,
+            why=failure.why,
+            rank=failure.rank,
+            step=failure.step,
+            attempt=self.attempt,
+            action=action,
+            **fields,
+        )
 
     def _look(self, now: float) -> Stall | None:
         known, current = self.agent.current, self.agent.listen(now)
@@ -284,6 +295,10 @@ class Supervisor:
     def _step(self) -> int:
         return max(sign.step for sign in self.pulses.read())
 
+    def _moved(self) -> float:
+        """When a rank moved last."""
+        return max(sign.moved for sign in self.pulses.read())
+
     def _death(self, first: Child) -> Ended:
         """Waits a little for the cause where `first` does not know it."""
         at, children = self.clock.monotonic(), self.agent.children
@@ -298,7 +313,7 @@ class Supervisor:
             failure = Failure("replanned", -1, what, turn.why, step=self._step())
             return Ended(failure, cause.error, turn.at)
         failure = self._failure(cause)
-        at = min(at, max(sign.moved for sign in self.pulses.read())) if failure.kind == "lost" else at
+        at = min(at, self._moved()) if failure.kind == "lost" else at
         return self.agent.located(Ended(failure, cause.error or ranks.died(cause), at))
 
     def _failure(self, child: Child) -> Failure:
@@ -332,7 +347,7 @@ class Supervisor:
             logs = next((child.place.log for child in self.agent.children if child.place.log is not None), None)
             why += f"; where each rank was is in {logs.parent}" if logs else ""
         error = RunFailed(what, why=why, do="run the same command to resume")
-        at = max(sign.moved for sign in self.pulses.read())
+        at = self._moved()
         return self.agent.located(Ended(Failure(finding.kind, rank, what, why, self._step()), error, at))
 
     def _first_thought(self, ended: Ended) -> tuple[Ended, bool]:
@@ -359,15 +374,9 @@ class Supervisor:
         again = "start again from the newest good state"
         if gone and self._stay(decision):
             again = f"replace {' and '.join(f'rank {rank}' for rank in gone)}, the others stay"
-        self.care.tell(
-            "incident",
-            kind=failure.kind,
-            what=failure.what,
-            why=failure.why,
-            rank=failure.rank,
-            step=failure.step,
-            attempt=self.attempt,
-            action=decision.action(again),
+        self._tell(
+            failure,
+            decision.action(again),
             **fields,
             category=ruling.category,
             reason=ruling.reason,

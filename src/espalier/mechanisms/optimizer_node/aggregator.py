@@ -10,10 +10,8 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from queue import SimpleQueue
-
-import torch
 
 from espalier.mechanisms.optimizer_node import fixed_point
 from espalier.mechanisms.optimizer_node.reduction import Member, ReductionServer, RoundEnd, SharedExponents, SumSlot
@@ -95,11 +93,9 @@ class Aggregator(ReductionServer):
     # What the server calls
 
     def stages(self) -> tuple[Callable[[], None]]:
-        """See ReductionServer."""
         return (self._push,)
 
     def release(self) -> None:
-        """See ReductionServer."""
         self._pushing.put(None)
         if self.session is not None:
             self.session.close()
@@ -140,11 +136,9 @@ class Aggregator(ReductionServer):
 
     def exponents(self, round: int, layer: int, shared: SharedExponents) -> None:
         """The node has to be asked for those of all sites."""
-        payload = shared.values.numpy().data
-        self._ask(Frame(FrameKind.EXPONENTS, layer, round, count=shared.workers, payload=payload))
+        self._ask(shared.frame(layer, round))
 
     def opened(self, slot: SumSlot) -> None:
-        """See ReductionServer."""
         self._pushing.put((slot, slot.number, self.session))
 
     def decide(self, end: _SiteRound, frame: Frame) -> None:
@@ -154,7 +148,6 @@ class Aggregator(ReductionServer):
             self._ask(frame)
 
     def progress(self) -> None:
-        """See ReductionServer."""
         with self.lock:
             for end in self.ends.values():
                 if not end.totals and self.reported(end):
@@ -193,8 +186,8 @@ class Aggregator(ReductionServer):
         width = RAW if slot.raw else 4 if BITS[self.job.push] == 32 else 2
         dtype = total.dtype if slot.raw else fixed_point.WIDTHS[width * 8]
         payload = total.to(dtype, copy=True).numpy().data.cast("B")
-        place = slot.chunk.layer, slot.round, slot.chunk.index, width, slot.weight
-        frame = Frame(FrameKind.GRADIENT, *place, payload)
+        place = slot.chunk.layer, slot.round, slot.chunk.index, width
+        frame = Frame(FrameKind.GRADIENT, *place, payload=payload)
         session.links["push"].send(frame, wait=self.times.answer)
 
     # Parameters
@@ -241,13 +234,11 @@ class Aggregator(ReductionServer):
     def answered(self, frame: Frame) -> None:
         """An answer of the node."""
         if frame.kind == FrameKind.EXPONENTS:
-            values = torch.frombuffer(frame.payload, dtype=torch.uint8)
-            super().exponents(frame.step, frame.layer, SharedExponents(values, frame.count))
+            super().exponents(frame.step, frame.layer, SharedExponents.of(frame))
         elif frame.kind == FrameKind.PARAMETERS:
             self._fan_out(frame)
         else:
-            for member in list(self.members.values()):
-                member.send(frame)
+            self.tell_all(frame)
 
     def lost(self, session: _SiteSession, error: EspalierError) -> None:
         """The node is gone for good, or has started again: the workers have to come again."""
@@ -266,17 +257,14 @@ class _SiteSession(Session):
 
     def __init__(self, aggregator: Aggregator, address: Address, run: Greeting) -> None:
         self.aggregator = aggregator
-        times, job = aggregator.times, aggregator.job
-        if len(aggregator.addresses) > 1:
-            times = replace(times, patience=times.silence)
+        job, node = aggregator.job, (address, aggregator.token)
         greeting = run | {"rank": -1 - aggregator.site, "workers": job.workers}
-        super().__init__(aggregator.name, times, (address, aggregator.token), job, greeting)
+        standby = len(aggregator.addresses) > 1
+        super().__init__(aggregator.name, aggregator.times, node, job, greeting, standby)
 
     def deliver(self, frame: Frame) -> None:
-        """See Peer."""
         self.aggregator.answered(frame)
 
     def lost(self, error: EspalierError) -> None:
-        """See Peer."""
         self.ended = True
         self.aggregator.lost(self, error)

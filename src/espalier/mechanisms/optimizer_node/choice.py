@@ -41,8 +41,7 @@ class OptimizerNodeChoice(PlanChoice):
         """Nodes, how many layers a rank has at a time, and the other processes that serve."""
         nodes = [rank.node for rank in plan.ranks if rank.role == "optimizer"]
         hold = "holds" if len(nodes) == 1 else "hold"
-        where = f"machine{'s' * (len(set(nodes)) > 1)} {', '.join(map(str, sorted(set(nodes))))}"
-        yield f"{units.plural(len(nodes), 'optimizer node')} on {where} {hold} {kinds} on disk; {slower}."
+        yield (f"{units.plural(len(nodes), 'optimizer node')} on {_machines(nodes)} {hold} {kinds} on disk; {slower}.")
         window = plan.state(OptimizerNodeState).layer_window
         yield f"A rank pulls {window} layers at a time and pushes their gradients."
         yield from _aggregators(plan)
@@ -72,10 +71,14 @@ def _standbys(plan: Plan) -> Iterable[str]:
         return
     sums = plan.predicted.state_bytes["params"] / sum(rank.role == "optimizer" for rank in plan.ranks)
     yield (
-        f"{units.plural(len(standbys), 'standby')} on machine{'s' * (len(set(standbys)) > 1)} "
-        f"{', '.join(map(str, sorted(set(standbys))))}: each is sent the sums of its node, "
+        f"{units.plural(len(standbys), 'standby')} on {_machines(standbys)}: each is sent the sums of its node, "
         f"{units.show_size(sums)} in a step, takes the same steps, and serves where the node is lost."
     )
+
+
+def _machines(numbers: Iterable[int]) -> str:
+    every = sorted(set(numbers))
+    return f"machine{'s' * (len(every) > 1)} {', '.join(map(str, every))}"
 
 
 CHOICE = OptimizerNodeChoice()

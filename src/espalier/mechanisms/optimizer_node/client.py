@@ -24,7 +24,6 @@ from espalier.mechanisms.optimizer_node import fixed_point, wire
 from espalier.mechanisms.optimizer_node.reduction import SharedExponents
 from espalier.mechanisms.optimizer_node.residuals import Residuals
 from espalier.mechanisms.optimizer_node.session import Session, reach
-from espalier.mechanisms.optimizer_node.state_file import PULLED
 from espalier.mechanisms.optimizer_node.wire import RAW, Address, Frame, FrameKind, Times, packed
 from espalier.parallel.layer_client import StepLost, step_lost
 from espalier.plan.axes.node_layout import BITS, LayerChunk, NodeJob
@@ -47,7 +46,7 @@ class NodeTransfer:
         layer: in the job of the client; `local`: in that of the node.
         tensor: what is pushed, or where it is pulled to.
         left: chunks that have not arrived.
-        round, samples: of a push.
+        round: of a push.
         residual: that is added to a push, where there is one.
     """
 
@@ -59,7 +58,6 @@ class NodeTransfer:
     tensor: Tensor
     left: int
     round: int = 0
-    samples: int = 0
     residual: Tensor | None = None
 
 
@@ -150,16 +148,14 @@ class Client:
 
     # What a worker does with layers
 
-    def push(self, layer: int, step: int, gradient: Tensor, samples: int = 0) -> NodeTransfer:
+    def push(self, layer: int, step: int, gradient: Tensor) -> NodeTransfer:
         """Sends the gradient of a layer, one flat float32 vector, which must stay as it is until `wait`. Every worker
         pushes each layer once in a step, in the same order.
-
-        `samples`: the sum over the workers becomes a mean with these weights; 0: it is a plain sum.
         """
         values = gradient.detach().reshape(-1).to("cpu", torch.float32).contiguous()
         what = f"the arrival of the gradient of layer {layer} at step {step}"
         transfer = self._transfer(what, layer, step, values)
-        transfer.round, transfer.samples = transfer.connection.round, samples
+        transfer.round = transfer.connection.round
         transfer.connection.preparing.put(transfer)
         return transfer
 
@@ -176,7 +172,7 @@ class Client:
         connection = self._connections[node]
         return NodeTransfer(what, connection, layer, local, step, tensor, len(connection.chunks[local]))
 
-    def wait(self, handle: NodeTransfer, seconds: float | None = None) -> None:
+    def wait(self, handle: NodeTransfer) -> None:
         """Returns when the gradient has arrived at the node, or the parameters here. What was on its way when `recover`
         was called is void.
 
@@ -185,7 +181,7 @@ class Client:
             PeerLost: nothing came for too long.
         """
         if handle.connection in self._connections:
-            handle.connection.wait(lambda: not handle.left, handle.what, seconds)
+            handle.connection.wait(lambda: not handle.left, handle.what)
 
     # The end of a step
 
@@ -218,18 +214,11 @@ class Client:
         """Ends the step, whose gradients were pushed: gradients times `scale`, AdamW with its rate times `rate`. Every
         worker decides the same. `following`: the rate expected of the next step, which the node then takes while its
         gradients still come, and undoes where that step is decided otherwise."""
-        self._decide(scale, rate, following)
-        self.step = step + 1
-
-    def skip(self, step: int) -> None:
-        """Drops the gradients of the step, which is then done again."""
-        self._decide(None, None, None)
-
-    def _decide(self, scale: float | None, rate: float | None, following: float | None) -> None:
         payload = packed({"scale": scale, "rate": rate, "following": following})
         for connection in self._connections:
             connection.ask(Frame(FrameKind.MOVE, step=connection.round, payload=payload))
             connection.round += 1
+        self.step = step + 1
 
     def read(self) -> dict[str, float]:
         """Bytes that the nodes' disks have `read` and `written` for the steps that have ended since it was asked."""
@@ -280,13 +269,11 @@ class Client:
         elif bits == 8:
             seed = repr((self.rank, push.step, push.layer, chunk.index))
             rounding = xxhash.xxh3_64_intdigest(seed.encode())
-        return fixed_point.encode(values, shared.values, form, rounding, out), bits // 8
+        return fixed_point.encode(values, shared.values, form, out, rounding), bits // 8
 
     def corrected(self, push: NodeTransfer, chunk: LayerChunk) -> Tensor:
-        """A chunk of a gradient as it is to be sent: weighted, with what earlier steps left out."""
+        """A chunk of a gradient as it is to be sent: with what earlier steps left out."""
         values = push.tensor[chunk.start : chunk.stop]
-        if push.samples:
-            values = values * push.samples
         return values if push.residual is None else values + push.residual[chunk.start : chunk.stop]
 
 
@@ -301,11 +288,8 @@ class _NodeConnection(Session):
     def __init__(self, client: Client, node: int, address: Address, run: wire.Greeting) -> None:
         self.client, self.job = client, client.part(node)
         self._standby = len(client._addresses[node]) > 1
-        times = client.times
-        if self._standby:
-            times = replace(times, patience=times.silence)
-        greeting = run | {"rank": client.rank, "workers": 1}
-        super().__init__(client.name, times, (address, client.token), self.job, greeting)
+        greeting, place = run | {"rank": client.rank, "workers": 1}, (address, client.token)
+        super().__init__(client.name, client.times, place, self.job, greeting, self._standby)
         self.chunks = self.job.chunks
         self.round = 0
         self.preparing: SimpleQueue[NodeTransfer | None] = SimpleQueue()
@@ -333,7 +317,6 @@ class _NodeConnection(Session):
     # Calls
 
     def pull(self, transfer: NodeTransfer) -> None:
-        """See Client."""
         place = transfer.local, transfer.step
         with self._changed:
             self._pulls.setdefault(place, []).append(transfer)
@@ -353,9 +336,9 @@ class _NodeConnection(Session):
         self.wait(lambda: self.round in self._totals, f"the totals of step {step}")
         return self._totals.pop(self.round)
 
-    def wait(self, ready: Callable[[], bool], what: str, seconds: float | None = None) -> None:
+    def wait(self, ready: Callable[[], bool], what: str) -> None:
         """Until `ready`, or too long."""
-        allowed = self.times.answer if seconds is None else seconds
+        allowed = self.times.answer
         with self._changed:
             if not self._changed.wait_for(lambda: ready() or self._error is not None, allowed):
                 raise wire.late(self.name, f"{what} from {self.peer}", allowed)
@@ -363,7 +346,6 @@ class _NodeConnection(Session):
                 raise self._error
 
     def end(self, leave: bool) -> None:
-        """See Client.close."""
         if leave and self._error is None:
             self.leave()
         self.close()
@@ -395,8 +377,7 @@ class _NodeConnection(Session):
             exponents = [torch.empty(0, dtype=torch.uint8)]
             for chunk in self.chunks[push.local]:
                 exponents.append(fixed_point.exponents(self.client.corrected(push, chunk)))
-            payload = torch.cat(exponents).numpy().data
-            self.ask(Frame(FrameKind.EXPONENTS, push.local, push.round, count=1, payload=payload))
+            self.ask(SharedExponents(torch.cat(exponents), 1).frame(push.local, push.round))
             self._pushing.put(push)
 
     def _push(self) -> None:
@@ -416,8 +397,8 @@ class _NodeConnection(Session):
                 if push.residual is not None and chunk is self.chunks[push.local][-1]:
                     self.client.residuals.keep(push.layer, push.step + 1, push.residual)  # before all has arrived
                 payload = bytes_of(codes)
-                place = push.local, push.round, chunk.index, width, push.samples
-                frame = Frame(FrameKind.GRADIENT, *place, payload)
+                place = push.local, push.round, chunk.index, width
+                frame = Frame(FrameKind.GRADIENT, *place, payload=payload)
                 arrived = partial(self._pushed, push, room, codes)
                 self.links["push"].send(frame, arrived, wait=self.times.answer)
                 self.client.ledger.add(self.client.pushed_as, "send", payload.nbytes)
@@ -436,11 +417,10 @@ class _NodeConnection(Session):
     # What arrives
 
     def buffer(self, frame: Frame, size: int) -> memoryview:
-        """Parameters go straight to where they are wanted, if they have the same form there."""
+        """Parameters go straight to where they are wanted, if they can."""
         if frame.kind == FrameKind.PARAMETERS:
             out = self._wanted(frame)
-            same = out.dtype == PULLED[self.job.pull] and out.is_contiguous()
-            if out.device.type == "cpu" and same:
+            if out.device.type == "cpu" and out.is_contiguous():
                 return bytes_of(out)
         return super().buffer(frame, size)
 
@@ -448,7 +428,7 @@ class _NodeConnection(Session):
         """An answer of the node."""
         if frame.kind == FrameKind.PARAMETERS:
             out = self._wanted(frame)
-            values = torch.frombuffer(frame.payload, dtype=PULLED[self.job.pull])
+            values = torch.frombuffer(frame.payload, dtype=torch.float32)
             if values.data_ptr() != out.data_ptr():
                 out.copy_(values)
             pulls = self._pulls[frame.layer, frame.step]
@@ -456,8 +436,7 @@ class _NodeConnection(Session):
             return
         with self._changed:
             if frame.kind == FrameKind.EXPONENTS:
-                values = torch.frombuffer(frame.payload, dtype=torch.uint8)
-                self._agreed[frame.step, frame.layer] = SharedExponents(values, frame.count)
+                self._agreed[frame.step, frame.layer] = SharedExponents.of(frame)
             elif frame.kind == FrameKind.TOTALS:
                 self._totals[frame.step] = frame.content
             elif frame.kind == FrameKind.ERROR:

@@ -45,8 +45,8 @@ def encode(
     values: Tensor,
     shared: Tensor,
     form: tuple[int, int],
+    out: Tensor,
     rounding: Tensor | int | None = None,
-    out: Tensor | None = None,
 ) -> Tensor:
     """[n] float32 to integers. They are rounded to the nearest, or, with a key, up or down at random, so that the mean
     of many roundings is the value, and no residual is needed. Random numbers (SplitMix64) are drawn from the key alone,
@@ -54,14 +54,13 @@ def encode(
 
     Args:
         form: bits of an integer, and `shift`.
-        rounding: the residual, where what is lost is left (it was added to `values` before), or an int, the key.
         out: memory for the integers, bytes.
+        rounding: the residual, where what is lost is left (it was added to `values` before), or an int, the key.
     """
     from espalier.mechanisms.optimizer_node import fixed_point_cpu as kernels
 
-    (bits, places), count = form, values.numel()
-    room = torch.empty(count * bits // 8, dtype=torch.uint8) if out is None else out
-    codes = room[: count * bits // 8].view(WIDTHS[bits])
+    bits, places = form
+    codes = out[: values.numel() * bits // 8].view(WIDTHS[bits])
     if isinstance(rounding, int):
         kernels.encode_stochastic(codes, values, shared, places, np.uint64(rounding))
     else:
@@ -77,10 +76,8 @@ def add(total: Tensor, codes: Tensor) -> None:
     kernels.add(codes, total)
 
 
-def decode(total: Tensor, shared: Tensor, places: int, weight: int = 0, out: Tensor | None = None) -> Tensor:
-    """[n] int32 sums to float32 in `out` (None: in the same memory), divided by `weight` where it is not 0."""
+def decode(total: Tensor, shared: Tensor, places: int, out: Tensor) -> None:
+    """[n] int32 sums to float32 in `out`."""
     from espalier.mechanisms.optimizer_node import fixed_point_cpu as kernels
 
-    values = total.view(torch.float32) if out is None else out
-    kernels.decode(total, values, shared, places, weight)
-    return values
+    kernels.decode(total, out, shared, places)

@@ -75,10 +75,9 @@ def add(codes: Any, total: Any) -> None:
         total[i] += codes[i]
 
 
-@jit("(int32[::1], float32[::1], uint8[::1], int64, int64)")
-def decode(total: Any, values: Any, shared: Any, places: int, weight: int) -> None:
-    """Fills `values`, which may be the memory of `total`."""
-    share = float(max(weight, 1))
+@jit("(int32[::1], float32[::1], uint8[::1], int64)")
+def decode(total: Any, values: Any, shared: Any, places: int) -> None:
+    """Fills `values`."""
     for block in range(shared.size):
         first = block * BLOCK
         last = min(values.size, first + BLOCK)
@@ -87,4 +86,4 @@ def decode(total: Any, values: Any, shared: Any, places: int, weight: int) -> No
             continue
         down = math.ldexp(1.0, int(shared[block]) - 126 - places)
         for i in range(first, last):
-            values[i] = np.float32(np.float64(total[i]) * down / share)
+            values[i] = np.float32(np.float64(total[i]) * down)

@@ -25,7 +25,7 @@ from torch import Tensor
 from espalier.comm.base import Traffic
 from espalier.mechanisms.optimizer_node.chunk_update import update
 from espalier.mechanisms.optimizer_node.client import Client
-from espalier.mechanisms.optimizer_node.state_file import ChunkState, StateEntries, open_state, open_sums
+from espalier.mechanisms.optimizer_node.state_file import ChunkState, open_state, open_sums
 from espalier.parallel.layer_client import StepLost, step_lost
 from espalier.plan.axes.node_cost import PUSHES
 from espalier.recipe.errors import UserError
@@ -65,10 +65,10 @@ class LocalSteps:
         sizes[_CLOCK] = 16
         self._state = open_state(folder, self.job, lambda _, flat: flat.zero_(), sizes)
         self._sums = open_sums(folder, self.job)
-        self._buffers = ChunkState(self.job.largest, StateEntries(self.job))
+        self._buffers = ChunkState(self.job.largest)
         self._norms: dict[int, list[Tensor]] = {}
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="local steps")
-        self._moved = (0.0, 0, 0)
+        self._moved = (0.0, 0)
         self._meet()
 
     def _meet(self) -> None:
@@ -146,7 +146,6 @@ class LocalSteps:
         """Rounds are whole when they end."""
 
     def close(self, leave: bool = True) -> None:
-        """See `Client.close`."""
         self.outer.close(leave)
         self._pool.shutdown()
         self._state.close()
@@ -172,8 +171,9 @@ class LocalSteps:
             except StepLost:
                 if self.outer.recover() == rounds + 1 and sums is None:
                     sums = self.outer.ended(rounds)[0]
+        stalled, moved = self._moved
         size = sum(4 * layer.numel for layer in self.job.layers)
-        self._moved = (self._moved[0] + time.perf_counter() - begun, self._moved[1] + size, self._moved[2] + size)
+        self._moved = stalled + time.perf_counter() - begun, moved + size
         return sums is not None and bool(sums[2] > 0)
 
     def _give(self, rounds: int, rate: float, stop: bool) -> Tensor:
@@ -231,5 +231,5 @@ class LocalSteps:
 
     def read(self) -> Mapping[str, float]:
         """Seconds `stalled` in exchanges with the nodes, bytes `pulled` and `pushed`, and those of their disks."""
-        (stalled, pulled, pushed), self._moved = self._moved, (0.0, 0, 0)
-        return {"stalled": stalled, "pulled": pulled, "pushed": pushed, **self.outer.read()}
+        (stalled, moved), self._moved = self._moved, (0.0, 0)
+        return {"stalled": stalled, "pulled": moved, "pushed": moved, **self.outer.read()}

@@ -65,11 +65,9 @@ class LocalSharding(NodeSharding):
 
     @property
     def steps(self) -> int:
-        """See `NodeSharding.steps`."""
         return self.local.run
 
     def end_round(self, run: int, rate: float, stop: bool) -> bool:
-        """See `LocalSteps.end_round`."""
         self.window.drop()
         stopping = self.local.end_round(run, rate, stop)
         self.window.prefetch(self.window.usual)
@@ -107,6 +105,12 @@ class NodeState:
             )
 
 
+def sharding_of(context: Build) -> NodeSharding:
+    """Of a model on nodes."""
+    assert isinstance(context.sharding, NodeSharding)
+    return context.sharding
+
+
 class ModelOnNodes(Mechanism):
     """Parameters, gradients and optimizer states live on ranks with the role `optimizer`."""
 
@@ -134,26 +138,23 @@ class ModelOnNodes(Mechanism):
 
     def resumed(self, context: Build) -> int | None:
         """The step of the nodes' files."""
-        assert isinstance(context.sharding, NodeSharding)
-        return context.sharding.steps or None
+        return sharding_of(context).steps or None
 
     def recovered(self, context: Build, error: Exception) -> int | None:
         """Where a node has started again, or its standby goes on."""
-        assert isinstance(context.sharding, NodeSharding)
         if not isinstance(error, StepLost) or context.plan.replicas:
             return None
-        return context.sharding.window.recover() if error.again is None else error.again
+        return sharding_of(context).window.recover() if error.again is None else error.again
 
     def close(self, context: Build) -> None:
         """The nodes wait for this worker no more."""
-        assert isinstance(context.sharding, NodeSharding)
-        context.sharding.settle()
-        context.sharding.client.close()
+        sharding = sharding_of(context)
+        sharding.settle()
+        sharding.client.close()
 
     def abandon(self, context: Build) -> None:
         """The nodes wait for this worker, or another in its place: no step counts without its part."""
-        assert isinstance(context.sharding, NodeSharding)
-        cast("Client | LocalSteps", context.sharding.client).close(leave=False)
+        cast("Client | LocalSteps", sharding_of(context).client).close(leave=False)
 
 
 class OptimizerOnNodes(Mechanism):
@@ -163,8 +164,7 @@ class OptimizerOnNodes(Mechanism):
 
     def wrap(self, context: Build) -> None:
         """Makes what tells them."""
-        assert isinstance(context.sharding, NodeSharding)
-        context.optimizer = WindowOptimizer(context.sharding)
+        context.optimizer = WindowOptimizer(sharding_of(context))
 
 
 def on_nodes(plan: Plan) -> bool:

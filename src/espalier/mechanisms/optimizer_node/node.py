@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import socket
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, Self
 
@@ -24,7 +24,7 @@ from torch import Tensor
 from espalier.mechanisms.optimizer_node import fixed_point
 from espalier.mechanisms.optimizer_node.chunk_update import update
 from espalier.mechanisms.optimizer_node.reduction import Member, ReductionServer, RoundEnd, SumSlot
-from espalier.mechanisms.optimizer_node.state_file import ChunkState, StateEntries, keep_totals, totals_of
+from espalier.mechanisms.optimizer_node.state_file import ChunkState, keep_totals, totals_of
 from espalier.mechanisms.optimizer_node.wire import Frame, FrameKind, Greeting, Times, packed
 from espalier.plan.axes.node_layout import BITS, LayerChunk, NodeJob
 from espalier.recipe import serialization
@@ -47,10 +47,6 @@ class StepDecision:
 
     scale: float
     rate: float
-
-
-SKIP = StepDecision(0.0, 0.0)
-"""The gradients are dropped, and the step is done again."""
 
 
 @dataclass
@@ -124,11 +120,10 @@ class OptimizerNode(ReductionServer):
         super().__init__(job, door, token, times)
         self.state, self._sums = files
         self.replica: Any = None
-        self._entries = StateEntries(job)
         self._reading, self._computing, self._writing = _Queue(), _Queue(), _Queue()
         self._free: SimpleQueue[ChunkState | None] = SimpleQueue()
         for _ in range(DEPTH):
-            self._free.put(ChunkState(self.largest, self._entries))
+            self._free.put(ChunkState(self.largest))
         self._step = self.ends[0] = NodeStep(0, number=self.state.step)
         self._pulls: dict[int, SimpleQueue[Frame]] = {}
         self._counted = self._moved()
@@ -138,15 +133,7 @@ class OptimizerNode(ReductionServer):
         state, sums = self.state, self._sums
         return state.read_bytes + sums.read_bytes, state.written_bytes + sums.written_bytes
 
-    def buffers(self, workers: int) -> int:
-        """Bytes of all rings while so many workers are there: what the node holds, whatever the
-        size of the model."""
-        width = self._entries.width
-        each = 4 * len(self.slots) + DEPTH * (4 + self._entries.moments + width)
-        return self.largest * (each + workers * (4 + SENDING * width))
-
     def start(self) -> Self:
-        """See ReductionServer."""
         if self.replica is not None:
             self.replica.refused = self.fail
             self.replica.begin(self.state, 0)
@@ -162,27 +149,22 @@ class OptimizerNode(ReductionServer):
     # What the server calls
 
     def stages(self) -> tuple[Callable[[], None], ...]:
-        """See ReductionServer."""
         return self._read, self._compute, self._write, self._end_steps
 
     def release(self) -> None:
-        """See ReductionServer."""
         for queue in (self._reading, self._computing, self._writing, self._free):
             queue.put(None)
         if self.replica is not None:
             self.replica.close()
 
     def status(self, greeting: Greeting) -> Greeting:
-        """See ReductionServer."""
         return {"step": self.state.step, "totals": totals_of(self.state, self.job)}
 
     def opened(self, slot: SumSlot) -> None:
-        """See ReductionServer."""
         assert slot.chunk is not None
         self._reading.put(_ChunkWork(slot.round, slot.chunk, slot, slot.number))
 
     def pull(self, member: Member, frame: Frame) -> None:
-        """See ReductionServer."""
         queue = self._pulls.get(id(member))
         if queue is None:
             queue = self._pulls[id(member)] = SimpleQueue()
@@ -195,15 +177,12 @@ class OptimizerNode(ReductionServer):
             super().request(member, frame)
 
     def decide(self, end: NodeStep, frame: Frame) -> None:
-        """See ReductionServer."""
         decision = frame.content
-        scale = decision["scale"]
-        end.decision = SKIP if scale is None else StepDecision(scale, decision["rate"])
+        end.decision = StepDecision(decision["scale"], decision["rate"])
         end.following = decision["following"]
         end.totals = decision.get("totals", end.totals)
 
     def reset(self, step: int, cluster: str) -> int:
-        """See ReductionServer."""
         with self.lock:
             if step == self.state.step - 1:
                 self.state.revert()
@@ -229,7 +208,7 @@ class OptimizerNode(ReductionServer):
             if work.round != work.step.round:
                 self._free.put(buffers)
                 continue
-            decided = None if work.step.decision == SKIP else work.step.decision
+            decided = work.step.decision
             work.decision, work.final = decided or work.step.expected, decided is not None
             work.buffers = buffers
             buffers.open(work.chunk)
@@ -273,7 +252,7 @@ class OptimizerNode(ReductionServer):
             before = self.chunks[work.chunk.layer][: work.chunk.index]
             at = sum(fixed_point.blocks(chunk.elements) for chunk in before)
             shared = agreed.values[at : at + fixed_point.blocks(work.chunk.elements)]
-            fixed_point.decode(total, shared, places, slot.weight, gradient)
+            fixed_point.decode(total, shared, places, gradient)
         self.free(work.number)
         return True
 
@@ -335,8 +314,7 @@ class OptimizerNode(ReductionServer):
         totals = {"sums": sums, "norms": [norms[key] for key in sorted(norms)], "disk": disk}
         step.totals = serialization.dumps(totals)
         frame = Frame(FrameKind.TOTALS, step=step.round, payload=memoryview(step.totals))
-        for member in list(self.members.values()):
-            member.send(frame)
+        self.tell_all(frame)
         return True
 
     def _apply(self, step: NodeStep) -> bool:
@@ -344,15 +322,13 @@ class OptimizerNode(ReductionServer):
         decided; and tells the standby the decision."""
         decision = step.decision
         assert decision is not None
-        skipped = decision == SKIP
-        for chunk, applied in [] if skipped else list(step.applied.items()):
+        for chunk, applied in list(step.applied.items()):
             if applied != decision:
                 self._reading.put(_ChunkWork(step.round, chunk, None))
-        if not self._until(step, lambda: skipped or all(applied == decision for applied in step.applied.values())):
+        if not self._until(step, lambda: all(applied == decision for applied in step.applied.values())):
             return False
         if self.replica is not None:
-            scale, rate = (None, None) if skipped else (decision.scale, decision.rate)
-            end = {"scale": scale, "rate": rate, "following": step.following, "totals": step.totals}
+            end = asdict(decision) | {"following": step.following, "totals": step.totals}
             self.replica.end(step.round, packed(end))
         return True
 
@@ -362,14 +338,11 @@ class OptimizerNode(ReductionServer):
                 return
             assert step.decision is not None
             following = self.ends.setdefault(step.round + 1, NodeStep(step.round + 1))
-            following.number = step.number + (step.decision != SKIP)
-            if step.decision == SKIP:
-                self.state.rollback()
-            else:
-                keep_totals(self.state, self.job, following.number, step.totals)
-                self.state.commit(following.number)
-                if step.following is not None and step.decision.scale == 1.0:
-                    following.expected = StepDecision(1.0, step.following)
+            following.number = step.number + 1
+            keep_totals(self.state, self.job, following.number, step.totals)
+            self.state.commit(following.number)
+            if step.following is not None and step.decision.scale == 1.0:
+                following.expected = StepDecision(1.0, step.following)
             self.end_round()
             self._step = following
             del self.ends[step.round]
@@ -379,10 +352,10 @@ class OptimizerNode(ReductionServer):
 
     def _send(self, member: Member, requests: SimpleQueue[Frame]) -> None:
         """Answers the pulls of one worker, until it has gone."""
-        link, width = member.links["control"], self._entries.width
+        link = member.links["control"]
         free: SimpleQueue[Tensor] = SimpleQueue()
         for _ in range(SENDING):
-            free.put(aligned(self.largest * width))
+            free.put(aligned(4 * self.largest))
         while link.error is None and not self.closed:
             try:
                 frame = requests.get(timeout=1.0)
@@ -397,12 +370,11 @@ class OptimizerNode(ReductionServer):
                     self._send_chunk(member, chunk, frame.step, free)
 
     def _send_chunk(self, member: Member, chunk: LayerChunk, step: int, free: SimpleQueue[Tensor]) -> None:
-        buffer, width = free.get(), self._entries.width
+        buffer = free.get()
         self.state.read(f"{chunk.name}/parameters", buffer)
         if self.state.step != step:
             error = f"Worker {member.rank} pulled layer {chunk.layer} of step {step} after step {step} ended."
             member.fail(RunFailed(error))
-        payload = buffer.numpy().data[: chunk.elements * width]
-        place = chunk.layer, step, chunk.index, width
-        frame = Frame(FrameKind.PARAMETERS, *place, payload=payload)
+        payload = buffer.numpy().data[: 4 * chunk.elements]
+        frame = Frame(FrameKind.PARAMETERS, chunk.layer, step, chunk.index, payload=payload)
         member.send(frame, lambda: free.put(buffer))

@@ -24,7 +24,6 @@ from torch import Tensor
 
 from espalier.mechanisms.optimizer_node import fixed_point, wire
 from espalier.mechanisms.optimizer_node.wire import RAW, Frame, FrameKind, FrameLink, Peer, Times
-from espalier.plan.axes.flow_control import MinimumTable
 from espalier.plan.axes.node_layout import LayerChunk, NodeJob
 from espalier.recipe.errors import EspalierError, RunFailed, UserError, words_of
 
@@ -40,14 +39,12 @@ class SumSlot:
     Attributes:
         number: of the push frame. round: see `ReductionServer.round`.
         total: int32 sums of all who have pushed it; where `raw`, the float32 values of the only one.
-        weight: the sum of their samples; 0: the sum is no mean.
     """
 
     total: Tensor
     number: int = -1
     round: int = -1
     chunk: LayerChunk | None = None
-    weight: int = 0
     raw: bool = False
     lock: threading.Lock = field(default_factory=threading.Lock)
     complete: threading.Event = field(default_factory=threading.Event)
@@ -59,6 +56,16 @@ class SharedExponents:
 
     values: Tensor
     workers: int
+
+    @classmethod
+    def of(cls, frame: Frame) -> Self:
+        """Those in `frame`."""
+        return cls(torch.frombuffer(frame.payload, dtype=torch.uint8), frame.count)
+
+    def frame(self, layer: int, round: int) -> Frame:
+        """The frame with them."""
+        payload = self.values.numpy().data
+        return Frame(FrameKind.EXPONENTS, layer, round, count=self.workers, payload=payload)
 
 
 @dataclass
@@ -134,8 +141,8 @@ class ReductionServer(ABC):
         complete: a round needs all workers of the job, and begins anew where it loses one; else the
             others go on. Set before `start`.
         gathered: all workers of the job have come.
-        round: how often all chunks were summed, or were to be. A round ends with a step, or with
-            gradients that are dropped. Frames of workers carry it in place of the step, except for
+        round: how often all chunks were summed, or were to be. A round ends with a step.
+            Frames of workers carry it in place of the step, except for
             pulls.
         ends: of rounds that have not ended.
         asked: when somebody came last (`time.monotonic`).
@@ -163,7 +170,7 @@ class ReductionServer(ABC):
         self.complete = self.gathered = self.closed = False
         self.asked = time.monotonic()
         self.error: EspalierError | None = None
-        self._table = MinimumTable()
+        self._acks: dict[int, int] = {}  # of each member, the number of the frame that it pushes next
         self._proposals: dict[tuple[int, int], dict[int, SharedExponents]] = {}
         self._handed = self._freed = 0
         self._cluster = ""
@@ -242,11 +249,12 @@ class ReductionServer(ABC):
         no parameters are before it."""
         with self.lock:
             self.agreed[round, layer] = shared
-            members = list(self.members.values())
-        payload = shared.values.numpy().data
-        frame = Frame(FrameKind.EXPONENTS, layer, round, count=shared.workers, payload=payload)
-        for member in members:
-            member.send(frame, stream="push")
+            self.tell_all(shared.frame(layer, round), "push")
+
+    def tell_all(self, frame: Frame, stream: str = "control") -> None:
+        """Sends `frame` to every member."""
+        for member in list(self.members.values()):
+            member.send(frame, stream=stream)
 
     def progress(self) -> None:
         """Members have come or gone, or told something."""
@@ -315,7 +323,7 @@ class ReductionServer(ABC):
         push.room = None
         push.grant(max(self._freed, first * self.each) + len(self.slots))
         self.members[member.rank] = member
-        self._table.add(member.rank, first * self.each)
+        self._acks[member.rank] = first * self.each
         for link in member.links.values():
             link.start()
         workers = sum(member.workers for member in self.members.values())
@@ -344,7 +352,7 @@ class ReductionServer(ABC):
                     self.incarnation = secrets.token_hex(8)
                 else:
                     del self.members[member.rank]
-                    self._table.remove(member.rank)
+                    del self._acks[member.rank]
                     self.gathered = self.gathered and not self.complete
                     self._review()
         member.close()
@@ -365,7 +373,7 @@ class ReductionServer(ABC):
         """All members, and what they pushed. They will notice, and come again."""
         with self.lock:
             gone, self.members = list(self.members.values()), {}
-            self._table = MinimumTable()
+            self._acks.clear()
             self._proposals.clear()
             self.agreed.clear()
             self.gathered, self._cluster = False, ""
@@ -397,10 +405,8 @@ class ReductionServer(ABC):
             self._add(member, frame)
         elif frame.kind == FrameKind.EXPONENTS:
             key = frame.step, frame.layer
-            values = torch.frombuffer(frame.payload, dtype=torch.uint8)
             with self.lock:
-                proposals = self._proposals.setdefault(key, {})
-                proposals[member.rank] = SharedExponents(values, frame.count)
+                self._proposals.setdefault(key, {})[member.rank] = SharedExponents.of(frame)
                 self._agree(key)
         elif frame.kind == FrameKind.LEAVE:
             self.drop(member)
@@ -438,7 +444,7 @@ class ReductionServer(ABC):
         with slot.lock:
             first = slot.number != number
             if first:
-                slot.number, slot.round, slot.chunk, slot.weight = number, frame.step, chunk, 0
+                slot.number, slot.round, slot.chunk = number, frame.step, chunk
                 slot.complete.clear()
                 self.opened(slot)
             elif slot.chunk is not chunk or slot.round != frame.step:
@@ -451,14 +457,13 @@ class ReductionServer(ABC):
                 (total.view(torch.float32) if slot.raw else total).numpy()[:] = values.numpy()
             else:
                 fixed_point.add(total, values)
-            slot.weight += frame.count
         with self.lock:
             if self.members.get(member.rank) is member:
-                self._table.heard(member.rank, number + 1)
+                self._acks[member.rank] = number + 1
                 self._hand_over()
 
     def _hand_over(self) -> None:
-        while self._handed < self._table.minimum():
+        while self._handed < min(self._acks.values(), default=0):
             self.slots[self._handed % len(self.slots)].complete.set()
             self._handed += 1
 
@@ -500,7 +505,6 @@ def summary(job: NodeJob) -> dict[str, str]:
     return {
         "layers": f"{len(job.layers)} layers of {elements:,} elements ({digest})",
         "push": job.push,
-        "pull": job.pull,
         "chunk": str(job.chunk),
         "outer": str(job.outer),
     }

@@ -402,7 +402,7 @@ def load_into(model: nn.Module, workload: Workload, recipe: Recipe, plan: Plan, 
             _tell_restored(state)
             steps.append(state.step)
             for local, number in enumerate(numbers):
-                views = layers[number].views(read_layer(state, job, local)[0])
+                views = layers[number].views(read_layer(state, job, local))
                 for parameter, values in zip(parameters[number], views, strict=True):
                     parameter.copy_(values)
     if len(set(steps)) > 1:

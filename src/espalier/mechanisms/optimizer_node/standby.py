@@ -21,7 +21,7 @@ from torch import Tensor
 from espalier.mechanisms.optimizer_node.node import OptimizerNode
 from espalier.mechanisms.optimizer_node.reduction import Member
 from espalier.mechanisms.optimizer_node.session import Session, reach
-from espalier.mechanisms.optimizer_node.state_file import StateEntries
+from espalier.mechanisms.optimizer_node.state_file import entry_sizes
 from espalier.mechanisms.optimizer_node.wire import RAW, Address, Frame, FrameKind, Greeting, Times
 from espalier.parallel.layer_client import StepLost
 from espalier.plan.axes.node_layout import LayerChunk, NodeJob
@@ -43,7 +43,6 @@ class Standby(OptimizerNode):
     _heard = 0.0
 
     def start(self) -> Self:
-        """See ReductionServer."""
         self._heard = time.monotonic() + self.times.patience  # the first one has so long to come
         return super().start()
 
@@ -70,7 +69,7 @@ class Standby(OptimizerNode):
         if frame.kind != FrameKind.STATE:
             super().request(member, frame)
         elif frame.width:
-            name = list(self._entries.sizes())[frame.layer]
+            name = list(entry_sizes(self.job))[frame.layer]
             self.state.write(name, torch.frombuffer(frame.payload, dtype=torch.uint8))
         else:
             with self.lock:
@@ -123,7 +122,7 @@ class Replica:
 
     def _copy(self, state: Generations, session: Session) -> None:
         control = session.links["control"]
-        for number, (name, size) in enumerate(StateEntries(self.job).sizes().items()):
+        for number, (name, size) in enumerate(entry_sizes(self.job).items()):
             buffer = torch.empty(size, dtype=torch.uint8)
             state.read(name, buffer)
             payload = buffer.numpy().data
@@ -175,5 +174,4 @@ class _ReplicaSession(Session):
         super().__init__(replica.name, replica.times, replica.address, replica.job, greeting)
 
     def lost(self, error: EspalierError) -> None:
-        """See Peer."""
         self.replica.lost(error)

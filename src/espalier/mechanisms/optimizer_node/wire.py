@@ -358,17 +358,15 @@ class FrameLink:
             self._heartbeat(step, count, bool(width))
             return
         frame = Frame(kind, layer, step, chunk, width, count)
-        if not self.receiving.accepts(number):
+        accepted = self.receiving.accepts(number)
+        if accepted:
+            memory = self.receiver.buffer(frame, size) if size else frame.payload
+            _exactly(connection, memory)
+        else:
             _drain(connection, size)
+        if not accepted or (size and xxhash.xxh3_64_intdigest(memory) != sum_):
             with self._changed:
-                self._gap = number > self.receiving.expected
-                self._changed.notify_all()
-            return
-        memory = self.receiver.buffer(frame, size) if size else memoryview(b"")
-        _exactly(connection, memory)
-        if size and xxhash.xxh3_64_intdigest(memory) != sum_:
-            with self._changed:
-                self._gap = True
+                self._gap = number >= self.receiving.expected
                 self._changed.notify_all()
             return
         self.receiver.deliver(replace(frame, payload=memory))
@@ -497,11 +495,10 @@ def dial(address: Address, token: str, greeting: Greeting, seconds: float = _OPE
         if magic != _MAGIC:
             raise UserError(f"What listens at {place} is no optimizer node.", do="another address or port")
         nonce = secrets.token_bytes(32)
-        if version != VERSION:
-            connection.sendall(_CHALLENGE.pack(_MAGIC, VERSION, nonce))
-            theirs, mine = f"version {version} of the protocol", f"version {VERSION}"
-            raise _versions(f"The optimizer node at {place} speaks {theirs}, this process {mine}.")
         connection.sendall(_CHALLENGE.pack(_MAGIC, VERSION, nonce))
+        if version != VERSION:
+            theirs = f"version {version} of the protocol, this process version {VERSION}"
+            raise _versions(f"The optimizer node at {place} speaks {theirs}.")
         _say(connection, _sealed(token, "visitor", challenge + nonce, greeting | {"espalier": release()}))
         answer = _hear(connection)
         if not answer:

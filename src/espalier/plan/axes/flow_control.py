@@ -16,7 +16,6 @@ from __future__ import annotations
 import socket
 import struct
 import time
-from collections.abc import Hashable
 from contextlib import suppress
 
 SO_MAX_PACING_RATE = 47
@@ -70,8 +69,8 @@ class ReceiveWindow:
         expected: the Ack it tells. credit: the Credit it tells; it never shrinks.
     """
 
-    def __init__(self, first: int = 0, room: int = 0) -> None:
-        self.expected, self.credit = first, first + room
+    def __init__(self, first: int = 0) -> None:
+        self.expected = self.credit = first
 
     def accepts(self, number: int) -> bool:
         """Whether this is the next one. One beyond Credit is a breach of the protocol."""
@@ -85,38 +84,6 @@ class ReceiveWindow:
     def grant(self, credit: int) -> None:
         """There is room for all below `credit`."""
         self.credit = max(self.credit, credit)
-
-
-class MinimumTable:
-    """What several endpoints told, and its minimum. Has state.
-
-    >>> table = MinimumTable()
-    >>> table.add("a", 0), table.add("b", 0)
-    (None, None)
-    >>> table.heard("a", 7), table.minimum(), table.heard("b", 3), table.minimum()
-    (None, 0, None, 3)
-    """
-
-    def __init__(self) -> None:
-        self.numbers: dict[Hashable, int] = {}
-        self._least = 0
-
-    def add(self, member: Hashable, first: int) -> None:
-        """From now on `member` counts."""
-        self.numbers[member] = first
-
-    def heard(self, member: Hashable, number: int) -> None:
-        """All below `number` has come from (or to) `member`."""
-        self.numbers[member] = max(self.numbers[member], number)
-
-    def remove(self, member: Hashable) -> None:
-        """From now on it does not count."""
-        self.numbers.pop(member, None)
-
-    def minimum(self) -> int:
-        """What has come from all; where there is nobody, what had come from all before."""
-        self._least = max(self._least, min(self.numbers.values(), default=self._least))
-        return self._least
 
 
 class Pacing:

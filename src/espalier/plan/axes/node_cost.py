@@ -16,7 +16,7 @@ import numpy as np
 from espalier.recipe.cost import Number
 
 STATE_BYTES = 14
-"""Read and written per parameter by a node's step: fp32 parameter, two moments, and the bf16 copy that is pulled."""
+"""Read and written per parameter by a node's step: fp32 parameter, two moments, and 2 bytes for all else."""
 WINDOW = 3
 """Layers that a worker holds at once: one computed, one pulled, one pushed."""
 PUSHES = 2

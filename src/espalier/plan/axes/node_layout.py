@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal
 
 from espalier.optim.diloco_slowmo import METHODS, OuterMethod
 from espalier.recipe import Adamw
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Push = Literal["fp32", "int16", "int8", "int8:stochastic"]
-Pull = Literal["fp32", "bf16"]
 BITS = {"fp32": 32, "int16": 16, "int8": 8, "int8:stochastic": 8}
 """Bits of a pushed value."""
 PUSHED: Mapping[str, Push] = {"exact": "fp32", "int8": "int8"}
@@ -101,7 +100,7 @@ class NodeJob:
     Attributes:
         layers: all that this node keeps.
         optimizer: AdamW's options; rates are multiplied by the factor of each step.
-        push: how gradients cross the wire; pull: how parameters do.
+        push: how gradients cross the wire.
         workers: how many the first step waits for.
         chunk: elements of a chunk, at most.
         outer: what moves the parameters in the place of AdamW, where workers push how far they went in a round.
@@ -110,15 +109,13 @@ class NodeJob:
     layers: tuple[FlatLayer, ...]
     optimizer: Adamw
     push: Push = "fp32"
-    pull: Pull = "fp32"
     workers: int = 1
     chunk: int = CHUNK
     outer: OuterMethod | None = None
 
     def __post_init__(self) -> None:
-        for option, value, known in (("push", self.push, get_args(Push)), ("pull", self.pull, get_args(Pull))):
-            if value not in known:
-                raise UserError(f"{option} is {value!r}.", why=f"known are {', '.join(known)}", do=f'{option} = "fp32"')
+        if self.push not in BITS:
+            raise UserError(f"push is {self.push!r}.", why=f"known are {', '.join(BITS)}", do='push = "fp32"')
 
     @cached_property
     def chunks(self) -> list[tuple[LayerChunk, ...]]:
