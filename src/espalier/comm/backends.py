@@ -108,8 +108,7 @@ def gloo(store: Store, rank: int, size: int, timeout: timedelta) -> ProcessGroup
     options = made._Options()
     options._devices = list(_devices(os.getpid(), os.environ.get("GLOO_SOCKET_IFNAME", "")))
     options._timeout, options._threads = timeout, _THREADS * len(options._devices)
-    group: ProcessGroupGloo = made(store, rank, size, options)
-    return group
+    return made(store, rank, size, options)
 
 
 @functools.cache

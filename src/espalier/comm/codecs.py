@@ -38,8 +38,7 @@ def _plain(name: str) -> Callable[[str], Codec]:
     def without(text: str) -> Codec:
         if text:
             raise UserError(f"Codec {name!r} takes no number, and got {text!r}.", do=name)
-        made: Codec = EXACT if name == EXACT.name else _load(name)()
-        return made
+        return EXACT if name == EXACT.name else _load(name)()
 
     return without
 

@@ -153,15 +153,13 @@ class Hook:
             return buffer
 
         task = self._coded.all_reduce(buffer, residual, True)(self._booked)
-        future: torch.futures.Future[Tensor] = task.get_future().then(arrived)
-        return future
+        return task.get_future().then(arrived)
 
     def _plain(self, buffer: Tensor) -> torch.futures.Future[torch.Tensor]:
         ranks = self._group.size()
         self.sent += int(sent_bytes("all_reduce", buffer.nbytes, ranks))
         work = self._group.allreduce([buffer.div_(ranks)])
-        future: torch.futures.Future[Tensor] = work.get_future().then(lambda done: done.value()[0])
-        return future
+        return work.get_future().then(lambda done: done.value()[0])
 
     def state_dict(self, model: nn.Module) -> dict[str, Tensor]:
         """This rank's residuals by the names of `model`'s parameters; save one for each rank."""

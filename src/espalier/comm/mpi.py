@@ -179,8 +179,7 @@ def _threaded() -> Any:
 @cache
 def _key(mpi: Any) -> int:
     """The attribute of a communicator that holds the one for our messages; it goes when the communicator goes."""
-    keyval: int = mpi.Comm.Create_keyval(delete_fn=lambda comm, key, apart: apart.Free())
-    return keyval
+    return mpi.Comm.Create_keyval(delete_fn=lambda comm, key, apart: apart.Free())
 
 
 def _apart(comm: Any) -> Any:
@@ -209,8 +208,7 @@ def _tensor(array: Array) -> Tensor:
 
 
 def _bytes(tensor: Tensor) -> Array:
-    array: Array = tensor.reshape(-1).view(torch.uint8).numpy()
-    return array
+    return tensor.reshape(-1).view(torch.uint8).numpy()
 
 
 def _residual(residual: Array, array: Array) -> Tensor:

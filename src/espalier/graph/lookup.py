@@ -43,8 +43,7 @@ def network(recipe: Recipe) -> NetworkAdapter:
             name = "graph.networks.foreign_network:ForeignAdapter"
         case _:
             name = "graph.networks.gnn_adapter:GnnAdapter"
-    adapter: NetworkAdapter = named(name)(recipe)
-    return adapter
+    return named(name)(recipe)
 
 
 def way_of_batching(recipe: Recipe) -> str:
@@ -60,11 +59,9 @@ def way_of_batching(recipe: Recipe) -> str:
 
 def batching(recipe: Recipe) -> type[Drawn]:
     """The recipe's way of batching."""
-    batching_class: type[Drawn] = named(BATCHINGS[way_of_batching(recipe)])
-    return batching_class
+    return named(BATCHINGS[way_of_batching(recipe)])
 
 
 def rounding(recipe: Recipe) -> type[Rounding]:
     """What rounds values of the recipe's networks."""
-    rounding_class: type[Rounding] = named(FEW_BITS if "quant" in recipe.mechanisms else "graph.run:Rounding")
-    return rounding_class
+    return named(FEW_BITS if "quant" in recipe.mechanisms else "graph.run:Rounding")

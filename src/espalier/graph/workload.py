@@ -125,8 +125,7 @@ class GraphWorkload(Plain):
 
     def placed(self, batch: SubgraphBatch) -> SubgraphBatch:
         """`batch` where the model is."""
-        moved: SubgraphBatch = to_device(batch, self._device, self._dtype)
-        return moved
+        return to_device(batch, self._device, self._dtype)
 
     def pack(self, shards: Sequence[Shard], packing: PackStart = ALONE) -> None:
         """Packs the batches of `shards`, the ranks of this machine, or opens what is packed. Needs a [store]."""

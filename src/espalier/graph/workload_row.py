@@ -123,8 +123,7 @@ def _embeddings(workload: GraphWorkload, model: nn.Module, folder: Path) -> str:
 
 
 def _packed(workload: GraphWorkload, model: nn.Module, folder: Path) -> str:
-    loads: str = lookup.named(f"{lookup.PACKED}:write")(workload, model, folder)
-    return loads
+    return lookup.named(f"{lookup.PACKED}:write")(workload, model, folder)
 
 
 class GraphRow(Row, Freezes, Packs, Predicts, Exports, LoadsPacked, CountsEnergy, CutsIntoParts):
@@ -193,13 +192,11 @@ class GraphRow(Row, Freezes, Packs, Predicts, Exports, LoadsPacked, CountsEnergy
 
     def load_packed(self, model: nn.Module, folder: Path) -> bool:
         """Codes of few bits."""
-        loaded: bool = lookup.named(f"{lookup.PACKED}:load")(model, folder)
-        return loaded
+        return lookup.named(f"{lookup.PACKED}:load")(model, folder)
 
     def energy(self, workload: GraphWorkload, model: nn.Module) -> EnergyTables:
         """Of all nodes."""
-        tables: EnergyTables = lookup.named(lookup.ENERGY)(workload, model)
-        return tables
+        return lookup.named(lookup.ENERGY)(workload, model)
 
     def cut(self, workload: GraphWorkload, shares: Sequence[int], folder: Path) -> None:
         """As training over parts cuts it."""

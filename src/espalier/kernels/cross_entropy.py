@@ -31,8 +31,7 @@ def _fits(logits: Tensor, labels: Tensor, chosen: Tensor | None = None) -> bool:
 def row_by_row(logits: Tensor, labels: Tensor, chosen: Tensor | None = None) -> Tensor:
     """Softmax and logarithm while a row is in registers; backward makes the softmax again."""
     rows = torch.arange(len(labels)) if chosen is None else chosen
-    losses: Tensor = _Entropy.apply(logits, labels, rows)
-    return losses
+    return _Entropy.apply(logits, labels, rows)
 
 
 class _Entropy(torch.autograd.Function):

@@ -35,8 +35,7 @@ def _fits(values: Tensor, kind: str, share: float) -> bool:
 def in_one_pass(values: Tensor, kind: str, share: float) -> Tensor:
     """The mask is a hash of a number that is drawn from torch's generator: nothing but that number is kept of it."""
     seed = int(torch.randint(2**62, ())) if share else 0
-    activated: Tensor = _Activated.apply(values, KINDS.index(kind), (seed, round(share * 2**32)))
-    return activated
+    return _Activated.apply(values, KINDS.index(kind), (seed, round(share * 2**32)))
 
 
 class _Activated(torch.autograd.Function):

@@ -133,8 +133,7 @@ class Kernel:
         assert not self._options.parallel
         ((dtype, _),) = self._signatures.items()
         (compiled,) = self._code(dtype).overloads.values()
-        run: Callable[..., Any] = compiled.entry_point
-        return run
+        return compiled.entry_point
 
     def __call__(self, *arguments: Any) -> Any:
         """Runs on as many threads as torch would use here."""

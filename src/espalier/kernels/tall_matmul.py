@@ -35,8 +35,7 @@ def _pays(x: Tensor, weight: Tensor, start: Tensor | None = None) -> bool:
 @tall_product.fast("cpu", wins=_pays)
 def in_blocks(x: Tensor, weight: Tensor, start: Tensor | None = None) -> Tensor:
     """Six rows at a time; so are the gradients."""
-    product: Tensor = _Tall.apply(x, weight, start)
-    return product
+    return _Tall.apply(x, weight, start)
 
 
 class _Tall(torch.autograd.Function):

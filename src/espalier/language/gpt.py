@@ -232,8 +232,7 @@ class GPT(nn.Module):
         self, tokens: Int[Tensor, "batch seq"], targets: Int[Tensor, "batch seq"], where: Where | None = None
     ) -> Float[Tensor, ""]:
         """Sum of the cross entropies (nats) of `targets`; those equal to -100 are left out."""
-        loss: Tensor = self(tokens, where=where, targets=targets)
-        return loss
+        return self(tokens, where=where, targets=targets)
 
     def pieces(self) -> Pieces:
         """Of what `forward` takes and gives."""
@@ -282,8 +281,7 @@ class GPT(nn.Module):
             stop = start + tokens.shape[1]
             assert stop <= self.size.context, f"{stop} positions, but the context is {self.size.context}"
             where = Where(torch.arange(start, stop, device=tokens.device))
-        turn: Rotary = self.rotation(where)
-        return turn
+        return self.rotation(where)
 
 
 def score(

@@ -306,8 +306,7 @@ def together(processes: int, job: Callable[[Gate, int], Table]) -> list[Table]:
 def _receive(reading: Connection, index: int) -> Table:
     if not reading.poll(WAIT):
         raise TimeoutError(f"measuring process {index} gave no answer within {WAIT:.0f} s")
-    answer: Table = serialization.loads(reading.recv_bytes(), "what a measuring process found")
-    return answer
+    return serialization.loads(reading.recv_bytes(), "what a measuring process found")
 
 
 def _loopback() -> tuple[Table | None, list[str]]:

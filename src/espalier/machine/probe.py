@@ -220,8 +220,7 @@ def _listen(lines: Iterable[str], say: Say) -> Table | None:
         if "say" in table:
             say(table["say"])
         if "result" in table:
-            result: Table = table["result"]
-            return result
+            return table["result"]
     return None
 
 

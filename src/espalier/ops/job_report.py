@@ -34,8 +34,7 @@ def as_dict(characters: Characters) -> dict[str, Any]:
         "queue_percentiles": _marks(characters.waits),
         "run_percentiles": _marks(characters.runs),
     }
-    cleaned: dict[str, Any] = _plain(table)
-    return cleaned
+    return _plain(table)
 
 
 def _marks(values: Any) -> dict[str, float]:

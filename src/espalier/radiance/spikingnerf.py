@@ -111,8 +111,7 @@ def lif_scan(
 @lif_scan.fast("cpu", wins=lambda currents, *_: currents.dtype in (torch.float32, torch.float64))
 def lif_scan_ragged(currents: Tensor, offsets: Tensor, neuron: Neuron = LIF) -> Tensor:
     """numba: each real sample once. For backward membranes before their reset are kept, which say who fired."""
-    spikes: Tensor = _Layer.apply(currents, offsets, None, neuron)[0]
-    return spikes
+    return _Layer.apply(currents, offsets, None, neuron)[0]
 
 
 @operation("spiking_layer")

@@ -140,8 +140,7 @@ def interpolate(
 @interpolate.fast("cpu", wins=lambda grid, points, frame: grid.dtype in (torch.float32, torch.float64))
 def interpolate_by_points(grid: Tensor, points: Tensor, frame: Tensor) -> Tensor:
     """numba, a point at a time."""
-    values: Tensor = _Interpolate.apply(grid, points, frame)
-    return values
+    return _Interpolate.apply(grid, points, frame)
 
 
 class _Interpolate(torch.autograd.Function):

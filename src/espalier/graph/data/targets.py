@@ -297,13 +297,11 @@ class Scale:
 
     def standardised(self, values: Array) -> Array:
         """float64: `values` in deviations from the mean."""
-        scaled: Array = (values - self.mean) / self.deviation
-        return scaled
+        return (values - self.mean) / self.deviation
 
     def restored(self, scaled: Array) -> Array:
         """float64: what `standardised` was given."""
-        values: Array = scaled.astype(np.float64) * self.deviation + self.mean
-        return values
+        return scaled.astype(np.float64) * self.deviation + self.mean
 
 
 def _moments(column: Array) -> tuple[float, float]:

@@ -109,8 +109,7 @@ class MessageBlock(NamedTuple):
             every = torch.arange(self.targets, device=counts.device)
             return torch.repeat_interleave(every, counts, output_size=self.edges)
 
-        rows: Tensor = self.forms.get(f"rows on {self.indptr.device}", make)
-        return rows
+        return self.forms.get(f"rows on {self.indptr.device}", make)
 
 
 def dense(rows: Rows) -> Tensor:

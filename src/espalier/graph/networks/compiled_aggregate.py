@@ -46,14 +46,12 @@ def matrix(block: MessageBlock) -> CSR:
         return CSR(pattern.indptr, pattern.indices, pattern.shape, values)
 
     scale = next((factors for factors in (block.weights, block.left, block.right) if factors is not None), None)
-    made: CSR = block.forms.get(f"matrix {None if scale is None else scale.dtype}", make)
-    return made
+    return block.forms.get(f"matrix {None if scale is None else scale.dtype}", make)
 
 
 def pattern(block: MessageBlock) -> CSR:
     """The block's edges without weights."""
-    made: CSR = block.forms.get("pattern", matrix(block).binary)
-    return made
+    return block.forms.get("pattern", matrix(block).binary)
 
 
 def aggregate(block: MessageBlock, rows: Rows, start: Tensor | None = None) -> Tensor:

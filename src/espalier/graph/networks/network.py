@@ -33,8 +33,7 @@ class Quantizers(Protocol):
 
 def quantizers_of(model: object) -> Quantizers | None:
     """Of a network that rounds its values."""
-    quantizers: Quantizers | None = getattr(model, QUANTIZED, None)
-    return quantizers
+    return getattr(model, QUANTIZED, None)
 
 
 class GraphNetwork(nn.Module):
@@ -42,5 +41,4 @@ class GraphNetwork(nn.Module):
 
     def answers(self, features: Tensor, blocks: tuple[MessageBlock, ...]) -> Tensor:
         """What it says of the last block's targets."""
-        rows: Tensor = self(features, blocks)
-        return rows
+        return self(features, blocks)

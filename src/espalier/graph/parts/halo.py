@@ -75,8 +75,7 @@ def checked(parts: Any, nodes: int, ranks: int) -> Array:
             why=f"{len(outside):,} nodes are in no part",
             do=f"parts from 0 to {ranks - 1}",
         )
-    rank_of_node: Array = parts.astype(np.int32)
-    return rank_of_node
+    return parts.astype(np.int32)
 
 
 def boundary(indptr: Any, indices: Any, parts: Any, ranks: int) -> Boundary:
@@ -553,10 +552,7 @@ def row_bytes(network: Gnn | ForeignRows, at: int, size: int) -> tuple[int, int]
 def step_bytes(network: Gnn | ForeignRows, rows: Array, size: int) -> Array:
     """int64 [ranks]: payload bytes that leave each rank in a step, given `Boundary.rows`: the ledger's row `halo`."""
     each = [row_bytes(network, at, size) for at in range(depth(network))]
-    sent: Array = rows.sum(1) * sum(forward for forward, _ in each) + rows.sum(0) * sum(
-        backward for _, backward in each
-    )
-    return sent
+    return rows.sum(1) * sum(forward for forward, _ in each) + rows.sum(0) * sum(backward for _, backward in each)
 
 
 def crossing_codes(network: Gnn | ForeignRows, at: int, size: int) -> RowSize | None:

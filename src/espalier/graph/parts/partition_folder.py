@@ -351,8 +351,7 @@ def _load(path: Path, checksum: str) -> dict[str, Tensor]:
     with parsing(path, f"copy it here, or {there}{AGAIN}"):
         if checksum and _checksum(path) != checksum:
             raise UserError(f"{path} is damaged.", why="its checksum does not match", do=f"copy it anew, or {AGAIN}")
-        tensors: dict[str, Tensor] = load_file(path)
-        return tensors
+        return load_file(path)
 
 
 def _mention(folder: Path, node: int) -> str:

@@ -236,8 +236,7 @@ class OverRanks(Whole):
         """Of the part."""
         if self.part is None:
             return super().loss(model, batch)
-        outcome: tuple[Tensor, Tensor] = self.part.loss(model, batch)
-        return outcome
+        return self.part.loss(model, batch)
 
     def evaluate(self, model: nn.Module, shard: Shard) -> Mapping[str, tuple[float, float]]:
         """Over all ranks, where evaluation sees the graph that training sees."""

@@ -121,8 +121,7 @@ def edge_index(block: MessageBlock) -> Tensor:
     def make() -> Tensor:
         return torch.stack([block.indices.long(), block.rows()])
 
-    made: Tensor = block.forms.get(f"edge_index on {block.indices.device}", make)
-    return made
+    return block.forms.get(f"edge_index on {block.indices.device}", make)
 
 
 def _edge_values(model: nn.Module, block: MessageBlock) -> tuple[Tensor, ...]:
@@ -201,5 +200,4 @@ def _to(rows: Rows, placed: dict[str, Any]) -> Rows:
 def _placed(block: MessageBlock, placed: dict[str, Any]) -> MessageBlock:
     from espalier.parallel.workload import to_device
 
-    moved: MessageBlock = to_device(block, placed["device"], placed["dtype"])
-    return moved
+    return to_device(block, placed["device"], placed["dtype"])

@@ -34,8 +34,7 @@ def answer_loss(
 ) -> Float[Tensor, ""]:
     """As `gpt.score`: the sum of the cross entropies (nats) of `targets` that are not `IGNORED`, in at least fp32."""
     counted = targets != IGNORED
-    loss: Tensor = _Fused.apply(x[counted], words, targets[counted], cap)
-    return loss
+    return _Fused.apply(x[counted], words, targets[counted], cap)
 
 
 def row_log_probability(

@@ -105,8 +105,7 @@ class Pool(Sequence[SampledBatch]):
 
     def nodes(self, batch: int) -> Array:
         """int64: the input nodes of a batch, in the order in which its first block numbers them."""
-        nodes: Array = self.file.read(f"nodes/{range(self._length)[batch]}").view(torch.int64).numpy()
-        return nodes
+        return self.file.read(f"nodes/{range(self._length)[batch]}").view(torch.int64).numpy()
 
     @cached_property
     def most_inputs(self) -> int:

@@ -401,8 +401,7 @@ class PackedSet:
 
     @cached_property
     def _pages(self) -> Array:
-        pages: Array = self.plan.read("pages").numpy()
-        return pages
+        return self.plan.read("pages").numpy()
 
     def load_hot(self) -> Tensor:
         """uint8 [hot rows, row bytes]: the rows that stay in memory, the most used first; checked. Read in pieces, so

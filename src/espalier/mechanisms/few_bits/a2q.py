@@ -429,16 +429,14 @@ class ColumnQuantizer(nn.Module):
         rule = Rule(local=self.share * (len(x) / owned if owned else 1.0) if self.local else 0.0, owned=owned)
         values: Tensor
         if shown is None or not rule.local:
-            values = FakeQuantize.apply(x, step, bits, rule)
-            return values
+            return FakeQuantize.apply(x, step, bits, rule)
         teach = x.detach()[: owned or None][shown[: owned or None]]
         values = FakeQuantize.apply(x, step.detach(), bits, rule)
         if not len(teach):
             return values
         rule = rule._replace(local=rule.local * len(teach) / len(x), owned=0)
         _, *learned = rounded_values(teach, step.detach(), bits, rule)
-        values = Learns.apply(values, step, bits, *learned)
-        return values
+        return Learns.apply(values, step, bits, *learned)
 
     @torch.no_grad()
     def codes(self, x: Float[Tensor, "rows columns"]) -> tuple[Tensor, Tensor]:

@@ -138,20 +138,17 @@ class BitAllocator(nn.Module):
     @property
     def bits(self) -> Float[Tensor, " entries"]:
         """Real-valued, the sign included."""
-        bits: Tensor = _Learned.apply(self.raw_bits, BIT_RATE)
-        return bits
+        return _Learned.apply(self.raw_bits, BIT_RATE)
 
     @property
     def logarithm(self) -> Float[Tensor, " entries"]:
         """log2 of the steps before they are rounded."""
-        logarithm: Tensor = _Learned.apply(self.raw_step, self.rate) + _Learned.apply(self.raw_common, STEP_RATE)
-        return logarithm
+        return _Learned.apply(self.raw_step, self.rate) + _Learned.apply(self.raw_common, STEP_RATE)
 
     @property
     def steps(self) -> Float[Tensor, " entries"]:
         """As stored."""
-        steps: Tensor = _Step.apply(self.logarithm)
-        return steps
+        return _Step.apply(self.logarithm)
 
     @torch.no_grad()
     def widths(self, signed: bool, shift: float = 0.0) -> RowWidths:

@@ -122,8 +122,7 @@ class Quantization:
     def rounded(self, quantizer: FeatureQuantizer, values: Tensor, index: RowIndex) -> Tensor:
         """`values` as they are stored."""
         if not self.packed:
-            rounded: Tensor = quantizer(values, index)
-            return rounded
+            return quantizer(values, index)
         if index.ids is not None and self.pieces[0] is quantizer:
             return self.pieces[1][index.ids.to(self.pieces[1].device)].to(values)
         name = self.name(quantizer)
@@ -328,8 +327,7 @@ def _forms_without(block: MessageBlock, side: str) -> Forms:
             made.known["compressed"] = replace(compressed, scale=compressed.scale._replace(**{side: None}))
         return made
 
-    forms: Forms = block.forms.get(f"without {side}", make)
-    return forms
+    return block.forms.get(f"without {side}", make)
 
 
 def _source_scale(block: MessageBlock, root: Tensor | None) -> tuple[Tensor | None, MessageBlock]:

@@ -111,13 +111,11 @@ def _read(quantizers: Quantization, quantizer: FeatureQuantizer, module: nn.Modu
 def _made(
     quantizers: Quantization, quantizer: ColumnQuantizer, module: nn.Module, inputs: tuple[Tensor], out: Tensor
 ) -> Tensor:
-    values: Tensor = quantizer(out, shown=_shown(quantizers, out))
-    return values
+    return quantizer(out, shown=_shown(quantizers, out))
 
 
 def _given(quantizers: Quantization, quantizer: ColumnQuantizer, module: nn.Module, inputs: tuple[Tensor]) -> Tensor:
-    values: Tensor = quantizer(inputs[0], shown=_shown(quantizers, inputs[0]))
-    return values
+    return quantizer(inputs[0], shown=_shown(quantizers, inputs[0]))
 
 
 def _shown(quantizers: Quantization, rows: Tensor) -> Tensor | None:

@@ -72,10 +72,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, **options: Unpa
         mask = None if bias is None else bias[None]
         return F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask)[0].transpose(0, 1)
     if q.device.type != "cpu":
-        gathered: Tensor = EdgeAttention.apply(q, k, v, bias, pattern.on(q.device))
-        return gathered
-    attended: Tensor = _Attention.apply(q, k, v, bias, (pattern, chosen))
-    return attended
+        return EdgeAttention.apply(q, k, v, bias, pattern.on(q.device))
+    return _Attention.apply(q, k, v, bias, (pattern, chosen))
 
 
 def reference(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, bias: Tensor | None = None) -> Tensor:

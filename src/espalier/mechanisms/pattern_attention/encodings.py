@@ -68,8 +68,7 @@ def _kept(graph: Graph, name: str, size: int) -> Array:
     content = [_digest(graph), name, size, graph.nodes]
     place = cache_dir.cache_folder() / "encodings" / f"{cache_dir.hashed(content)}.npy"
     try:
-        encoding: Array = np.load(place)
-        return encoding
+        return np.load(place)
     except (OSError, ValueError):
         with Stages(f"Encoding nodes ({name})"):
             made = _MAKERS[name](graph, size)

@@ -54,8 +54,7 @@ def tokens_of(block: MessageBlock, options: config.GraphTransformer, path: bool,
     made: Tokens = block.forms.get(name, lambda: _tokens(block, options, path, full))
     if full or block.recall == 1:
         return made
-    fewer: Tokens = block.forms.get(f"{name} {block.recall}", lambda: _fewer(made, block.recall))
-    return fewer
+    return block.forms.get(f"{name} {block.recall}", lambda: _fewer(made, block.recall))
 
 
 def _fewer(made: Tokens, recall: float) -> Tokens:
@@ -209,8 +208,7 @@ class GraphTransformer(GraphNetwork):
         x = x[: len(features)]
         if self.options.local and self.training and share:
             x = embedded + F.dropout(torch.ones_like(x[:, :1]), WITHOUT) * (x - embedded)
-        outputs: Tensor = self.head(self.norm(x))
-        return outputs
+        return self.head(self.norm(x))
 
     def work(self, nodes: Any, entries: Any, pairs: Any) -> tuple[list[tuple[Any, int, int]], Any, Any, Any]:
         """Products (rows, inner, columns), FLOPs of full attention, bytes moved and kept, all in one forward pass over

@@ -58,8 +58,7 @@ def _all(numbers: list[int], channel: dist.ProcessGroup, device: torch.device) -
     everyone = mine.new_empty(channel.size() * len(numbers))
     with traffic(Traffic.CONTROL):
         dist.all_gather_single(everyone, mine, group=channel)
-    columns: list[list[int]] = everyone.view(channel.size(), -1).t().tolist()
-    return columns
+    return everyone.view(channel.size(), -1).t().tolist()
 
 
 def _explain(looks: list[str], channel: dist.ProcessGroup) -> None:

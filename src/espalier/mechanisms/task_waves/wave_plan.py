@@ -50,8 +50,7 @@ def alone(request: Request, cluster: Cluster) -> tuple[Request, Cluster]:
 
 def parts_of(request: Request) -> tuple[PartCost, ...]:
     """Of the tasks, what ranks can run apart."""
-    parts: tuple[PartCost, ...] = request.profile.facts["task_waves"]
-    return parts
+    return request.profile.facts["task_waves"]
 
 
 def with_waves(
