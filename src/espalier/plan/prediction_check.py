@@ -27,14 +27,15 @@ class PredictionCheck:
 
     def event(self, event: Event) -> dict[str, Any] | None:
         """Takes a step; what is to be said of the prediction, once there are enough."""
+        if len(self._seen) == WARM + STEPS:
+            return None
         self._seen.append(event)
         return self._told() if len(self._seen) == WARM + STEPS else None
 
     def _told(self) -> dict[str, Any]:
         planned = self._predicted.step_seconds
         seconds, exposed = (
-            statistics.median(float(one.get(name) or 0.0) for one in self._seen[WARM:])
-            for name in ("seconds", "exposed")
+            statistics.median(one[name] for one in self._seen[WARM:]) for name in ("seconds", "exposed")
         )
         ratio = seconds / planned
         said = f"steps take {show_seconds(seconds)}, planned were {show_seconds(planned)}"
@@ -43,12 +44,15 @@ class PredictionCheck:
             return {**found, "part": "", "what": f"{said} ({ratio - 1:+.0%})"}
         waits = sum(self._predicted.terms.get(term, 0.0) for term in EXCHANGES)
         if exposed - waits > (seconds - planned) / 2:
-            part, do = (
-                "exchanges",
-                "`espalier probe`, started as these ranks were, measures the links; then plan.cluster=cluster.toml",
+            part = "exchanges"
+            why = (
+                f"waits for other ranks take {show_seconds(exposed)}, planned were {show_seconds(waits)}. Try: "
+                "`espalier probe`, started as these ranks were, measures the links; then plan.cluster=cluster.toml"
             )
-            why = f"waits for other ranks take {show_seconds(exposed)}, planned were {show_seconds(waits)}"
         else:
-            part, do = "computation", "see what else runs here (`top`), or measure anew with `espalier probe`"
-            why = f"computation takes {show_seconds(seconds - exposed)}, planned were {show_seconds(planned - waits)}"
-        return {**found, "part": part, "what": f"{said} ({ratio:.1f} times as long): {why}. Try: {do}"}
+            part = "computation"
+            why = (
+                f"computation takes {show_seconds(seconds - exposed)}, planned were {show_seconds(planned - waits)}. "
+                "Try: see what else runs here (`top`), or measure anew with `espalier probe`"
+            )
+        return {**found, "part": part, "what": f"{said} ({ratio:.1f} times as long): {why}"}
