@@ -30,16 +30,16 @@ class PredictionCheck:
         if len(self._seen) == WARM + STEPS:
             return None
         self._seen.append(event)
-        return self._told() if len(self._seen) == WARM + STEPS else None
+        return self._told(event) if len(self._seen) == WARM + STEPS else None
 
-    def _told(self) -> dict[str, Any]:
+    def _told(self, newest: Event) -> dict[str, Any]:
         planned = self._predicted.step_seconds
         seconds, exposed = (
             statistics.median(one[name] for one in self._seen[WARM:]) for name in ("seconds", "exposed")
         )
         ratio = seconds / planned
         said = f"steps take {show_seconds(seconds)}, planned were {show_seconds(planned)}"
-        found = {"step": self._seen[-1]["step"], "predicted": planned, "measured": seconds, "exposed": exposed}
+        found = {"step": newest["step"], "predicted": planned, "measured": seconds, "exposed": exposed}
         if ratio <= max(SLOWER, 1 + 2 * (self._predicted.spread or 0.0)):
             return {**found, "part": "", "what": f"{said} ({ratio - 1:+.0%})"}
         waits = sum(self._predicted.terms.get(term, 0.0) for term in EXCHANGES)
