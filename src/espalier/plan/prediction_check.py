@@ -27,6 +27,8 @@ class PredictionCheck:
 
     def event(self, event: Event) -> dict[str, Any] | None:
         """Takes a step; what is to be said of the prediction, once there are enough."""
+        if len(self._seen) == WARM + STEPS:
+            return None
         self._seen.append(event)
         return self._comparison() if len(self._seen) == WARM + STEPS else None
 
