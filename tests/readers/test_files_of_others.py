@@ -5,21 +5,25 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import pickle
+import struct
+import tracemalloc
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from espalier.checkpoint import manifest
 from espalier.checkpoint.save_and_restore import Checkpoints
 from espalier.evaluate.eval_history import EvalHistory
-from espalier.graph.data import array_file
+from espalier.graph.data import array_file, numpy_pickle, sources
 from espalier.language import hf
 from espalier.machine import cluster as clusters
 from espalier.plan import base as plans
-from espalier.recipe import foreign_files, recipe_file, serialization
+from espalier.recipe import Data, GraphOptions, foreign_files, recipe_file, serialization
 from espalier.recipe.errors import EspalierError, UserError
 from espalier.track import events
 from espalier.track.run_tables import RunTables
@@ -104,3 +108,19 @@ def test_an_array_that_says_it_is_larger_than_memory_is_refused(tmp_path: Path, 
 def test_lengths_of_msgpack_that_lie_are_refused(data: bytes) -> None:
     with pytest.raises(UserError, match="cannot be decoded"):
         serialization.loads(data)
+
+
+def test_a_place_in_a_pickles_memo_takes_no_room(tmp_path: Path) -> None:
+    """The unpickler in C makes a table of as many entries as a file says: here of 2**31, which is 16 GiB."""
+    (tmp_path / "ind.a.graph").write_bytes(b"\x80\x02]r" + struct.pack("<I", 2**31) + b".")
+    tracemalloc.start()
+    assert numpy_pickle.read(tmp_path / "ind.a.graph", "another file") == []
+    assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    tracemalloc.stop()
+    assert issubclass(numpy_pickle._Careful, pickle._Unpickler)
+
+
+def test_a_tensor_that_repeats_one_number_is_compared_with_memory(tmp_path: Path) -> None:
+    torch.save({"edge_index": torch.zeros(1, dtype=torch.int64).expand(2, 1 << 42)}, tmp_path / "graph.pt")
+    with pytest.raises(UserError, match=r"graph\.pt does not fit into memory"):
+        sources.load(Data(path=str(tmp_path / "graph.pt")), GraphOptions())

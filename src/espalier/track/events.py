@@ -156,7 +156,7 @@ def read(path: str | Path) -> Iterator[Event]:
                 left_out.append(f"line {number} of {Path(path).name}: {reason}")
     if left_out:
         what = f"{plural(len(left_out), 'line')} of the run log left out that do not fit, the first {left_out[0]}"
-        yield {"event": "incident", "time": 0.0, "kind": "log", "what": what, "action": "read on"}
+        yield {"event": "incident", "kind": "log", "what": what, "action": "read on"}
 
 
 def last(path: str | Path, *names: str) -> Event | None:

@@ -106,7 +106,7 @@ _KNOWN: dict[tuple[str, str], Callable[[], Any]] = {
 }
 
 
-class _Careful(pickle.Unpickler):
+class _Careful(pickle._Unpickler):  # in Python, whose memo is a dict: that of C is as large as a file says
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in _KNOWN:
             raise pickle.UnpicklingError(f"it names {printable(f'{module}.{name}')}, which is no array")
