@@ -76,7 +76,7 @@ class Client:
             rounded at random.
         residuals: where it is kept.
         step: that the nodes stand at, or are on their way to; at first, the one that this worker begins with.
-        ledger: bytes sent by traffic class; `received` and `sent` count all bytes of the links.
+        ledger: bytes sent by traffic class.
         pushed_as: the class of pushes.
     """
 
@@ -103,16 +103,6 @@ class Client:
         self._disk = (0, 0)
         self._connections: list[_NodeConnection] = []
         self._connect()
-
-    @property
-    def sent(self) -> int:
-        """Bytes that left this worker, with headers, heartbeats and resends."""
-        return sum(link.bytes_sent for node in self._connections for link in node.links.values())
-
-    @property
-    def received(self) -> int:
-        """Bytes that arrived here."""
-        return sum(link.bytes_received for node in self._connections for link in node.links.values())
 
     def _connect(self) -> None:
         """To all nodes, anew where one of them goes away meanwhile."""
