@@ -30,7 +30,7 @@ from nodes import (
 from torch import Tensor
 
 from espalier.comm.base import Traffic
-from espalier.mechanisms.optimizer_node import fixed_point
+from espalier.kernels import fixed_point
 from espalier.mechanisms.optimizer_node.local_steps import LocalRound, LocalSteps
 from espalier.mechanisms.optimizer_node.node import OptimizerNode
 from espalier.optim.diloco_slowmo import METHODS

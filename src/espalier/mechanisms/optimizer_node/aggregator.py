@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 
-from espalier.mechanisms.optimizer_node import fixed_point
+from espalier.kernels import fixed_point
 from espalier.mechanisms.optimizer_node.reduction import Member, ReductionServer, RoundEnd, SharedExponents, SumSlot
 from espalier.mechanisms.optimizer_node.session import Session, reach
 from espalier.mechanisms.optimizer_node.wire import RAW, Address, Frame, FrameKind, Greeting, Times, packed

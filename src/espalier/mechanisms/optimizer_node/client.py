@@ -1,7 +1,7 @@
 """Client of optimizer nodes on a worker: push gradients and pull parameters, layer by layer, in the background.
 
 After LuWu (arXiv 2409.00918), section 4: `push`, `pull` and `wait`. Pushes and pulls are two independent streams, each
-in the order of the calls. A push first tells the node the exponents of the gradient (fixed_point.py), and while the
+in the order of the calls. A push first tells the node the exponents of the gradient (kernels/fixed_point.py), and while the
 answer is on its way those of the next layer follow.
 """
 
@@ -20,7 +20,8 @@ import xxhash
 from torch import Tensor
 
 from espalier.comm.base import Ledger, Traffic
-from espalier.mechanisms.optimizer_node import fixed_point, wire
+from espalier.kernels import fixed_point
+from espalier.mechanisms.optimizer_node import wire
 from espalier.mechanisms.optimizer_node.reduction import SharedExponents
 from espalier.mechanisms.optimizer_node.residuals import Residuals
 from espalier.mechanisms.optimizer_node.session import Session, reach
