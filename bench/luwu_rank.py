@@ -160,8 +160,11 @@ def ours(task: Task, rank: int) -> Iterator[Contestant | None]:
         assert window is not None
         numel, uses = tuple(one.layer.numel for one in window.layers), tuple(map(tuple, window.uses))
         layers = cost.Layers(numel, uses)
-        sent = cost.pushed_bytes(layers, 1 if exchanges else 4)
-        expected = Turn(0.0, 0.0, 0.0, sent, cost.pulled_bytes(layers), numel, uses)
+        sent = float(sum(layers.numel)) * (1 if exchanges else 4)
+        received = 4.0 * sum(
+            int(count) * size for size, count in zip(layers.numel, layers.pulls(cost.WINDOW), strict=True)
+        )
+        expected = Turn(0.0, 0.0, 0.0, sent, received, numel, uses)
         pulls, need = [0.0], window.need
 
         def timed(index: int) -> None:

@@ -18,6 +18,7 @@ from espalier.mechanisms.optimizer_node.node import DEPTH, SENDING, OptimizerNod
 from espalier.mechanisms.optimizer_node.state_file import entry_sizes, fill, open_state, open_sums
 from espalier.mechanisms.optimizer_node.wire import Address, Times
 from espalier.parallel.layer_client import Fill
+from espalier.plan.axes.node_cost import WINDOW, Layers
 from espalier.plan.axes.node_layout import FlatLayer, NodeJob
 from espalier.recipe import Adamw
 from espalier.store.generations import Generations
@@ -97,6 +98,23 @@ def node(one: NodeJob, folder: Path | None = None, times: Times = FAST) -> Itera
 
 def client(address: Address, one: NodeJob, rank: int = 0, times: Times = FAST) -> Client:
     return Client([[address]], rank, one, TOKEN, times)
+
+
+def link_bytes(worker: Client) -> tuple[int, int]:
+    """Sent and received by a worker, with headers, heartbeats and resends."""
+    links = [link for node in worker._connections for link in node.links.values()]
+    return sum(link.bytes_sent for link in links), sum(link.bytes_received for link in links)
+
+
+def pulled_bytes(layers: Layers, value_bytes: float = 4, window: int = WINDOW) -> float:
+    """That a worker receives in a step, with a window of so many layers."""
+    pulls = zip(layers.numel, layers.pulls(window), strict=True)
+    return float(sum(numel * int(count) for numel, count in pulls)) * value_bytes
+
+
+def pushed_bytes(layers: Layers, value_bytes: float = 4) -> float:
+    """That a worker sends in a step, whatever the number of micro-batches."""
+    return float(sum(layers.numel)) * value_bytes
 
 
 def pulled(worker: Client, step: int) -> list[Tensor]:

@@ -6,6 +6,7 @@ import random
 
 import numpy as np
 import pytest
+from nodes import pulled_bytes, pushed_bytes
 
 from espalier.plan.axes import node_cost as cost
 from espalier.plan.axes.node_cost import Layers, Rates
@@ -55,8 +56,8 @@ def test_no_step_is_shorter_than_its_longest_queue_nor_longer_than_all_of_them_t
         compute = np.array([0.0, draw.uniform(0, 1000)])
         wire = 4.0, draw.choice([1.0, 4.0])
         queues = (
-            cost.pulled_bytes(layers, wire[0]) / min(rates.link, rates.disk),
-            cost.pushed_bytes(layers, wire[1]) / rates.link,
+            pulled_bytes(layers, wire[0]) / min(rates.link, rates.disk),
+            pushed_bytes(layers, wire[1]) / rates.link,
             sum(sizes) / min(rates.disk / cost.STATE_BYTES, rates.adam),
         )
         found = cost.seconds(layers, compute, rates, wire)

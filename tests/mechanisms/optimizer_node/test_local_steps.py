@@ -11,11 +11,26 @@ from typing import Any
 
 import pytest
 import torch
-from nodes import FAST, TOKEN, Plain, again, client, equal, first, free_port, gradient, job, node, on_disk, pulled
+from nodes import (
+    FAST,
+    TOKEN,
+    Plain,
+    again,
+    client,
+    equal,
+    first,
+    free_port,
+    gradient,
+    job,
+    link_bytes,
+    node,
+    on_disk,
+    pulled,
+)
 from torch import Tensor
 
 from espalier.comm.base import Traffic
-from espalier.mechanisms.optimizer_node import fixed_point
+from espalier.kernels import fixed_point
 from espalier.mechanisms.optimizer_node.local_steps import LocalRound, LocalSteps
 from espalier.mechanisms.optimizer_node.node import OptimizerNode
 from espalier.optim.diloco_slowmo import METHODS
@@ -125,9 +140,9 @@ def test_a_round_sends_and_pulls_the_model_once_however_many_steps_it_has(tmp_pa
     size = sum(4 * layer.numel for layer in one.layers)
     with node(one) as (_, address):
         worker = local(address, one, tmp_path)
-        begun, first_read = worker.outer.received, worker.read()
+        begun, first_read = link_bytes(worker.outer)[1], worker.read()
         train(worker, 0)
-        received, read = worker.outer.received - begun, worker.read()
+        received, read = link_bytes(worker.outer)[1] - begun, worker.read()
         assert first_read["pulled"] == 0
         assert read["pushed"] == read["pulled"] == ROUNDS * size
         assert worker.outer.ledger.bytes == {(Traffic.OUTER_STEP, "send"): ROUNDS * size}

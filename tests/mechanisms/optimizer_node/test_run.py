@@ -9,6 +9,7 @@ import msgspec
 import pytest
 import torch
 import torch.distributed as dist
+from nodes import link_bytes, pushed_bytes
 from tests.mechanisms.optimizer_node.test_window import plain, plan, recipe
 from torch.distributed.fsdp import fully_shard
 
@@ -18,7 +19,7 @@ from espalier.launch.testing import forks
 from espalier.optim.schedules import factor
 from espalier.parallel.workload import Shard
 from espalier.plan import base as plans
-from espalier.plan.axes.node_cost import Layers, pushed_bytes
+from espalier.plan.axes.node_cost import Layers
 from espalier.recipe import Adamw, DiskOptions, Recipe
 from espalier.train import rank_spec as launch
 from espalier.train import trainer, worker
@@ -53,7 +54,7 @@ def run(asked: Recipe, how: plans.Plan, folder: Path, until: int) -> list[Traine
             made.built.sharding.detach()
             weights = {name: one.detach().clone() for name, one in made.built.model.named_parameters()}
             client = made.built.sharding.client
-            told = client.received, {str(kind): count for (kind, _), count in client.ledger.bytes.items()}, first
+            told = link_bytes(client)[1], {str(kind): count for (kind, _), count in client.ledger.bytes.items()}, first
             made.built.close()
         return (found, weights, *told)
 

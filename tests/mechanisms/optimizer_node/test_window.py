@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from nodes import pulled_bytes, pushed_bytes
 from tests.mechanisms.optimizer_node.plain_node import PlainClient, PlainNode
 from tests.mechanisms.pipeline.runs import corpus, recipe_of
 
@@ -21,7 +22,7 @@ from espalier.mechanisms.optimizer_node import mechanism as luwu
 from espalier.mechanisms.optimizer_node.state import OptimizerNodeState
 from espalier.parallel.layer_client import LayerClient, filler
 from espalier.plan import base as plans
-from espalier.plan.axes.node_cost import Layers, pulled_bytes, pushed_bytes
+from espalier.plan.axes.node_cost import Layers
 from espalier.plan.axes.node_layout import FlatLayer
 from espalier.recipe import Adamw, Recipe
 from espalier.recipe.errors import Anomaly, UserError

@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 
-from espalier.mechanisms.optimizer_node import fixed_point
+from espalier.kernels import fixed_point
 from espalier.mechanisms.optimizer_node.reduction import Member, ReductionServer, RoundEnd, SharedExponents, SumSlot
 from espalier.mechanisms.optimizer_node.session import Session, reach
 from espalier.mechanisms.optimizer_node.wire import RAW, Address, Frame, FrameKind, Greeting, Times, packed
@@ -112,7 +112,11 @@ class Aggregator(ReductionServer):
         with self.lock:
             self._copies.clear()
             self.ends.clear()
-        session = _SiteSession(self, address, {"cluster": cluster, "resume": step})
+        site = {"rank": -1 - self.site, "workers": self.job.workers}
+        greeting = site | {"cluster": cluster, "resume": step}
+        node, standby = (address, self.token), len(self.addresses) > 1
+        session = _SiteSession(self.name, self.times, node, self.job, greeting, standby)
+        session.aggregator = self
         try:
             session.start()
         except StepLost as error:  # others came first, with a newer start of some node
@@ -195,19 +199,21 @@ class Aggregator(ReductionServer):
     def pull(self, member: Member, frame: Frame) -> None:
         """Each worker gets the oldest copy that it has not had yet; where there is none, one is
         asked for."""
-        layer = frame.layer, frame.step
         with self.lock:
-            copies = (each for each in self._copies if each.layer == layer)
-            copy = next((each for each in copies if member.rank not in each.served), None)
+            copy = next((each for each in self._of(frame) if member.rank not in each.served), None)
             if copy is None:
                 self._forget()
-                copy = _LayerCopy(layer, len(self.chunks[frame.layer]))
+                copy = _LayerCopy((frame.layer, frame.step), len(self.chunks[frame.layer]))
                 self._copies.append(copy)
                 self._ask(frame)
             copy.readers.append(member)
             copy.served.add(member.rank)
             for chunk in copy.chunks:
                 member.send(chunk)
+
+    def _of(self, frame: Frame) -> list[_LayerCopy]:
+        """Copies of the layer and step of a frame, the oldest first."""
+        return [copy for copy in self._copies if copy.layer == (frame.layer, frame.step)]
 
     def _forget(self) -> None:
         """Layers that all have got, and the oldest beyond those that are kept."""
@@ -219,10 +225,8 @@ class Aggregator(ReductionServer):
             self._copies.remove(copy)
 
     def _fan_out(self, frame: Frame) -> None:
-        layer = frame.layer, frame.step
         with self.lock:
-            copies = (each for each in self._copies if each.layer == layer)
-            copy = next((each for each in copies if not each.whole), None)
+            copy = next((each for each in self._of(frame) if not each.whole), None)
             if copy is not None:
                 copy.chunks.append(frame)
                 for member in copy.readers:
@@ -253,14 +257,8 @@ class Aggregator(ReductionServer):
 class _SiteSession(Session):
     """One session with the node. Has state: whether it has ended."""
 
+    aggregator: Aggregator
     ended = False
-
-    def __init__(self, aggregator: Aggregator, address: Address, run: Greeting) -> None:
-        self.aggregator = aggregator
-        job, node = aggregator.job, (address, aggregator.token)
-        greeting = run | {"rank": -1 - aggregator.site, "workers": job.workers}
-        standby = len(aggregator.addresses) > 1
-        super().__init__(aggregator.name, aggregator.times, node, job, greeting, standby)
 
     def deliver(self, frame: Frame) -> None:
         self.aggregator.answered(frame)

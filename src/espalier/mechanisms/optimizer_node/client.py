@@ -1,7 +1,7 @@
 """Client of optimizer nodes on a worker: push gradients and pull parameters, layer by layer, in the background.
 
 After LuWu (arXiv 2409.00918), section 4: `push`, `pull` and `wait`. Pushes and pulls are two independent streams, each
-in the order of the calls. A push first tells the node the exponents of the gradient (fixed_point.py), and while the
+in the order of the calls. A push first tells the node the exponents of the gradient (kernels/fixed_point.py), and while the
 answer is on its way those of the next layer follow.
 """
 
@@ -20,7 +20,8 @@ import xxhash
 from torch import Tensor
 
 from espalier.comm.base import Ledger, Traffic
-from espalier.mechanisms.optimizer_node import fixed_point, wire
+from espalier.kernels import fixed_point
+from espalier.mechanisms.optimizer_node import wire
 from espalier.mechanisms.optimizer_node.reduction import SharedExponents
 from espalier.mechanisms.optimizer_node.residuals import Residuals
 from espalier.mechanisms.optimizer_node.session import Session, reach
@@ -76,7 +77,7 @@ class Client:
             rounded at random.
         residuals: where it is kept.
         step: that the nodes stand at, or are on their way to; at first, the one that this worker begins with.
-        ledger: bytes sent by traffic class; `received` and `sent` count all bytes of the links.
+        ledger: bytes sent by traffic class.
         pushed_as: the class of pushes.
     """
 
@@ -103,16 +104,6 @@ class Client:
         self._disk = (0, 0)
         self._connections: list[_NodeConnection] = []
         self._connect()
-
-    @property
-    def sent(self) -> int:
-        """Bytes that left this worker, with headers, heartbeats and resends."""
-        return sum(link.bytes_sent for node in self._connections for link in node.links.values())
-
-    @property
-    def received(self) -> int:
-        """Bytes that arrived here."""
-        return sum(link.bytes_received for node in self._connections for link in node.links.values())
 
     def _connect(self) -> None:
         """To all nodes, anew where one of them goes away meanwhile."""

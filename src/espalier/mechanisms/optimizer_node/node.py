@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch import Tensor
 
-from espalier.mechanisms.optimizer_node import fixed_point
+from espalier.kernels import fixed_point
 from espalier.mechanisms.optimizer_node.chunk_update import update
 from espalier.mechanisms.optimizer_node.reduction import Member, ReductionServer, RoundEnd, SumSlot
 from espalier.mechanisms.optimizer_node.state_file import ChunkState, keep_totals, totals_of

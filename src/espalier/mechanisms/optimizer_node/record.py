@@ -7,7 +7,7 @@ RECORD = Record(
     title="LuWu: the optimizer and all model state on nodes of their own, out of core",
     aliases=("disdp", "optimizer node"),
     paper="arXiv 2409.00918 (later versions: DisDP, ISCA 2026)",
-    files=("mechanisms/optimizer_node/", "mechanisms/pipeline/layerwise_schedule.py"),
+    files=("mechanisms/optimizer_node/", "mechanisms/pipeline/layerwise_schedule.py", "kernels/fixed_point.py"),
     chosen=(
         "model states larger than the memory of all ranks together, with a node that has "
         "disks, or links on which sharded data parallel waits"

@@ -22,7 +22,8 @@ import torch
 import xxhash
 from torch import Tensor
 
-from espalier.mechanisms.optimizer_node import fixed_point, wire
+from espalier.kernels import fixed_point
+from espalier.mechanisms.optimizer_node import wire
 from espalier.mechanisms.optimizer_node.wire import RAW, Frame, FrameKind, FrameLink, Peer, Times
 from espalier.plan.axes.node_layout import LayerChunk, NodeJob
 from espalier.recipe.errors import EspalierError, RunFailed, UserError, words_of

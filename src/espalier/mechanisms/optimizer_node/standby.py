@@ -113,7 +113,9 @@ class Replica:
         peer = "its standby", {"rank": PRIMARY}
         status = reach([address], token, self.name, self.times, peer)[1]
         run = {"cluster": secrets.token_hex(8), "resume": int(status["step"])}
-        session = _ReplicaSession(self, run | {"rank": PRIMARY, "workers": self.job.workers})
+        greeting = run | {"rank": PRIMARY, "workers": self.job.workers}
+        session = _ReplicaSession(self.name, self.times, self.address, self.job, greeting)
+        session.replica = self
         session.start()
         if run["resume"] != state.step:
             self._copy(state, session)
@@ -169,9 +171,7 @@ class Replica:
 class _ReplicaSession(Session):
     """One session with the standby, which has nothing to say."""
 
-    def __init__(self, replica: Replica, greeting: Greeting) -> None:
-        self.replica = replica
-        super().__init__(replica.name, replica.times, replica.address, replica.job, greeting)
+    replica: Replica
 
     def lost(self, error: EspalierError) -> None:
         self.replica.lost(error)

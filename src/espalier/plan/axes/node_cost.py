@@ -88,16 +88,6 @@ class Rates:
     adam: float
 
 
-def pulled_bytes(layers: Layers, value_bytes: float = 4, window: int = WINDOW) -> Any:
-    """That a worker receives in a step, with a window of so many layers."""
-    return float((np.asarray(layers.numel) * layers.pulls(window)).sum()) * value_bytes
-
-
-def pushed_bytes(layers: Layers, value_bytes: float = 4) -> Any:
-    """That a worker sends in a step, whatever the number of micro-batches."""
-    return float(sum(layers.numel)) * value_bytes
-
-
 def window_bytes(layers: Layers, window: int) -> int:
     """The most bytes of parameters and gradients that a worker holds: `window` layers, and a gradient that is computed
     while two are sent."""

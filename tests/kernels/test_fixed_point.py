@@ -10,9 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from espalier.mechanisms.optimizer_node import fixed_point
-from espalier.mechanisms.optimizer_node.fixed_point import BLOCK, WIDTHS
-from espalier.mechanisms.optimizer_node.fixed_point_cpu import NOT_FINITE
+from espalier.kernels import fixed_point
+from espalier.kernels.fixed_point import BLOCK, WIDTHS
+from espalier.kernels.fixed_point_cpu import NOT_FINITE
 
 
 def exponents_plain(values: torch.Tensor) -> torch.Tensor:

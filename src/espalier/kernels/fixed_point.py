@@ -34,7 +34,7 @@ def blocks(elements: int) -> int:
 
 def exponents(values: Tensor) -> Tensor:
     """[n] float32 to [ceil(n / 256)] uint8: the largest exponent of each block."""
-    from espalier.mechanisms.optimizer_node import fixed_point_cpu as kernels
+    from espalier.kernels import fixed_point_cpu as kernels
 
     largest = torch.empty(blocks(values.numel()), dtype=torch.uint8)
     kernels.exponents(values, largest)
@@ -57,7 +57,7 @@ def encode(
         out: memory for the integers, bytes.
         rounding: the residual, where what is lost is left (it was added to `values` before), or an int, the key.
     """
-    from espalier.mechanisms.optimizer_node import fixed_point_cpu as kernels
+    from espalier.kernels import fixed_point_cpu as kernels
 
     bits, places = form
     codes = out[: values.numel() * bits // 8].view(WIDTHS[bits])
@@ -71,13 +71,13 @@ def encode(
 
 def add(total: Tensor, codes: Tensor) -> None:
     """Adds integers of any width to `total` [n] int32, in place. (torch would make a copy of them as int32.)"""
-    from espalier.mechanisms.optimizer_node import fixed_point_cpu as kernels
+    from espalier.kernels import fixed_point_cpu as kernels
 
     kernels.add(codes, total)
 
 
 def decode(total: Tensor, shared: Tensor, places: int, out: Tensor) -> None:
     """[n] int32 sums to float32 in `out`."""
-    from espalier.mechanisms.optimizer_node import fixed_point_cpu as kernels
+    from espalier.kernels import fixed_point_cpu as kernels
 
     kernels.decode(total, out, shared, places)
