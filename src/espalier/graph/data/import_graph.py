@@ -19,7 +19,7 @@ import numpy as np
 import xxhash
 
 from espalier.graph.data.graph import IGNORED, Array, Graph
-from espalier.recipe.cache_dir import cache_folder
+from espalier.recipe.cache_dir import cache_folder, keep_made
 from espalier.recipe.errors import UserError
 
 COLUMNS = 256
@@ -57,9 +57,7 @@ def load(progress: Progress | None = None) -> Graph:
     arrays = kept_arrays(f"imports-{_state(modules)}", lambda: _read(modules, progress))
     labels, classes = _labels(modules)
     return Graph.from_edges(
-        arrays["sources"],
-        arrays["targets"],
-        features=arrays["features"],
+        **arrays,
         undirected=True,
         labels=labels,
         classes=classes,
@@ -185,10 +183,7 @@ def kept_arrays(name: str, make: Callable[[], dict[str, Array]]) -> dict[str, Ar
         with np.load(file) as archive:
             return dict(archive)
     arrays = make()
-    file.parent.mkdir(parents=True, exist_ok=True)
-    fresh = file.with_suffix(f".{os.getpid()}.tmp.npz")
-    np.savez(fresh, **arrays)  # type: ignore[arg-type]  # its stubs take the names for options
-    fresh.replace(file)
+    keep_made(file, lambda place: np.savez(place, **arrays))  # type: ignore[arg-type]  # its stubs take options
     return arrays
 
 
