@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from importlib import import_module
+from espalier.recipe.lazy_names import lazy_names
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from typing import Any
-
     from espalier.comm.base import Codec as Codec
     from espalier.comm.base import Ledger as Ledger
     from espalier.comm.base import Traffic as Traffic
@@ -45,7 +43,4 @@ _HOME = {
 }
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module 'espalier.comm' has no attribute {name!r}")
-    return getattr(import_module(f"espalier.comm.{_HOME[name]}"), name)
+__getattr__ = lazy_names(__name__, {name: f"espalier.comm.{module}" for name, module in _HOME.items()})

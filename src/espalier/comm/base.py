@@ -205,6 +205,10 @@ class Spent:
         return Spent(*(mine + sign * theirs for mine, theirs in zip(astuple(self), astuple(other), strict=True)))
 
 
+def unbooked(spent: Spent) -> None:
+    """What no ledger keeps: of trials, and of groups that are not a run's."""
+
+
 @dataclass
 class Ledger:
     """Payload bytes and calls that left this rank, by traffic class and operation. Has state; safe among threads.

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import AllreduceOptions, GradBucket
 
 from espalier.comm import codecs
-from espalier.comm.base import Codec, Spent, Traffic, sent_bytes
+from espalier.comm.base import Codec, Spent, Traffic, sent_bytes, unbooked
 from espalier.comm.c10d_arguments import residual_like
 from espalier.comm.codecs import codec as codec_of
 from espalier.comm.compressed_collectives import CodedCollectives
@@ -98,7 +98,7 @@ def _tried(through: CodedCollectives, group: Any, feedback: bool) -> tuple[float
 
     ways = (
         lambda x: group.allreduce([x]).wait(),
-        lambda x: through.all_reduce(x, residual, True)(_unbooked).wait(),
+        lambda x: through.all_reduce(x, residual, True)(unbooked).wait(),
     )
     took = torch.tensor([[seconds(way) for way in ways] for _ in range(TRIALS)], dtype=torch.float64).amin(0).to(device)
     options = AllreduceOptions()
@@ -106,10 +106,6 @@ def _tried(through: CodedCollectives, group: Any, feedback: bool) -> tuple[float
     group.allreduce([took], options).wait()
     plain, encoded = took.tolist()
     return plain, encoded
-
-
-def _unbooked(spent: Spent) -> None:
-    """Trials are not the run's."""
 
 
 def coded(codec: Codec, group: dist.ProcessGroup | None, kind: Traffic, timeout: float = TIMEOUT) -> CodedCollectives:

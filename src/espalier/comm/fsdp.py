@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
-from espalier.comm.base import Codec, Spent, Traffic
+from espalier.comm.base import Codec, Traffic, unbooked
 from espalier.comm.c10d_arguments import residual_like
 from espalier.comm.codecs import codec as codec_of
 from espalier.comm.compressed_collectives import CodedCollectives
@@ -79,7 +79,7 @@ class _Scatter(_Room, ReduceScatter):
         kind = getattr(op, "op", op)
         if kind not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
             raise UserError(f"FSDP2 asked for {op}, and codecs sum or average.", do="no gradient divide factor")
-        task = through.reduce_scatter(output_tensor, input_tensor, self._residual, kind == dist.ReduceOp.AVG)(_unbooked)
+        task = through.reduce_scatter(output_tensor, input_tensor, self._residual, kind == dist.ReduceOp.AVG)(unbooked)
         return _given(task, async_op)
 
 
@@ -90,12 +90,8 @@ class _Gather(_Room, AllGather):
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
         """Everybody's parameters, one's own as the others see them."""
-        task = self._through(group, Traffic.PARAMETERS).all_gather(output_tensor, input_tensor)(_unbooked)
+        task = self._through(group, Traffic.PARAMETERS).all_gather(output_tensor, input_tensor)(unbooked)
         return _given(task, async_op)
-
-
-def _unbooked(spent: Spent) -> None:
-    """What no ledger keeps."""
 
 
 def _given(task: dist.Work, async_op: bool) -> dist.Work | None:

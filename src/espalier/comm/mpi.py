@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from espalier.comm.base import Codec, Spent
+from espalier.comm.base import Codec, unbooked
 from espalier.comm.c10d_arguments import shares
 from espalier.comm.codecs import codec as codec_of
 from espalier.comm.compressed_collectives import CodedCollectives
@@ -88,12 +88,12 @@ def _run(comm: Any, codec: str | Codec, start: Callable[[CodedCollectives], Any]
     chosen = codec_of(codec)
     if ranks == 1:
         through = CodedCollectives(chosen, None, place, "mpi", (0,), _limit)
-        start(through)(_unbooked).wait()
+        start(through)(unbooked).wait()
         return
     inner = MpiMessages(comm)
     through = CodedCollectives(chosen, inner, place, "mpi", tuple(range(ranks)), _limit)
     try:
-        start(through)(_unbooked).wait()
+        start(through)(unbooked).wait()
     finally:
         through.close()
 
@@ -194,10 +194,6 @@ def _apart(comm: Any) -> Any:
 
 def _limit() -> timedelta:
     return timedelta(seconds=TIMEOUT)
-
-
-def _unbooked(spent: Spent) -> None:
-    """What no ledger keeps."""
 
 
 def _tensor(array: Array) -> Tensor:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from espalier.graph.data.graph import Graph
+from espalier.recipe.lazy_names import lazy_names
 
 __all__ = ["Additions", "Graph", "Pattern", "attention", "pattern"]
 
@@ -12,9 +11,6 @@ _LAZY = {"attention": "attention", "Additions": "pattern", "Pattern": "pattern",
 """What loads torch, and the module of `pattern_attention` that has it: costs of graphs are planned without."""
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _LAZY:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from espalier.graph.lookup import named
-
-    return named(f"mechanisms.pattern_attention.{_LAZY[name]}:{name}")
+__getattr__ = lazy_names(
+    __name__, {name: f"espalier.mechanisms.pattern_attention.{module}" for name, module in _LAZY.items()}
+)

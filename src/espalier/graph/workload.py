@@ -208,7 +208,6 @@ class GraphWorkload(Plain):
         return self.network.work(self, micro_batch, precision)
 
     def reach(self) -> list[Reach]:
-        """See `Drawn.reach`."""
         return self.batching.reach()
 
     def halos(self) -> Any:

@@ -12,7 +12,7 @@ from typing import Any
 import numba
 import numpy as np
 
-from espalier.kernels import simd64
+from espalier.kernels import simd64, split_mix
 from espalier.kernels.numba_compile import jit, njit
 from espalier.kernels.simd64 import exponential
 
@@ -23,12 +23,7 @@ NONE, RELU, ELU = 0, 1, 2
 _SIGNATURE = "(real[::1], real[::1], real[::1], uint64, uint64, int64)"
 
 
-@njit
-def mixed(word: Any) -> Any:
-    """A word of SplitMix64 (Steele et al., OOPSLA 2014)."""
-    word = (word ^ (word >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    word = (word ^ (word >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return word ^ (word >> np.uint64(31))
+mixed = njit(split_mix.mixed)
 
 
 @njit
@@ -40,7 +35,7 @@ def stays(place: Any, first: Any, second: Any, cut: Any) -> Any:
     return np.uint32(x ^ np.uint32(x >> np.uint32(16)) ^ second) >= cut
 
 
-@jit(_SIGNATURE, parallel=True, uses=(simd64,))
+@jit(_SIGNATURE, parallel=True, uses=(simd64, split_mix))
 def activate(values, unused, out, seed, cut, kind):  # type: ignore[no-untyped-def]
     """out = the nonlinearity of `values`, dropped `cut` of 2^32 times, else scaled up by as much."""
     count, least, share = len(values), np.uint32(cut), values.dtype.type(1 / (1 - np.float64(cut) / 2.0**32))
@@ -63,7 +58,7 @@ def activate(values, unused, out, seed, cut, kind):  # type: ignore[no-untyped-d
                 made[i] = value * share if stays(i, first, second, least) else zero
 
 
-@jit(_SIGNATURE, parallel=True, uses=(simd64,))
+@jit(_SIGNATURE, parallel=True, uses=(simd64, split_mix))
 def activate_backward(given, result, out, seed, cut, kind):  # type: ignore[no-untyped-def]
     """out = the gradient of `values`, from `given`, that of the result, and the result of `activate`."""
     count, least, share = len(given), np.uint32(cut), given.dtype.type(1 / (1 - np.float64(cut) / 2.0**32))

@@ -30,6 +30,8 @@ import numba
 import numba.extending
 import numpy as np
 import torch
+from llvmlite import ir  # type: ignore[import-untyped]
+from numba.core import cgutils
 from numba.core.sigutils import normalize_signature
 from numba.np.numpy_support import as_dtype
 from numba.np.ufunc import parallel
@@ -239,6 +241,19 @@ def emitted(result: Any = None) -> Callable[[Callable[..., Any]], Any]:
         return counted(typed, len(inspect.signature(write).parameters))
 
     return made
+
+
+def named(builder: Any, name: str, result: Any, *arguments: Any, fastmath: tuple[str, ...] = ()) -> Any:
+    """A call of LLVM's function of that name."""
+    kind = ir.FunctionType(result, [argument.type for argument in arguments])
+    function = cgutils.get_or_insert_function(builder.module, kind, name)
+    return builder.call(function, arguments, fastmath=fastmath)
+
+
+def fetch_line(builder: Any, pointer: Any) -> None:
+    """Asks for the cache line of a pointer to bytes, to be read, without waiting for it."""
+    options = (ir.Constant(ir.IntType(32), option) for option in (0, 3, 1))
+    named(builder, "llvm.prefetch.p0", ir.VoidType(), pointer, *options)
 
 
 def counted(typed: Callable[..., Any], count: int) -> Any:

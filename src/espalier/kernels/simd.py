@@ -13,7 +13,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import models, register_model
 
-from espalier.kernels.numba_compile import emitted, intrinsic
+from espalier.kernels.numba_compile import emitted, intrinsic, named
 
 LANES = 16
 
@@ -61,12 +61,6 @@ def _spread(builder: Any, scalar: Any, vector: Any) -> Any:
 def _bits(builder: Any, mask: Any) -> Any:
     """A mask as 16 bits: numba widens integers whenever it combines them."""
     return builder.bitcast(mask if mask.type == _INT16 else builder.trunc(mask, _INT16), _BITS)
-
-
-def named(builder: Any, name: str, result: Any, *arguments: Any) -> Any:
-    """A call of LLVM's function of that name."""
-    kind = ir.FunctionType(result, [argument.type for argument in arguments])
-    return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), arguments)
 
 
 @intrinsic
@@ -228,9 +222,7 @@ def times(builder: Any, left: Any, right: Any) -> Any:
 def total(builder: Any, vector: Any) -> Any:
     """The sum of all lanes, in any order."""
     name, zero = "llvm.vector.reduce.fadd.v16f32", ir.Constant(ir.FloatType(), 0.0)
-    kind = ir.FunctionType(ir.FloatType(), [ir.FloatType(), _FLOATS])
-    function = cgutils.get_or_insert_function(builder.module, kind, name)
-    return builder.call(function, [zero, vector], fastmath=("reassoc",))
+    return named(builder, name, ir.FloatType(), zero, vector, fastmath=("reassoc",))
 
 
 @emitted(floats)
@@ -241,9 +233,7 @@ def where(builder: Any, lanes: Any, yes: Any, no: Any) -> Any:
 
 def _reduction(name: str) -> Any:
     def reduced(builder: Any, vector: Any) -> Any:
-        kind = ir.FunctionType(ir.FloatType(), [_FLOATS])
-        function = cgutils.get_or_insert_function(builder.module, kind, f"llvm.vector.reduce.{name}.v16f32")
-        return builder.call(function, [vector], fastmath=("nnan",))
+        return named(builder, f"llvm.vector.reduce.{name}.v16f32", ir.FloatType(), vector, fastmath=("nnan",))
 
     return emitted(types.float32)(reduced)
 

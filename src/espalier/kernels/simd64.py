@@ -15,7 +15,7 @@ from typing import Any
 from llvmlite import ir  # type: ignore[import-untyped]
 from numba.core import cgutils, types
 
-from espalier.kernels.numba_compile import counted, emitted, intrinsic
+from espalier.kernels.numba_compile import counted, emitted, fetch_line, intrinsic, named
 
 VECTOR = 64
 """Bytes of one vector: AVX-512's; LLVM splits it where registers are shorter."""
@@ -64,10 +64,9 @@ class Vectors:
             loaded = self.builder.load(where)
             loaded.align = self.bytes
             return loaded
-        kinds = [where.type, INT32, mask.type, self.vector]
         name = f"llvm.masked.load.v{self.lanes}f{self.bytes * 8}.p0"
-        call = cgutils.get_or_insert_function(self.builder.module, ir.FunctionType(self.vector, kinds), name)
-        return self.builder.call(call, [where, INT32(self.bytes), mask, ir.Constant(self.vector, None)])
+        zeros = ir.Constant(self.vector, None)
+        return named(self.builder, name, self.vector, where, INT32(self.bytes), mask, zeros)
 
     def store(self, value: Any, address: Any, at: int, mask: Any) -> None:
         """It becomes the vector number `at` behind an address."""
@@ -75,10 +74,8 @@ class Vectors:
         if mask is None:
             self.builder.store(value, where).align = self.bytes
             return
-        kinds = [self.vector, where.type, INT32, mask.type]
         name = f"llvm.masked.store.v{self.lanes}f{self.bytes * 8}.p0"
-        call = cgutils.get_or_insert_function(self.builder.module, ir.FunctionType(ir.VoidType(), kinds), name)
-        self.builder.call(call, [value, where, INT32(self.bytes), mask])
+        named(self.builder, name, ir.VoidType(), value, where, INT32(self.bytes), mask)
 
     def begin(self, address: Any, there: Any, mask: Any) -> None:
         """The sums start with the row at `address` if `there`, else with zeros."""
@@ -142,10 +139,7 @@ def power_of_e(builder: Any, value: Any) -> Any:
     def call(name: str, argument: Any) -> Any:
         element = kind.element if wide else kind
         suffix = f"{f'v{lanes}' if wide else ''}f{32 if element == ir.FloatType() else 64}"
-        function = ir.FunctionType(kind, [kind])
-        return builder.call(
-            cgutils.get_or_insert_function(builder.module, function, f"llvm.{name}.{suffix}"), [argument]
-        )
+        return named(builder, f"llvm.{name}.{suffix}", kind, argument)
 
     if (kind.element if wide else kind) == ir.DoubleType():
         return call("exp", value)
@@ -188,19 +182,15 @@ class Lanes:
         self.vectors.store(value, self.places[array], 0, None)
 
     def plus(self, left: Any, right: Any) -> Any:
-        """Lane by lane."""
         return self.builder.fadd(left, right, flags=["contract"])
 
     def minus(self, left: Any, right: Any) -> Any:
-        """Lane by lane."""
         return self.builder.fsub(left, right, flags=["contract"])
 
     def times(self, left: Any, right: Any) -> Any:
-        """Lane by lane."""
         return self.builder.fmul(left, right, flags=["contract"])
 
     def larger(self, left: Any, right: Any) -> Any:
-        """Lane by lane."""
         return self.builder.select(self.builder.fcmp_ordered(">", left, right), left, right)
 
     def rectified(self, value: Any, slope: Any) -> tuple[Any, Any]:
@@ -213,10 +203,9 @@ class Lanes:
 
     def total(self, value: Any) -> Any:
         """The sum of all lanes, in any order."""
-        kind, element = value.type, self.vectors.element
+        element = self.vectors.element
         name = f"llvm.vector.reduce.fadd.v{self.vectors.lanes}f{8 * self.vectors.bytes}"
-        function = cgutils.get_or_insert_function(self.builder.module, ir.FunctionType(element, [element, kind]), name)
-        return self.builder.call(function, [ir.Constant(element, 0.0), value], fastmath=("reassoc",))
+        return named(self.builder, name, element, ir.Constant(element, 0.0), value, fastmath=("reassoc",))
 
 
 def lanewise(arrays: int, body: Callable[..., Any]) -> Any:
@@ -274,15 +263,11 @@ def prefetch(typing, n, array, first):  # type: ignore[no-untyped-def]
         size = 4 if array.dtype == types.float32 else 8
         buffer = context.make_array(array)(context, builder, args[1])
         start = builder.add(builder.ptrtoint(buffer.data, INT64), builder.mul(args[2], INT64(size)))
-        byte = ir.IntType(8).as_pointer()
-        kind = ir.FunctionType(ir.VoidType(), [byte, INT32, INT32, INT32])
-        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
         with cgutils.for_range_slice(builder, INT64(0), builder.mul(args[0], INT64(size)), INT64(VECTOR), INT64) as (
             at,
             _,
         ):
-            place = builder.inttoptr(builder.add(start, at), byte)
-            builder.call(function, [place, INT32(0), INT32(3), INT32(1)])
+            fetch_line(builder, builder.inttoptr(builder.add(start, at), ir.IntType(8).as_pointer()))
         return context.get_dummy_value()
 
     return types.void(n, array, first), write

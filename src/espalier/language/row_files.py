@@ -117,7 +117,6 @@ class _ZstdFile(io.RawIOBase):
         return True
 
     def readinto(self, buffer: Any) -> int:
-        """See io.RawIOBase."""
         while not self._rest:
             piece = next(self._pieces, None)
             if piece is None:

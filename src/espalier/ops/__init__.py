@@ -3,16 +3,10 @@
 Loads no torch.
 """
 
-from typing import Any
-
 from espalier.ops.taxonomy import Diagnosis, EvidenceLine, restart_helps
+from espalier.recipe.lazy_names import lazy_names
 
 __all__ = ["Diagnosis", "EvidenceLine", "diagnose", "restart_helps"]
 
 
-def __getattr__(name: str) -> Any:
-    if name == "diagnose":
-        from espalier.ops.diagnosis import diagnose
-
-        return diagnose
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = lazy_names(__name__, {"diagnose": "espalier.ops.diagnosis"})

@@ -9,7 +9,7 @@ import re
 import secrets
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,16 @@ def write_atomic(path: Path, content: str | bytes) -> None:
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def keep_made(path: Path, write: Callable[[Path], None]) -> None:
+    """Keeps in the cache, at `path`, the file that `write` makes beside it: whole, or where that is not possible not at
+    all."""
+    with suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_suffix(f".{os.getpid()}.partial{path.suffix}")
+        write(partial)
+        partial.replace(path)
 
 
 def replace(path: Path, text: str, do: str = ANOTHER_RUN) -> None:

@@ -166,7 +166,6 @@ class CondensedRows(base.Closing):
 
     @property
     def row_bytes(self) -> int:
-        """See Rows."""
         return self.layout.row_bytes
 
     def read(self, ids: Tensor, out: Tensor) -> None:
@@ -184,7 +183,6 @@ class CondensedRows(base.Closing):
         torch.index_select(extent, 0, torch.from_numpy(self.layout.places(at, ids.numpy())), out=out)
 
     def close(self) -> None:
-        """Closes the file."""
         self.queue.close()
         self._file.close()
 

@@ -40,13 +40,8 @@ def load(progress: Progress | None = None) -> Graph:
     name = f"debian-{xxhash.xxh3_128_hexdigest(text)[:16]}"
     arrays = kept_arrays(name, lambda: read(text.decode(errors="replace"), progress))
     return Graph.from_edges(
-        arrays["sources"],
-        arrays["targets"],
-        features=arrays["features"],
+        **{**arrays, "classes": tuple(arrays["classes"].tolist()), "names": arrays["names"].tolist()},
         undirected=True,
-        labels=arrays["labels"],
-        classes=tuple(arrays["classes"].tolist()),
-        names=arrays["names"].tolist(),
         origin="debian:packages",
     )
 

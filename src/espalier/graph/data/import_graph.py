@@ -57,9 +57,7 @@ def load(progress: Progress | None = None) -> Graph:
     arrays = kept_arrays(f"imports-{_state(modules)}", lambda: _read(modules, progress))
     labels, classes = _labels(modules)
     return Graph.from_edges(
-        arrays["sources"],
-        arrays["targets"],
-        features=arrays["features"],
+        **arrays,
         undirected=True,
         labels=labels,
         classes=classes,

@@ -64,7 +64,6 @@ class Table:
 
     @property
     def rows(self) -> int:
-        """How many there are."""
         return len(next(iter(self.columns.values()), ()))
 
 

@@ -64,13 +64,9 @@ def load(progress: Progress | None = None) -> Graph:
     """
     arrays = kept_arrays(f"wordnet-{FORMAT}", lambda: _read(progress))
     return Graph.from_edges(
-        arrays["sources"],
-        arrays["targets"],
-        features=arrays["features"],
+        **{**arrays, "names": arrays["names"].tolist()},
         undirected=True,
-        labels=arrays["labels"],
         classes=CLASSES,
-        names=arrays["names"].tolist(),
         origin="debian:wordnet",
     )
 

@@ -6,7 +6,6 @@ making only where the whole graph is passed over at every step: drawn neighbourh
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from zipfile import BadZipFile
@@ -19,7 +18,7 @@ from espalier.graph.data.graph import Array, Graph, relabelled
 from espalier.graph.networks.base import MessageBlock
 from espalier.graph.networks.compiled_aggregate import matrix
 from espalier.graph.networks.gnn import GraphAttention, Layer
-from espalier.recipe.cache_dir import cache_folder, hashed
+from espalier.recipe.cache_dir import cache_folder, hashed, keep_made
 from espalier.recipe.units import show_seconds
 from espalier.sparse import CBM
 from espalier.sparse.cbm.matrix import pays
@@ -85,11 +84,7 @@ def _kept(graph: Graph, wanted: str, make: Callable[[], tuple[Array, str]]) -> t
         return archive["permutation"], str(archive["said"])
     with Stages("Ordering the graph"):
         permutation, sentence = make()
-    with suppress(OSError):  # a cache that cannot be written is none
-        place.parent.mkdir(parents=True, exist_ok=True)
-        partial = place.with_suffix(f".{os.getpid()}.partial.npz")
-        np.savez(partial, permutation=permutation, said=sentence)
-        partial.replace(place)
+    keep_made(place, lambda file: np.savez(file, permutation=permutation, said=sentence))
     return permutation, sentence
 
 

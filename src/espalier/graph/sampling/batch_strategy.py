@@ -59,7 +59,6 @@ class Drawn:
         """A model is built anew."""
 
     def batches(self, step: int, shard: Shard) -> list[SubgraphBatch]:
-        """See `Workload.batches`."""
         return [self.run.placed(self.task.batch(ids, step)) for ids in self.cut(step, shard)]
 
     def pack(self, shards: Sequence[Shard], packing: PackStart = ALONE) -> None:
@@ -98,7 +97,6 @@ class Drawn:
         return self.task.loss(model, batch)
 
     def evaluate(self, model: nn.Module, shard: Shard) -> Mapping[str, tuple[float, float]]:
-        """See `Workload.evaluate`."""
         return self.task.evaluate(model, shard)
 
     def artifacts(self) -> Sequence[Artifact]:

@@ -106,7 +106,6 @@ class Sampler:
         return self.indptr[nodes + 1] - self.indptr[nodes]
 
     def sources(self, start: int, stop: int) -> Array:
-        """See NeighborSampling."""
         return self.indices[self.indptr[start] : self.indptr[stop]]
 
     def draw(self, seeds: Array, fanouts: Sequence[int], seed: int = 0, step: int = 0) -> Drawn:

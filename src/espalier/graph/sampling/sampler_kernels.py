@@ -9,6 +9,7 @@ from __future__ import annotations
 import numba
 import numpy as np
 
+from espalier.kernels import split_mix
 from espalier.kernels.numba_compile import jit, njit
 
 FEW = 48
@@ -17,12 +18,7 @@ FEW = 48
 _INDEX = ("int32", "int64")
 
 
-@njit
-def mixed(value):  # type: ignore[no-untyped-def]
-    """SplitMix64's finaliser: uint64 to uint64."""
-    value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return value ^ (value >> np.uint64(31))
+mixed = njit(split_mix.mixed)
 
 
 @njit
@@ -75,6 +71,7 @@ def choose(node, first, degree, place, stop, key, edges):  # type: ignore[no-unt
 @jit(
     *(f"(int64[::1], int64[::1], {i}[::1], int64[::1], uint64, boolean, int64[::1], int64[::1])" for i in _INDEX),
     parallel=True,
+    uses=(split_mix,),
 )
 def draw(nodes, indptr, indices, ptr, key, loops, sources, edges):  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR0917
     """Draws each node's edges without replacement: `edges` are the places of `sources` in `indices` (-1: its
@@ -90,7 +87,7 @@ def draw(nodes, indptr, indices, ptr, key, loops, sources, edges):  # type: igno
             sources[j] = indices[edges[j]]
 
 
-@jit("(int64[::1], int64[::1], int64[::1], int64[::1], uint64, boolean, int64[::1])", parallel=True)
+@jit("(int64[::1], int64[::1], int64[::1], int64[::1], uint64, boolean, int64[::1])", parallel=True, uses=(split_mix,))
 def positions(nodes, first, degree, ptr, key, loops, edges):  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR0917
     """The `edges` that `draw` finds, of nodes whose edges begin at `first`; reads none of their sources."""
     for at in numba.prange(len(nodes)):
@@ -129,7 +126,7 @@ def slot_of(node, keys):  # type: ignore[no-untyped-def]
     return slot
 
 
-@jit("int64(int64[::1], int64, int64[::1], int64[::1], int32[::1])")
+@jit("int64(int64[::1], int64, int64[::1], int64[::1], int32[::1])", uses=(split_mix,))
 def number_hashed(sources, known, nodes, keys, places):  # type: ignore[no-untyped-def]
     """What `number` does, with a hash table of the nodes met instead of a place for each node of the graph.
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from espalier.graph.data.graph import Array, DataSplit, Examples, Graph, parted, without_edges
 from espalier.graph.sampling.subgraphs import SubgraphBatch, View, forward, infer
 from espalier.graph.tasks import metrics
+from espalier.kernels.split_mix import mixed
 from espalier.parallel.workload import Shard
 from espalier.recipe.errors import UserError
 
@@ -156,16 +157,7 @@ def strangers(ids: Array, heads: Array, nodes: int, count: int, stream: tuple[in
     seed, step = (np.uint64(number & 0xFFFF_FFFF_FFFF_FFFF) for number in stream)
     golden = np.uint64(0x9E3779B97F4A7C15)
     with np.errstate(over="ignore"):
-        key = _mixed(_mixed(seed * golden + np.uint64(1)) ^ (step * golden))
-        word = _mixed(key ^ _mixed(ids.astype(np.uint64)))[:, None] + np.arange(1, count + 1, dtype=np.uint64) * golden
-    others = (_mixed(word) % np.uint64(max(1, nodes - 1))).astype(np.int64)
+        key = mixed(mixed(seed * golden + np.uint64(1)) ^ (step * golden))
+        word = mixed(key ^ mixed(ids.astype(np.uint64)))[:, None] + np.arange(1, count + 1, dtype=np.uint64) * golden
+    others = (mixed(word) % np.uint64(max(1, nodes - 1))).astype(np.int64)
     return others + (others >= heads[:, None]) * (nodes > 1)
-
-
-def _mixed(value: Any) -> Any:
-    """SplitMix64's finaliser, as in `sampler_kernels`."""
-    value = np.asarray(value, np.uint64)
-    with np.errstate(over="ignore"):
-        value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return value ^ (value >> np.uint64(31))

@@ -179,7 +179,6 @@ class _Message(dict[str, Any]):
         return super().__contains__(key)
 
     def get(self, key: str, default: Any = None) -> Any:
-        """See dict."""
         self._read.add(key)
         return super().get(key, default)
 

@@ -5,8 +5,9 @@ The public names load on first use: the planner prices packed sets without torch
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from espalier.recipe.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from espalier.mechanisms.disk_batches.mini_batches import MiniBatch as MiniBatch
@@ -17,7 +18,4 @@ if TYPE_CHECKING:
 __all__ = ["MiniBatch", "MiniBatches", "PrepareOptions", "prepare"]
 
 
-def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module 'espalier.mechanisms.disk_batches' has no attribute {name!r}")
-    return getattr(import_module("espalier.mechanisms.disk_batches.mini_batches"), name)
+__getattr__ = lazy_names(__name__, dict.fromkeys(__all__, "espalier.mechanisms.disk_batches.mini_batches"))

@@ -96,7 +96,6 @@ class Pool(Sequence[SampledBatch]):
         self._length = sum(name.startswith("blocks/") for name in self.file)
 
     def __len__(self) -> int:
-        """Batches."""
         return self._length
 
     def __getitem__(self, batch: Any) -> Any:
@@ -123,7 +122,6 @@ class Pool(Sequence[SampledBatch]):
         return NodeLists(self)
 
     def close(self) -> None:
-        """Closes the file."""
         self.file.close()
 
 
@@ -134,7 +132,6 @@ class NodeLists(Sequence[Array]):
         self.pool = pool
 
     def __len__(self) -> int:
-        """Batches."""
         return len(self.pool)
 
     def __getitem__(self, batch: Any) -> Any:

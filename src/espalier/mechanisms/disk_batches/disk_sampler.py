@@ -155,11 +155,9 @@ class DiskSampler:
 
     @property
     def source_bytes(self) -> int:
-        """See NeighborSampling."""
         return self.topology.indices.row_bytes
 
     def sources(self, start: int, stop: int) -> Array:
-        """See NeighborSampling."""
         return self.topology.sources(np.arange(*_values(self.topology.indptr, np.array([start, stop]))))
 
     def draw(self, seeds: Array, fanouts: Sequence[int], seed: int = 0, step: int = 0) -> Drawn:

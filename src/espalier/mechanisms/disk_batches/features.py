@@ -86,7 +86,6 @@ class FeatureFiles:
 
     @property
     def row_bytes(self) -> int:
-        """See Rows."""
         return base.row_bytes(self.dtype, self.shape)
 
     def consecutive(self, start: int, stop: int) -> Tensor:
@@ -140,7 +139,6 @@ class FeatureTable(MemoryRows):
         self.sources = tuple(sources)
 
     def consecutive(self, start: int, stop: int) -> Tensor:
-        """See Features."""
         return self.table[start:stop]
 
 
@@ -169,11 +167,9 @@ class ParquetFeatures:
 
     @property
     def row_bytes(self) -> int:
-        """See Rows."""
         return base.row_bytes(self.dtype, self.shape)
 
     def consecutive(self, start: int, stop: int) -> Tensor:
-        """See Features."""
         out = torch.empty(stop - start, *self.shape)
         self.read(torch.arange(start, stop), out)
         return out

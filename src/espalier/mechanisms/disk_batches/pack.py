@@ -375,7 +375,6 @@ class PackedSet:
         self.row = RowFormat(stored.inputs.rows, about.width, getattr(torch, about.dtype))  # type: ignore[arg-type]
 
     def __len__(self) -> int:
-        """Batches."""
         return self.about.batches
 
     @property
@@ -470,7 +469,6 @@ class PackedSet:
         return np.sort(ids) if extent == "hot" else ids
 
     def close(self) -> None:
-        """Closes the files."""
         for file in (self.pool, self.plan, self.rows):
             file.close()
 

@@ -201,7 +201,6 @@ class RollingFeatures(TieredFeatures):
         self.pool = pool
 
     def place(self, index: int) -> tuple[PackedSet, int]:
-        """See RollingPool.place."""
         return self.pool.place(index)
 
     def order(self, entries: Iterable[tuple[int, int]], last: int | None = None) -> Iterator[int]:

@@ -92,7 +92,6 @@ class AccessPlan:
 
     @property
     def batches(self) -> int:
-        """How many there are."""
         return len(self.cold)
 
     @property

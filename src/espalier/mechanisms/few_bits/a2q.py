@@ -80,7 +80,6 @@ class FakeQuantize(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, step: Tensor, bits: Tensor, rule: Rule) -> Tensor:
-        """See the class."""
         ctx.rule = rule
         quantized = rounded_values(x, step, bits, rule)
         ctx.save_for_backward(x, step, bits, quantized.dstep, quantized.dbits)
@@ -88,7 +87,6 @@ class FakeQuantize(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor, Tensor, None]:
-        """See the class."""
         x, step, bits, *local = ctx.saved_tensors
         if ctx.rule.local and not ctx.needs_input_grad[0]:
             return None, local[0], local[1], None
@@ -102,13 +100,11 @@ class Learns(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, *pairs: Tensor) -> Tensor:
-        """See the class."""
         ctx.save_for_backward(*pairs[2:])
         return y.view_as(y)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        """See the class."""
         return gradients[0], *ctx.saved_tensors, None, None
 
 

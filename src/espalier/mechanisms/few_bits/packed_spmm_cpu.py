@@ -13,11 +13,11 @@ from typing import Any
 import numba
 import numpy as np
 from llvmlite import ir  # type: ignore[import-untyped]
-from numba.core import cgutils, types
+from numba.core import types
 from numba.extending import models, register_model
 
 from espalier.kernels import simd
-from espalier.kernels.numba_compile import emitted, jit, njit
+from espalier.kernels.numba_compile import emitted, fetch_line, jit, njit
 from espalier.kernels.simd import LANES, address, load, spread, store
 
 _EDGES = "Tuple((int64[::1], int32[::1], float32[::1]))"
@@ -128,10 +128,7 @@ def move(builder: Any, sums: Any, to: Any, more: Any) -> None:
 @emitted(types.void)
 def ask(builder: Any, place: Any) -> None:
     """Has the cache line of an address fetched, to be read."""
-    pointer = builder.inttoptr(place, ir.IntType(8).as_pointer())
-    kind = ir.FunctionType(ir.VoidType(), [pointer.type, _INT32, _INT32, _INT32])
-    function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
-    builder.call(function, [pointer, *(ir.Constant(_INT32, value) for value in (0, 3, 1))])
+    fetch_line(builder, builder.inttoptr(place, ir.IntType(8).as_pointer()))
 
 
 @njit

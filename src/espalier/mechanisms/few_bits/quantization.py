@@ -196,7 +196,6 @@ class Quantization:
         return total + weight * (penalty - penalty.detach()), weight
 
     def row_size(self, model: nn.Module, at: int, size: int) -> RowSize | None:
-        """See `graph.networks.network.Quantizers`."""
         assert isinstance(model, Gnn)
         if not at or model.options.activation == "maxk":
             return None
@@ -208,7 +207,6 @@ class Quantization:
         return row_size(layer.inputs, _code_bits(layer.quantizer), by_row=True) if _sums_read_rows(layer) else None
 
     def share(self, share: float) -> None:
-        """See `FeatureQuantizer.share`."""
         for quantizer in self.every:
             quantizer.share = share
 
@@ -249,7 +247,6 @@ class _Aggregate(nn.Module):
         return self.quantizers.root if self.symmetric else None
 
     def forward(self, block: MessageBlock, rows: Rows, start: Tensor | None = None) -> Tensor:
-        """See `graph.networks.base.aggregate`."""
         shown = self.quantizers.shown(block)
         if self.messages is not None and not isinstance(rows, Kept):
             scale, block = _source_scale(block, self.root)
@@ -273,7 +270,6 @@ class _Aggregate(nn.Module):
         return sums if start is None else sums + start
 
     def attend(self, block: MessageBlock, rows: Tensor, scores: tuple[Tensor, Tensor], dropout: float) -> Tensor:
-        """See `graph.networks.base.attend`."""
         shown = self.quantizers.shown(block)
         if self.messages is not None:
             rows = self.messages(rows.flatten(1), self.quantizers.own(block), shown).view_as(rows)

@@ -9,7 +9,7 @@ import numba
 import numpy as np
 
 from espalier.kernels import simd
-from espalier.kernels.numba_compile import emitted, jit, njit
+from espalier.kernels.numba_compile import emitted, jit, named, njit
 from espalier.kernels.simd import (
     LANES,
     address,
@@ -20,7 +20,6 @@ from espalier.kernels.simd import (
     load,
     load_one,
     load_part,
-    named,
     packed,
     plus,
     smaller,

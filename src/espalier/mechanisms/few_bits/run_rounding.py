@@ -61,7 +61,6 @@ class QuantizedRounding(Rounding):
 
     @property
     def signs(self) -> tuple[bool | None, ...]:
-        """See `QuantizedGraph.signs`."""
         return (self.graph.input_signed(),)
 
     @property
@@ -119,7 +118,6 @@ class QuantizedRounding(Rounding):
         return answers.score(self.run.summary(means))
 
     def work(self, work: Work, network: nn.Module, reach: Sequence[Reach], times: Any, precision: str) -> Work:
-        """See `quantized_work`."""
         return quantized_work(work, network, reach, times, precision)
 
 

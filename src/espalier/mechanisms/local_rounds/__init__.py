@@ -1,13 +1,8 @@
 """When do replicas agree? `CO2` is an outer agreement for anybody's own loop."""
 
-from typing import Any
+from espalier.recipe.lazy_names import lazy_names
 
 __all__ = ["CO2"]
 
 
-def __getattr__(name: str) -> Any:
-    if name == "CO2":
-        from espalier.mechanisms.local_rounds.co2 import CO2
-
-        return CO2
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = lazy_names(__name__, {"CO2": "espalier.mechanisms.local_rounds.co2"})

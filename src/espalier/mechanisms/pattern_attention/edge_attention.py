@@ -64,7 +64,6 @@ class EdgeAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, entries: Entries) -> Tensor:
-        """See the class."""
         out, logs = torch.zeros_like(q), q.new_zeros(q.shape[:2])
         for rows, piece in entries.side.pieces(q[0].numel()):
             scores = _scores(q, k, bias, entries.side, piece)

@@ -106,7 +106,6 @@ class RecallTuner:
 
     @property
     def values(self) -> dict[str, int]:
-        """See `Controller.values`."""
         return {LEVEL_RULE: self.level}
 
     def heard(self, signals: Iterable[float]) -> RecallTuner:

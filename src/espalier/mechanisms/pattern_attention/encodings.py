@@ -6,10 +6,8 @@ Dwivedi et al. (arXiv 2110.07875), degrees and hops after Graphormer (arXiv 2106
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -72,11 +70,7 @@ def _kept(graph: Graph, name: str, size: int) -> Array:
     except (OSError, ValueError):
         with Stages(f"Encoding nodes ({name})"):
             made = _MAKERS[name](graph, size)
-    with suppress(OSError):  # a cache that cannot be written is none
-        place.parent.mkdir(parents=True, exist_ok=True)
-        partial = place.with_suffix(f".{os.getpid()}.partial.npy")
-        np.save(partial, made)
-        partial.replace(place)
+    cache_dir.keep_made(place, lambda file: np.save(file, made))
     return made
 
 

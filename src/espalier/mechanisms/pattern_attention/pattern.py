@@ -7,7 +7,6 @@ which sparse attention approximates what full attention does (Yun et al., arXiv 
 
 from __future__ import annotations
 
-import os
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from espalier.mechanisms.pattern_attention.edge_attention import Entries
-from espalier.recipe.cache_dir import cache_folder, hashed
+from espalier.recipe.cache_dir import cache_folder, hashed, keep_made
 from espalier.recipe.errors import UserError
 from espalier.sparse import CSR
 
@@ -105,11 +104,8 @@ def kept_windows(matrix: CSR, least: int) -> Windows:
         return Windows(a, b, c, d, e, CSR(indptr, indices, matrix.shape), entries)
     made = windows_of(matrix, least)
     known = (*made[:5], made.rest.indptr, made.rest.indices, made.rest_entries)
-    with suppress(OSError, SafetensorError):  # a cache that cannot be written is none
-        place.parent.mkdir(parents=True, exist_ok=True)
-        partial = place.with_suffix(f".{os.getpid()}.partial")
-        save_file(dict(zip(ARRAYS, known, strict=True)), partial)
-        partial.replace(place)
+    with suppress(SafetensorError):
+        keep_made(place, lambda file: save_file(dict(zip(ARRAYS, known, strict=True)), file))
     return made
 
 

@@ -134,7 +134,6 @@ class TokenBatching(OverRanks):
     """Some tokens of the whole graph on each rank."""
 
     def halos(self) -> TokenCut:
-        """See `TokenCut`."""
         model, graph, options = self.run.bare(), self.run.whole_task.train.graph, self.run.recipe.graph
         assert isinstance(model, GraphTransformer)
         assert options is not None

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-from importlib import import_module
+from espalier.recipe.lazy_names import lazy_names
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from typing import Any
-
     from espalier.mechanisms.sequence_parallel.attention_2d import attend
     from espalier.parallel.sequence_slots import SequenceSlots
-
-_HOME = {
-    "attend": "espalier.mechanisms.sequence_parallel.attention_2d",
-    "SequenceSlots": "espalier.parallel.sequence_slots",
-}
 
 __all__ = ["SequenceSlots", "attend"]
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module 'espalier.mechanisms.sequence_parallel' has no attribute {name!r}")
-    return getattr(import_module(_HOME[name]), name)
+__getattr__ = lazy_names(
+    __name__,
+    {
+        "attend": "espalier.mechanisms.sequence_parallel.attention_2d",
+        "SequenceSlots": "espalier.parallel.sequence_slots",
+    },
+)

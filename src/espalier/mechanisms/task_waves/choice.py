@@ -70,7 +70,6 @@ class TaskWavesChoice(PlanChoice):
         return plans.check(made, request.profile.global_batch, "the new plan")
 
     def describe(self, plan: Plan) -> str:
-        """See `Replanner.describe`."""
         waves = units.plural(len(plan.state(TaskWavesState).waves), "wave")
         return f"{waves} of the tasks' parts" if plan.choices else "all parts of the tasks"
 

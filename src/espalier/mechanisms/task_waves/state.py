@@ -73,12 +73,10 @@ class TaskWavesState(ChoiceState, frozen=True):
 
     @property
     def layout(self) -> dict[str, Any]:
-        """See `ChoiceState.layout`."""
         return {"dp": 1, "waves": len(self.waves)}
 
     @property
     def cuts(self) -> Iterator[str]:
-        """See `ChoiceState.cuts`."""
         return (f"{part.task}.{part.node}:{part.first}-{part.last}@{part.ranks}" for part in self.slices)
 
     def spans(self) -> list[TimetableBar]:

@@ -13,9 +13,8 @@ from typing import Any
 import numpy as np
 from llvmlite import ir  # type: ignore[import-untyped]
 from numba import types
-from numba.core import cgutils
 
-from espalier.kernels.numba_compile import intrinsic, jit, njit
+from espalier.kernels.numba_compile import fetch_line, intrinsic, jit, njit
 
 ZERO, ONE, TWO, THREE = np.uint64(0), np.uint64(1), np.uint64(2), np.uint64(3)
 AHEAD = np.uint64(6)
@@ -37,12 +36,9 @@ def _fetch(typing: Any, array: Any, index: Any) -> Any:
     """Asks for the cache line of array[index] without waiting for it."""
 
     def write(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        byte, number = ir.IntType(8).as_pointer(), ir.IntType(32)
         data = context.make_array(signature.args[0])(context, builder, values[0]).data
         place = values[1] if values[1].type.width == 64 else builder.zext(values[1], ir.IntType(64))
-        kind = ir.FunctionType(ir.VoidType(), [byte, number, number, number])
-        call = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
-        builder.call(call, [builder.bitcast(builder.gep(data, [place]), byte), number(0), number(3), number(1)])
+        fetch_line(builder, builder.bitcast(builder.gep(data, [place]), ir.IntType(8).as_pointer()))
         return context.get_dummy_value()
 
     return types.void(array, index), write
