@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import pytest
@@ -43,6 +44,21 @@ def test_what_is_slower_is_named(seconds: float, exposed: float, part: str, word
     assert said["part"] == part
     assert words in said["what"]
     assert ("Try: " in said["what"]) == bool(part)
+
+
+class Step(dict[str, Any]):
+    """An event that can be looked for."""
+
+
+def test_what_comes_after_is_not_kept() -> None:
+    """A run has steps without end."""
+    check, steps = PredictionCheck(PREDICTED), []
+    for step in range(3 * STEPS):
+        event = Step(event="step", step=step + 1, seconds=1.0, exposed=0.0)
+        check.event(event)
+        steps.append(weakref.ref(event))
+    del event
+    assert sum(step() is not None for step in steps) == WARM + STEPS
 
 
 def test_it_is_a_line_on_the_terminal_and_an_event(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
