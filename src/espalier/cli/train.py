@@ -406,7 +406,7 @@ def recording(
                     from espalier.plan.prediction_check import PredictionCheck
 
                     checks.append(PredictionCheck(predicted))
-                if (comparison := checks[0].event(fields)) is not None:
+                if comparison := checks[0].event(fields):
                     emit("prediction", **comparison)
                     _doubt(folder, recipe, comparison["measured"] / comparison["predicted"])
 

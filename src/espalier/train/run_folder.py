@@ -141,10 +141,12 @@ class RunFolder:
         self.locks = ()
 
     def discard_if_empty(self) -> None:
-        """Removes a folder that holds nothing but the lock, such as that of a run refused before it began."""
-        if {path.name for path in self.path.iterdir()} <= {".lock"}:
-            (self.path / ".lock").unlink(missing_ok=True)
-            self.path.rmdir()
+        """Removes a folder that holds nothing but the lock, such as that of a run refused before it began. One that
+        cannot be removed, such as a mounted disk, stays."""
+        with contextlib.suppress(OSError):
+            if [*self.path.iterdir()] == [self.path / ".lock"]:
+                (self.path / ".lock").unlink()
+                self.path.rmdir()
 
 
 _HASHES = "hashes.json"
