@@ -302,8 +302,8 @@ def surroundings(folder: Path) -> list[Row]:
 # --- full disks -------------------------------------------------------------------------------------------------------
 
 FULL: dict[str, tuple[str, str, str, int]] = {
-    "checkpoints": (TEXT, "", "run", 500 << 10),
-    "run log, in its first lines": (TEXT, "", "run", 12 << 10),
+    "run log and checkpoints, in the middle": (TEXT, "", "run", 16 << 20),
+    "checkpoints, before the first step": (TEXT, "", "run", 500 << 10),
     "token shards": (TEXT, "", "shards", 16 << 10),
     "an export": (TEXT, "", "out", 16 << 10),
     "optimizer states on disk": (TEXT, "plan.pin.offload=disk store.path=states", "states", 64 << 10),
@@ -313,6 +313,7 @@ FULL: dict[str, tuple[str, str, str, int]] = {
 """What is written there: a recipe, its changes, the folder that is a small disk, and its bytes at first."""
 
 
+BALLAST = "ballast"
 EXPORT = ("export", "run", "--to", "safetensors", "--out", "out/it")
 
 
@@ -341,6 +342,20 @@ def full(folder: Path) -> list[Row]:
     return rows
 
 
+def fills(folder: Path) -> None:
+    """Ranks of this process fill the disk at `folder` before their step 8, if they get there."""
+    plain = Trainer.train_step
+
+    def train_step(trainer: Trainer, batches: Sequence[Any]) -> Any:
+        if trainer.step == 7 and trainer.setting.place.rank == 0:
+            with suppress(OSError), (folder / BALLAST).open("wb", buffering=0) as file:
+                while file.write(bytes(4096)):
+                    pass
+        return plain(trainer, batches)
+
+    Trainer.train_step = train_step  # type: ignore[method-assign]
+
+
 def met_by_full_disk(place: Path, train: Sequence[str], small: str, size: int) -> Done:
     """What the command that met the full disk ended with. Given again with room, it has ended well, or raises."""
 
@@ -348,10 +363,11 @@ def met_by_full_disk(place: Path, train: Sequence[str], small: str, size: int) -
         private_mounts()
         (place / small).mkdir()
         disk(place / small, size)
-        first = command(place, *train)
+        first = command(place, *train, surround=lambda: fills(place / small))
         if small == "out" and first.code == 0:
             first = command(place, *EXPORT)
         (place / "first.json").write_text(json.dumps(first))
+        (place / small / BALLAST).unlink(missing_ok=True)
         disk(place / small, 1 << 28, again=True)
         last = command(place, *(EXPORT if small == "out" else train))
         shutil.copytree(place / "run", place / "copied")  # what was mounted goes with this process
