@@ -30,27 +30,29 @@ class PredictionCheck:
         if len(self._seen) == WARM + STEPS:
             return None
         self._seen.append(event)
-        return self._comparison() if len(self._seen) == WARM + STEPS else None
+        return self._comparison(event) if len(self._seen) == WARM + STEPS else None
 
-    def _comparison(self) -> dict[str, Any]:
+    def _comparison(self, newest: Event) -> dict[str, Any]:
         planned = self._predicted.step_seconds
         seconds, exposed = (
-            statistics.median(float(event.get(name) or 0.0) for event in self._seen[WARM:])
-            for name in ("seconds", "exposed")
+            statistics.median(event[name] for event in self._seen[WARM:]) for name in ("seconds", "exposed")
         )
         ratio = seconds / planned
         sentence = f"steps take {show_seconds(seconds)}, planned were {show_seconds(planned)}"
-        fields = {"step": self._seen[-1]["step"], "predicted": planned, "measured": seconds, "exposed": exposed}
+        fields = {"step": newest["step"], "predicted": planned, "measured": seconds, "exposed": exposed}
         if ratio <= max(SLOWER, 1 + 2 * (self._predicted.spread or 0.0)):
             return {**fields, "part": "", "what": f"{sentence} ({ratio - 1:+.0%})"}
         waits = sum(self._predicted.terms.get(term, 0.0) for term in EXCHANGES)
         if exposed - waits > (seconds - planned) / 2:
-            part, do = (
-                "exchanges",
-                "`espalier probe`, started as these ranks were, measures the links; then plan.cluster=cluster.toml",
+            part = "exchanges"
+            why = (
+                f"waits for other ranks take {show_seconds(exposed)}, planned were {show_seconds(waits)}. Try: "
+                "`espalier probe`, started as these ranks were, measures the links; then plan.cluster=cluster.toml"
             )
-            why = f"waits for other ranks take {show_seconds(exposed)}, planned were {show_seconds(waits)}"
         else:
-            part, do = "computation", "see what else runs here (`top`), or measure anew with `espalier probe`"
-            why = f"computation takes {show_seconds(seconds - exposed)}, planned were {show_seconds(planned - waits)}"
-        return {**fields, "part": part, "what": f"{sentence} ({ratio:.1f} times as long): {why}. Try: {do}"}
+            part = "computation"
+            why = (
+                f"computation takes {show_seconds(seconds - exposed)}, planned were {show_seconds(planned - waits)}. "
+                "Try: see what else runs here (`top`), or measure anew with `espalier probe`"
+            )
+        return {**fields, "part": part, "what": f"{sentence} ({ratio:.1f} times as long): {why}"}
