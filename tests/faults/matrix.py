@@ -168,14 +168,12 @@ class Subject:
         keys: of the recipe, beyond `COMMON`.
         plan: makes the plan; None: the planner does, as the pins say.
         without: moments that this run does not have.
-        mends: what is not mended yet; its rows fail.
     """
 
     base: str
     keys: Mapping[str, Any] = field(default_factory=dict)
     plan: Callable[[Recipe], plans.Plan] | None = None
     without: frozenset[str] = frozenset()
-    mends: str = ""
 
 
 def flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -225,25 +223,21 @@ NODE = {**TWO, "plan.pin.offload": "node"}
 ZERO_BUBBLE = {"stages": 2, "schedule": "zero_bubble", "micro_batch": 2}
 HALO = {**TWO, "graph.halo.synchronize": 1}
 ALONE = frozenset({"exchange"})
-LATE_ROWS = "late rows of halos are not saved"
-HOLE = "the step that the others made when rank 0 was lost is in no event"
-LOST_ROUND = "the round of a lost replica is missing from an average"
-RESIDUALS = "residuals of int8 pushes to an optimizer node are not saved"
 
 SUBJECTS: dict[str, Subject] = {
     "data parallel": Subject("text", TWO),
     **{" x ".join(names): pair(names) for names in pairs.RUNS},
     **{f"codec {name}": Subject("text", {}, partial(coded, codec=name)) for name in CODECS},
     "two stages, zero bubble": Subject("text", {}, partial(pairs.planned, **ZERO_BUBBLE)),
-    **{f"rounds {name}": Subject("text", {}, partial(rounds, method=name), mends=LOST_ROUND) for name in METHODS},
+    **{f"rounds {name}": Subject("text", {}, partial(rounds, method=name)) for name in METHODS},
     "optimizer node": Subject("text", NODE),
-    "optimizer node x int8": Subject("text", {**NODE, "comm.codec": "int8"}, mends=RESIDUALS),
+    "optimizer node x int8": Subject("text", {**NODE, "comm.codec": "int8"}),
     "experts": Subject("text", {**TWO, "model.kind": "moe", "model.experts": 4, "plan.pin.ep": 2}),
     "unequal pipelines": Subject("text", {}, unequal),
     "waves": Subject("tasks", TWO),
     "halos": Subject("graph", HALO),
     "halos of few bits": Subject("graph", {**HALO, "graph.halo.bits": 1, "graph.halo.delta": True}),
-    "late halos": Subject("graph", {**HALO, "graph.halo.bits": 4, "graph.halo.synchronize": 0}, mends=LATE_ROWS),
+    "late halos": Subject("graph", {**HALO, "graph.halo.bits": 4, "graph.halo.synchronize": 0}),
     "sampled graph": Subject("graph", {**TWO, "graph.fanout": [3, 3], "train.batch_tokens": 16}),
     "graph on disk": Subject(
         "graph",
@@ -292,20 +286,9 @@ class Row:
         """Whether the normal suite runs it: a tenth of the rows of shift 0, which are a covering array."""
         return self.shift == 0 and xxhash.xxh3_64_intdigest(self.subject.encode(), seed=TENTH) % 10 == 0
 
-    @property
-    def mends(self) -> str:
-        """What is not mended yet, where this row fails for it."""
-        return SUBJECTS[self.subject].mends or MENDS.get((self.subject, self.shift), "")
-
 
 TENTH = 75692
 """Seed of the hash that picks the tenth, one of those whose rows have few ranks: the normal suite is to stay short."""
-MENDS = {
-    ("data parallel", 1): HOLE,
-    ("data parallel", 2): HOLE,
-    ("optimizer node", 0): "what is due after the step at which an optimizer node goes on is left out",
-}
-"""Rows that fail for what is not mended yet."""
 ROWS = [Row(subject, shift) for subject in SUBJECTS for shift in range(len(SIGNALS))]
 
 # --- what cannot be equal ---------------------------------------------------------------------------------------------
@@ -313,11 +296,10 @@ ROWS = [Row(subject, shift) for subject in SUBJECTS for shift in range(len(SIGNA
 
 @dataclass(frozen=True)
 class Unequal:
-    """Why weights may differ, in the words of docs/faults.md and of these `pages`. `mends`: see `Subject`."""
+    """Why weights may differ, in the words of docs/faults.md and of these `pages`."""
 
     reason: str
     pages: tuple[str, ...]
-    mends: str = ""
 
 
 UNEQUAL = {
@@ -328,7 +310,6 @@ UNEQUAL = {
     "rounds, and a machine of several is lost": Unequal(
         "with rounds a lost machine does: its replica's current round is missing from an average",
         ("src/espalier/mechanisms/local_rounds/README.md",),
-        mends=LOST_ROUND,
     ),
 }
 """What no row of the table strikes, as its weights may then differ."""

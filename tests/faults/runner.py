@@ -133,7 +133,7 @@ class Armed:
 
 def warm() -> None:
     """Loads, once, what every command would load in its own fork."""
-    for name in ("torch._dynamo", "espalier.track.report", "espalier.cli.export", "espalier.cli.prepare"):
+    for name in ("torch._dynamo", "espalier.track.report", "espalier.cli.export", "espalier.cli.start_run"):
         importlib.import_module(name)
     restart_advice.ready()
     page.environment().get_template("track/report.html.j2")
