@@ -1,8 +1,8 @@
 """Client of optimizer nodes on a worker: push gradients and pull parameters, layer by layer, in the background.
 
 After LuWu (arXiv 2409.00918), section 4: `push`, `pull` and `wait`. Pushes and pulls are two independent streams, each
-in the order of the calls. A push first tells the node the exponents of the gradient (kernels/fixed_point.py), and while the
-answer is on its way those of the next layer follow.
+in the order of the calls. A push first tells the node the exponents of the gradient (kernels/fixed_point.py), and
+while the answer is on its way those of the next layer follow.
 """
 
 from __future__ import annotations
