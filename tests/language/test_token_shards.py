@@ -10,6 +10,7 @@ import pytest
 from espalier.language import token_shards
 from espalier.language.token_shards import SplitWriter, check, locked, placed, sweep
 from espalier.language.tokenizer import ByteTokenizer
+from espalier.recipe import data_hash
 from espalier.recipe.errors import RunFailed, UserError
 
 
@@ -24,7 +25,7 @@ def test_a_split_is_cut_into_shards_of_one_size(tmp_path):
     assert content == b"\0" + b"x" * 25 + b"\0yyy\0z"
     assert np.fromfile(tmp_path / split.starts.name, "<i8").tolist() == [0, 26, 30]
     assert (tmp_path / split.names.name).read_text() == "aüc"
-    assert all(token_shards.hash_file(tmp_path / file.name) == file.hash for file in split.files)
+    assert all(data_hash.of_file(tmp_path / file.name) == file.hash for file in split.files)
 
 
 def test_a_folder_appears_whole_or_not_at_all(tmp_path):

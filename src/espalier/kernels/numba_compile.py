@@ -250,6 +250,13 @@ def named(builder: Any, name: str, result: Any, *arguments: Any, fastmath: tuple
     return builder.call(function, arguments, fastmath=fastmath)
 
 
+def in_all_lanes(builder: Any, scalar: Any, vector: Any) -> Any:
+    """A vector of LLVM's type `vector` with `scalar` in every lane."""
+    undefined, number = ir.Constant(vector, ir.Undefined), ir.IntType(32)
+    first_lane = builder.insert_element(undefined, scalar, number(0))
+    return builder.shuffle_vector(first_lane, undefined, ir.Constant(ir.VectorType(number, vector.count), None))
+
+
 def fetch_line(builder: Any, pointer: Any) -> None:
     """Asks for the cache line of a pointer to bytes, to be read, without waiting for it."""
     options = (ir.Constant(ir.IntType(32), option) for option in (0, 3, 1))

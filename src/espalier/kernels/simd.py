@@ -13,7 +13,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import models, register_model
 
-from espalier.kernels.numba_compile import emitted, intrinsic, named
+from espalier.kernels.numba_compile import emitted, in_all_lanes, intrinsic, named
 
 LANES = 16
 
@@ -53,11 +53,6 @@ class _IntsModel(models.PrimitiveModel):
         super().__init__(data_model_manager, kind, _INTS)
 
 
-def _spread(builder: Any, scalar: Any, vector: Any) -> Any:
-    first_lane = builder.insert_element(ir.Constant(vector, ir.Undefined), scalar, ir.Constant(_INT32, 0))
-    return builder.shuffle_vector(first_lane, ir.Constant(vector, ir.Undefined), ir.Constant(_INTS, [0] * LANES))
-
-
 def _bits(builder: Any, mask: Any) -> Any:
     """A mask as 16 bits: numba widens integers whenever it combines them."""
     return builder.bitcast(mask if mask.type == _INT16 else builder.trunc(mask, _INT16), _BITS)
@@ -77,7 +72,7 @@ def address(typing: Any, array: Any) -> Any:
 @emitted(floats)
 def spread(builder: Any, scalar: Any) -> Any:
     """The float32 in all lanes."""
-    return _spread(builder, scalar, _FLOATS)
+    return in_all_lanes(builder, scalar, _FLOATS)
 
 
 @emitted(floats)
@@ -247,5 +242,5 @@ smallest = _reduction("fmin")
 @emitted(ints)
 def columns_from(builder: Any, first: Any) -> Any:
     """first, first + 1, …, first + 15."""
-    start = _spread(builder, builder.trunc(first, _INT32), _INTS)
+    start = in_all_lanes(builder, builder.trunc(first, _INT32), _INTS)
     return builder.add(start, ir.Constant(_INTS, list(range(LANES))))

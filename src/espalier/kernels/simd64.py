@@ -15,7 +15,7 @@ from typing import Any
 from llvmlite import ir  # type: ignore[import-untyped]
 from numba.core import cgutils, types
 
-from espalier.kernels.numba_compile import counted, emitted, fetch_line, intrinsic, named
+from espalier.kernels.numba_compile import counted, emitted, fetch_line, in_all_lanes, intrinsic, named
 
 VECTOR = 64
 """Bytes of one vector: AVX-512's; LLVM splits it where registers are shorter."""
@@ -36,10 +36,7 @@ class Vectors:
 
     def spread(self, value: Any, kind: Any = None) -> Any:
         """`value` in every lane."""
-        kind = kind or self.vector
-        first_lane = self.builder.insert_element(ir.Constant(kind, ir.Undefined), value, INT32(0))
-        lanes = ir.Constant(ir.VectorType(INT32, self.lanes), [0] * self.lanes)
-        return self.builder.shuffle_vector(first_lane, ir.Constant(kind, ir.Undefined), lanes)
+        return in_all_lanes(self.builder, value, kind or self.vector)
 
     def mask(self, live: Any) -> Any:
         """The first `live` lanes."""

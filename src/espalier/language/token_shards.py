@@ -22,7 +22,7 @@ import xxhash
 from msgspec import Struct
 
 from espalier.language.tokenizer import Ids, Tokenizer
-from espalier.recipe import serialization
+from espalier.recipe import data_hash, serialization
 from espalier.recipe.cache_dir import sync_folder, writing
 from espalier.recipe.errors import RunFailed, UserError
 
@@ -163,15 +163,6 @@ class _Hashed:
             self._file.close()
 
 
-def hash_file(path: Path) -> str:
-    """xxh3-128 of a file's content."""
-    digest = xxhash.xxh3_128()
-    with open(path, "rb") as file:
-        while chunk := file.read(1 << 22):
-            digest.update(chunk)
-    return digest.hexdigest()
-
-
 def read_index(folder: Path) -> Index:
     """The index of the store in `folder`. Raises Damaged when there is none that can be read."""
     try:
@@ -193,7 +184,7 @@ def check(folder: Path, index: Index, hashes: bool) -> None:
             size = path.stat().st_size
             if size != file.bytes:
                 raise Damaged(f"{file.name} has {size} bytes, not {file.bytes}")
-            if hashes and hash_file(path) != file.hash:
+            if hashes and data_hash.of_file(path) != file.hash:
                 raise Damaged(f"{file.name} has changed content (its hash is not {file.hash})")
         except OSError as error:
             raise Damaged(f"{file.name}: {error.strerror}") from None

@@ -271,8 +271,7 @@ class ProcessMesh:
         ranks = (self.rank,)
         if ranks not in self._made:
             self._made[ranks] = _new_group(self.channel, ranks)
-        group: dist.ProcessGroup = self._made[ranks]
-        return group
+        return self._made[ranks]
 
     def number_groups_alike(self) -> None:
         """Gives the ranks of a replica, all of which call this, as many process groups: groups of their own to those

@@ -6,11 +6,13 @@ its ends and pieces in between are hashed.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import xxhash
 
@@ -65,6 +67,20 @@ def differences(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
     words += [(name, "is new") for name in now.keys() - before.keys()]
     words += [(name, "has changed") for name in before.keys() & now.keys() if before[name] != now[name]]
     return [f"{name} {what}" for name, what in sorted(words)]
+
+
+def of_file(path: Path) -> str:
+    """xxh3-128 of all that is in a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
+
+
+def of_arrays(*arrays: Any) -> str:
+    """xxh3-128 of the bytes of NumPy arrays, one after the other."""
+    digest = xxhash.xxh3_128()
+    for array in arrays:
+        digest.update(array.tobytes())
+    return digest.hexdigest()
 
 
 def _hash(path: Path, size: int) -> str:

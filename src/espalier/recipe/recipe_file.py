@@ -58,8 +58,7 @@ def _recipe(table: Table, origin: str, overridden: Sequence[str]) -> config.Reci
 
 def to_table(recipe: config.Recipe) -> Table:
     """The recipe as a plain table without the keys that are None, as TOML has no null."""
-    table: Table = without_none(mechanism_options.to_builtins(recipe))
-    return table
+    return without_none(mechanism_options.to_builtins(recipe))
 
 
 def without_none(value: Any) -> Any:

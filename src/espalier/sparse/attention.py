@@ -101,8 +101,7 @@ def _fits(adjacency: CSR, features: Tensor, scores: Scores, slope: float, keep: 
 @graph_attention.fast("cpu", wins=_fits)
 def fused(adjacency: CSR, features: Tensor, scores: Scores, slope: float, keep: Tensor | None) -> Tensor:
     """Row by row: scores, softmax and sum while the row is in registers and first-level cache."""
-    result: Tensor = _EdgeSoftmax.apply(adjacency, features, *scores, (slope, keep))
-    return result
+    return _EdgeSoftmax.apply(adjacency, features, *scores, (slope, keep))
 
 
 class _EdgeSoftmax(torch.autograd.Function):

@@ -71,8 +71,7 @@ def _pays(adjacency: CSR, values: Tensor, indices: Tensor, width: int) -> bool:
 def scattered(adjacency: CSR, values: Tensor, indices: Tensor, width: int) -> Tensor:
     """k additions for each entry, into a row that stays in first-level cache; backward k readings."""
     columns = indices.to(torch.uint8 if width <= 256 else torch.int32).contiguous()
-    result: Tensor = _CbsrProduct.apply(adjacency, values, columns, width)
-    return result
+    return _CbsrProduct.apply(adjacency, values, columns, width)
 
 
 class _CbsrProduct(torch.autograd.Function):

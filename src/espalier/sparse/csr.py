@@ -417,8 +417,7 @@ def summed_in_registers(adjacency: CSR, x: Tensor, values: Tensor | None, start:
     """By the kernels of `rows`; the gradients by them too, with the transposed matrix."""
     if not needs_gradient(x, values, start):
         return product(adjacency, x, values, start)
-    result: Tensor = _SparseProduct.apply(adjacency, x, values, start)
-    return result
+    return _SparseProduct.apply(adjacency, x, values, start)
 
 
 class _SparseProduct(torch.autograd.Function):

@@ -60,8 +60,7 @@ def _floating(adjacency: CSR, scores: Tensor) -> bool:
 @segment_shares.fast("cpu", wins=_floating)
 def shares_by_row(adjacency: CSR, scores: Tensor) -> Tensor:
     """Row by row, in one pass over memory."""
-    result: Tensor = _Shares.apply(adjacency, scores)
-    return result
+    return _Shares.apply(adjacency, scores)
 
 
 class _Shares(torch.autograd.Function):

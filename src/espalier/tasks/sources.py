@@ -167,8 +167,7 @@ def _own(task: TaskOptions, folder: Path | None) -> Dataset[Sample]:
         data = made()
         if not (hasattr(data, "__len__") and hasattr(data, "__getitem__") and isinstance(data[0], dict)):
             raise TypeError("it returns no dataset of dictionaries")
-    dataset: Dataset[Sample] = data
-    return dataset
+    return data
 
 
 def _nodes(task: TaskOptions) -> Nodes:

@@ -117,8 +117,7 @@ class TowerModule(nn.Module):
         x = self.tokens(fields, inputs) if first == 0 else inputs[0]
         for block in self.blocks[first:last]:
             x = block(x)
-        result: Tensor = self.norm(x) if last == len(self.blocks) else x
-        return result
+        return self.norm(x) if last == len(self.blocks) else x
 
     def tokens(self, fields: Fields, taken: Sequence[Tensor]) -> Tensor:
         """[samples, tokens, width] of what a batch has for it, after what it takes."""
@@ -264,8 +263,7 @@ class MultitaskModel(nn.Module):
         if node == HEAD and self.tasks[task].loss == "colours":
             return colour_figures(inputs[0], fields)
         if node == HEAD:
-            figures: Figures = self.heads[self.tasks[task].name](inputs, fields)
-            return figures
+            return self.heads[self.tasks[task].name](inputs, fields)
         tower = self.towers[node]
         assert isinstance(tower, TowerModule | FieldTower)
         return tower.run(operators, inputs, fields)
@@ -280,8 +278,7 @@ class MultitaskModel(nn.Module):
 
     def forward(self, task: int, fields: Fields) -> Figures:
         """The figures of a task's batch."""
-        figures: Figures = self.run(task, self.nodes(task), fields)[HEAD]
-        return figures
+        return self.run(task, self.nodes(task), fields)[HEAD]
 
     def owners(self) -> dict[str, tuple[str, int]]:
         """Of each parameter, the node and the operator that it belongs to; a head is `head.TASK`."""

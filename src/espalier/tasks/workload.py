@@ -81,8 +81,7 @@ class MultitaskWorkload(ModuleWorkload):
 
     def figures(self, model: nn.Module, batch: Tagged) -> Figures:
         """The figures of a task's micro-batch."""
-        figures: Figures = model(batch.task, to_device(batch.batch, dtype=self._dtype))
-        return figures
+        return model(batch.task, to_device(batch.batch, dtype=self._dtype))
 
     def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
         return self.figures(model, batch)["loss"]
@@ -128,8 +127,7 @@ class MultitaskWorkload(ModuleWorkload):
 
 
 def _loss(task: int, model: nn.Module, fields: Any) -> tuple[Tensor, Tensor]:
-    pair: tuple[Tensor, Tensor] = model(task, fields)["loss"]
-    return pair
+    return model(task, fields)["loss"]
 
 
 def _metrics(task: int, model: nn.Module, fields: Any) -> dict[str, tuple[Tensor, Tensor]]:

@@ -162,7 +162,6 @@ class LayerWindow:
         return False
 
     def summarize(self, index: int) -> None:
-        """See `parallel.schedule.Window.summarize`."""
         layer = self.layers[index]
         value = layer.gradient().sum() * 0.0
         for parameter in layer.parameters:

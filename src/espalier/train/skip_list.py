@@ -62,8 +62,7 @@ def read(folder: Path) -> Skips:
         return Skips()
     do = "it lists the batches that the run leaves out; correct it, or begin a new run with --run FOLDER"
     with parsing(file, do):
-        skips: Skips = serialization.from_json(file.read_bytes(), Skips)
-        return skips
+        return serialization.from_json(file.read_bytes(), Skips)
 
 
 def write(folder: Path, skips: Skips) -> None:

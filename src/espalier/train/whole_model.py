@@ -55,11 +55,9 @@ class WholeSchedule:
         return outcome(losses, weights, tasks, self.shares)
 
     def apart(self, accumulate: Accumulate) -> WholeSchedule:
-        """See `Schedule.apart`."""
         return type(self)(self.nominal_weight, accumulate, self.context, self.shares, self.loss_scale)
 
     def validation(self) -> AbstractContextManager[None]:
-        """See `Schedule.validation`."""
         return nullcontext()
 
 

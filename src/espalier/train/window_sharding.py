@@ -47,7 +47,6 @@ class WindowSharding:
         return self.window.step
 
     def clear(self) -> None:
-        """See `Sharding.clear`."""
         for parameter in self.model.parameters():
             parameter.grad = None
 
@@ -56,7 +55,6 @@ class WindowSharding:
         return nullcontext()
 
     def alone(self) -> AbstractContextManager[None]:
-        """See `Sharding.alone`."""
         return nullcontext()
 
     def wait(self, totals: Tensor | None = None) -> None:
@@ -69,7 +67,6 @@ class WindowSharding:
         self.factor.grad = torch.ones_like(self.factor)
 
     def norm(self) -> float:
-        """See `Sharding.norm`."""
         return self._norm
 
     def move(self, rate: float) -> None:
@@ -99,7 +96,6 @@ class WindowSharding:
         return {"params": self.window.peak, "grads": grads, "masters": 0}
 
     def detach(self) -> None:
-        """See `Sharding.detach`."""
         self.window.keep()
 
 
@@ -110,7 +106,6 @@ class WindowOptimizer:
         self.sharding = sharding
 
     def step(self, factor: float) -> None:
-        """See `Optimizer.step`."""
         self.sharding.move(factor)
 
     def state_dict(self) -> dict[str, Any]:

@@ -303,8 +303,7 @@ def _pace(trainer: Trainer, saved: Checkpoints) -> Pace:
     def mean(values: Sequence[float]) -> list[float]:
         agreed = torch.tensor(values, dtype=torch.float64)
         trainer.mean(agreed)
-        agreed_values: list[float] = agreed.tolist()
-        return agreed_values
+        return agreed.tolist()
 
     def tell(every: int, why: str) -> None:
         setting.emit("rule", name=checkpoint_cost.NAME, step=trainer.step, value=every, why=why)

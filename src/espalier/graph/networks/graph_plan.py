@@ -12,12 +12,12 @@ from zipfile import BadZipFile
 
 import numpy as np
 import torch
-import xxhash
 
 from espalier.graph.data.graph import Array, Graph, relabelled
 from espalier.graph.networks.base import MessageBlock
 from espalier.graph.networks.compiled_aggregate import matrix
 from espalier.graph.networks.gnn import GraphAttention, Layer
+from espalier.recipe import data_hash
 from espalier.recipe.cache_dir import cache_folder, hashed, keep_made
 from espalier.recipe.units import show_seconds
 from espalier.sparse import CBM
@@ -75,10 +75,11 @@ def _clusters(graph: Graph) -> tuple[Array, str]:
 
 def _kept(graph: Graph, wanted: str, make: Callable[[], tuple[Array, str]]) -> tuple[Array, str]:
     """The order of a graph's nodes and its sentence, from the cache where the same edges were ordered before."""
-    digest = xxhash.xxh3_128()
-    for array in (graph.indptr, graph.indices):
-        digest.update(np.ascontiguousarray(array).tobytes())
-    place = cache_folder() / "orders" / f"{hashed([digest.hexdigest(), wanted, library(), ORDERS])}.npz"
+    place = (
+        cache_folder()
+        / "orders"
+        / f"{hashed([data_hash.of_arrays(graph.indptr, graph.indices), wanted, library(), ORDERS])}.npz"
+    )
     with suppress(OSError, ValueError, KeyError, BadZipFile), place.open("rb") as file:
         archive = np.load(file, allow_pickle=False)
         return archive["permutation"], str(archive["said"])

@@ -33,7 +33,7 @@ from espalier.graph.networks.base import Forms, MessageBlock
 from espalier.graph.parts.halo import Boundary, Halo, checked
 from espalier.graph.parts.partial_sums import Covers, crossing_rows, summing
 from espalier.graph.sampling.neighbor_sampler import Style, symmetric_root, whole
-from espalier.recipe import Network, Recipe, cache_dir, serialization
+from espalier.recipe import Network, Recipe, cache_dir, data_hash, serialization
 from espalier.recipe.errors import UserError
 from espalier.recipe.foreign_files import parsing
 from espalier.recipe.graphs import MessagesModel
@@ -42,8 +42,6 @@ from espalier.track.progress import Waiting
 MANIFEST, FORMAT = "manifest.json", 4
 NODES = "nodes.safetensors"
 SPLIT = ("train", "validation", "test")
-PIECE = 1 << 24
-"""Bytes of a file that are hashed at once."""
 SCALES = ("weights", "left", "right", "features")
 """Of a block."""
 MATRIX = ("data", "indices", "indptr")
@@ -112,7 +110,7 @@ def write(folder: str | Path, graph: Graph, style: Style, cut: Boundary, every: 
                 bar.advance()
         save_file(_nodes(graph), target / NODES)
         rows = cut.rows if every is None else crossing_rows(every, cut.ranks)
-        sums = [_checksum(target / _name(rank)) for rank in range(cut.ranks)], _checksum(target / NODES)
+        sums = [data_hash.of_file(target / _name(rank)) for rank in range(cut.ranks)], data_hash.of_file(target / NODES)
         made = Manifest(
             FORMAT,
             graph.fingerprint(),
@@ -349,7 +347,7 @@ def _load(path: Path, checksum: str) -> dict[str, Tensor]:
     """The file at `path`, whose checksum must be that one; empty: it was compared before."""
     there = "" if path.name == NODES else "start a rank where it is (torchrun, srun, mpiexec), or "
     with parsing(path, f"copy it here, or {there}{AGAIN}"):
-        if checksum and _checksum(path) != checksum:
+        if checksum and data_hash.of_file(path) != checksum:
             raise UserError(f"{path} is damaged.", why="its checksum does not match", do=f"copy it anew, or {AGAIN}")
         return load_file(path)
 
@@ -367,7 +365,7 @@ def intact(folder: Path, rank: int, graph: str) -> int | None:
     damaged."""
     try:
         manifest, digest = _manifest(folder)
-        same = manifest.graph == graph and _checksum(folder / _name(rank)) == manifest.checksums[rank]
+        same = manifest.graph == graph and data_hash.of_file(folder / _name(rank)) == manifest.checksums[rank]
     except (UserError, OSError, IndexError):
         return None
     return digest if same else None
@@ -424,11 +422,3 @@ def _compare(folder: Path, digest: int, group: dist.ProcessGroup) -> None:
 
 def _name(rank: int | str) -> str:
     return f"part-{rank}.safetensors"
-
-
-def _checksum(path: Path) -> str:
-    digest = xxhash.xxh3_128()
-    with path.open("rb") as file:
-        while piece := file.read(PIECE):
-            digest.update(piece)
-    return digest.hexdigest()

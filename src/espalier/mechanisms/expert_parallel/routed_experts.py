@@ -54,8 +54,7 @@ class RoutedExperts(nn.Module):
                 f"chosen has numbers from {int(chosen.min())} to {int(chosen.max())}; there are {self.count} experts.",
                 do=f"numbers from 0 to {self.count - 1}",
             )
-        routed: Tensor = self._path(x, chosen, weights, list(self.experts))
-        return routed
+        return self._path(x, chosen, weights, list(self.experts))
 
     @property
     def load(self) -> list[int]:

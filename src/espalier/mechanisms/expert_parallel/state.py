@@ -16,12 +16,10 @@ class ExpertParallelState(ChoiceState, frozen=True):
 
     @property
     def exchanged(self) -> str:
-        """See `ChoiceState.exchanged`."""
         return "experts on several ranks" if self.experts else ""
 
     @property
     def layout(self) -> dict[str, Any]:
-        """See `ChoiceState.layout`."""
         return {"ep": max(1, len(self.experts))}
 
     def cells(self, plan: Plan, origin: str) -> list[Cell]:

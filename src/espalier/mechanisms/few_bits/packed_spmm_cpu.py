@@ -17,7 +17,7 @@ from numba.core import types
 from numba.extending import models, register_model
 
 from espalier.kernels import simd
-from espalier.kernels.numba_compile import emitted, fetch_line, jit, njit
+from espalier.kernels.numba_compile import emitted, fetch_line, in_all_lanes, jit, njit
 from espalier.kernels.simd import LANES, address, load, spread, store
 
 _EDGES = "Tuple((int64[::1], int32[::1], float32[::1]))"
@@ -53,12 +53,6 @@ def no_shorts(builder: Any) -> Any:
     return ir.Constant(_SHORTS, [0] * CODES)
 
 
-def _splat(builder: Any, scalar: Any, kind: Any) -> Any:
-    first = builder.insert_element(ir.Constant(kind, ir.Undefined), scalar, ir.Constant(_INT32, 0))
-    zeros = ir.Constant(ir.VectorType(_INT32, kind.count), [0] * kind.count)
-    return builder.shuffle_vector(first, ir.Constant(kind, ir.Undefined), zeros)
-
-
 def _codes(builder: Any, place: Any, bits: int, signed: Any) -> Any:
     """32 codes from an address on, int16; reads their 4 `bits` bytes."""
     source = ir.VectorType(_BYTE, 4 * bits)
@@ -70,7 +64,7 @@ def _codes(builder: Any, place: Any, bits: int, signed: Any) -> Any:
     above = ir.Constant(_SHORTS, [16 - bits - bits * code % 8 for code in range(CODES)])
     shifted = builder.ashr(builder.shl(pairs, above), ir.Constant(_SHORTS, [16 - bits] * CODES))
     mask = builder.select(builder.icmp_signed("!=", signed, signed.type(0)), _INT16(-1), _INT16((1 << bits) - 1))
-    return builder.and_(shifted, _splat(builder, mask, _SHORTS))
+    return builder.and_(shifted, in_all_lanes(builder, mask, _SHORTS))
 
 
 def _halves(builder: Any, codes: Any) -> list[Any]:
@@ -86,7 +80,7 @@ def add_codes(builder: Any, sums: Any, place: Any, kind: Any, factor: Any) -> An
     a code (0: nothing is added), and whether it is signed."""
     bits, signed = (builder.extract_value(kind, k) for k in (0, 1))
     before = [builder.extract_value(sums, k) for k in range(sums.type.count)]
-    whole, factors = before[0].type == _SHORTS, _splat(builder, factor, _FLOATS)
+    whole, factors = before[0].type == _SHORTS, in_all_lanes(builder, factor, _FLOATS)
     cases, done = [(builder.block, before)], builder.append_basic_block("done")
     switch = builder.switch(bits, done)
     for width in range(1, 9):

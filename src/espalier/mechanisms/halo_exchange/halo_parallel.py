@@ -208,7 +208,6 @@ class PeerBits:
         self._known: dict[halo.Crossing, tuple[list[int], list[int]]] = {}
 
     def __call__(self, crossing: halo.Crossing) -> tuple[list[int], list[int]]:
-        """See `sylvie.Sylvie.peers`."""
         if crossing not in self._known:
             node = self.nodes[self.rank]
             out = [self._of(crossing, node, peer) for peer in self.nodes]
@@ -365,13 +364,11 @@ class Halos:
         self, shares: Sequence[int], size: int, by_peer: Mapping[tuple[int, bool], Any] | None = None
     ) -> Array:
         """float [ranks, ranks]: see `sylvie.step_bytes`."""
-        sent: Array = step_bytes(self.network, self.rows(shares), self.options, size, by_peer)
-        return sent
+        return step_bytes(self.network, self.rows(shares), self.options, size, by_peer)
 
     def crossing_bytes(self, shares: Sequence[int], size: int, key: tuple[int, bool], bits: int) -> Array:
         """float [ranks, ranks]: see `sylvie.crossing_bytes`."""
-        sent: Array = crossing_bytes(self.network, self.rows(shares), self.options, key, sylvie.Values(bits, size))
-        return sent
+        return crossing_bytes(self.network, self.rows(shares), self.options, key, sylvie.Values(bits, size))
 
     def counts(self, shares: Sequence[int]) -> dict[tuple[int, bool], Array]:
         """int64 [ranks, ranks]: rows that rank i sends rank j, of each layer and direction, but those that
@@ -399,7 +396,6 @@ class PartBatching(OverRanks):
     """A part of the graph on each rank, whose layers read rows of other parts."""
 
     def halos(self) -> Halos:
-        """See `Halos`."""
         options, view = self.run.recipe.graph, self.run.whole_task.train
         assert options is not None
         assert isinstance(options.halo, HaloOptions)
@@ -426,7 +422,6 @@ class PartBatching(OverRanks):
         return self.run.like(changed(recipe, graph=drawn, train=train, mechanisms={}))
 
     def write_parts(self, folder: Path, shares: Sequence[int]) -> None:
-        """See `Halos.write`."""
         options = self.run.recipe.graph
         assert options is not None
         if options.inductive:

@@ -99,11 +99,9 @@ class Adaptive:
 
     @property
     def values(self) -> dict[str, int]:
-        """See `Controller.values`."""
         return {BITS_RULE: self.bits, LATE_RULE: int(self.late)}
 
     def next(self, step: int) -> Choice:
-        """See `StalenessPolicy.next`."""
         return Every(self.bits, self.synchronize if self.late else 1).next(step)
 
     def heard(self, signals: Iterable[float]) -> Adaptive:

@@ -298,7 +298,6 @@ class AtNodes(every_step.StepAgreement):
     common = False
 
     def begin(self, nodes: NodeSide, rounds: Rounds, rate: float) -> AtNodes:
-        """See there."""
         self.nodes, self.rounds, self.rate = nodes, rounds, rate
         self.clock = self.begun = 0
         self._asked = False

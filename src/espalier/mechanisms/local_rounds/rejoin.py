@@ -110,8 +110,7 @@ def received(group: Any, peer: int, timeout: timedelta) -> dict[str, Any]:
     group.recv([body], peer, _BODY).wait(timeout)
     if not torch.equal(_hash(body), header[1:]):
         raise PeerLost("The outer state arrived damaged.", why="its hash is another", do="rejoin again; check the link")
-    state: dict[str, Any] = serialization.loads(body.numpy().data, "The outer state that arrived")
-    return state
+    return serialization.loads(body.numpy().data, "The outer state that arrived")
 
 
 def _hash(body: Tensor) -> Tensor:

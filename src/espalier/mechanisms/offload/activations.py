@@ -48,7 +48,6 @@ class HostPlaces:
         self._kept: dict[int, Tensor] = {}
 
     def write(self, offset: int, values: Tensor) -> Done:
-        """See `Places.write`."""
         host = self._kept.get(offset)
         if host is None:
             pinned = self._device.type == "cuda"
@@ -58,7 +57,6 @@ class HostPlaces:
         return partial(self._streams.wait, 1)
 
     def read(self, offset: int, size: int) -> tuple[Done, Tensor]:
-        """See `Places.read`."""
         buffer = torch.empty(size, dtype=torch.uint8, device=self._device)
         with self._streams.beside(0):
             buffer.copy_(self._kept[offset], non_blocking=True)
@@ -76,13 +74,11 @@ class FilePlaces:
         path.unlink()
 
     def write(self, offset: int, values: Tensor) -> Done:
-        """See `Places.write`."""
         with self._streams.beside(1):
             host = values.to("cpu")
         return self._queue.write(self._file, offset, host).result
 
     def read(self, offset: int, size: int) -> tuple[Done, Tensor]:
-        """See `Places.read`."""
         host = aligned(size)
         arrived = self._queue.read(self._file, offset, host)
         if self._device.type == "cpu":

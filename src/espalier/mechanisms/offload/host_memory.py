@@ -27,7 +27,6 @@ class HostStates:
         self.device, self.chunk, self.meter, self._streams = device, chunk, TransferMeter("host"), streams
 
     def group(self, optimizer: torch.optim.Optimizer, owned: Sequence[Owned], kinds: StateKinds) -> OffloadedGroup:
-        """See `optim.base.MakeGroup`."""
         laid_out = lay_out(owned, len(kinds.shaped), self.chunk if kinds.batches is None else None)
         return OffloadedGroup(optimizer, owned, kinds, self.file(owned, laid_out))
 
@@ -59,18 +58,15 @@ class CudaStreams(Streams):
         self._device, self._streams = device, [accelerator.stream(device) for _ in range(2)]
 
     def beside(self, way: int) -> AbstractContextManager[Any]:
-        """See `Streams.beside`."""
         self._streams[way].wait_stream(accelerator.current_stream(self._device))
         if way == 0:
             self._streams[way].wait_stream(self._streams[1])
         return self._streams[way]
 
     def wait(self, way: int) -> None:
-        """See `Streams.wait`."""
         accelerator.current_stream(self._device).wait_stream(self._streams[way])
 
     def finish(self) -> None:
-        """See `Streams.finish`."""
         self._streams[1].synchronize()
 
 
@@ -127,19 +123,16 @@ class HostMemory:
         return self._memory[first : first + extent.row_bytes]
 
     def row(self, extent: StateExtent, row: int, change: bool = False) -> Tensor:
-        """See `States.row`."""
         self._streams.finish()
         return self._row(extent, row)
 
     def fetch(self, extent: StateExtent, row: int, out: Tensor) -> Callable[[], None]:
-        """See `States.fetch`."""
         self._meter.read_bytes += out.nbytes
         with self._streams.beside(0):
             out.copy_(self._row(extent, row)[: out.nbytes].view(out.dtype), non_blocking=True)
         return partial(self._streams.wait, 0)
 
     def store(self, extent: StateExtent, row: int, values: Tensor) -> Callable[[], None]:
-        """See `States.store`."""
         self._meter.written_bytes += values.nbytes
         with self._streams.beside(1):
             self._row(extent, row)[: values.nbytes].view(values.dtype).copy_(values, non_blocking=True)

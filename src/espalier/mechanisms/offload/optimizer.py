@@ -50,7 +50,6 @@ class StateFolder:
         self.tier = DiskTier(IoQueue(WAITING), self.meter, ThreadPoolExecutor(2, "checksums"))
 
     def group(self, optimizer: torch.optim.Optimizer, owned: Sequence[Owned], kinds: StateKinds) -> OffloadedGroup:
-        """See `optim.base.MakeGroup`."""
         chunk = self.chunk if kinds.batches is None else None
         return OffloadedGroup(optimizer, owned, kinds, self.file(owned, lay_out(owned, len(kinds.shaped), chunk)))
 

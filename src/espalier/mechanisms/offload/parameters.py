@@ -52,7 +52,6 @@ class LayerGroup(OffloadedGroup):
         return [(extent,) for extent in self.file.extents]
 
     def piece(self, piece: StatePiece, rows: Tensor) -> nn.Parameter | None:
-        """See `OffloadedGroup.piece`."""
         part = nn.Parameter(rows[VALUE])
         part.grad = rows[GRADIENT] if self.scale == 1.0 else rows[GRADIENT].mul_(self.scale)
         return part
@@ -73,7 +72,6 @@ class LayerGroup(OffloadedGroup):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See `OffloadedGroup.load_state_dict`."""
         fill_slices(self.state_dict(), state)
 
 

@@ -136,7 +136,6 @@ class StateFile:
     # --- extents, in a ring ------------------------------------------------------------------------------------------
 
     def walk(self, jobs: Sequence[ExtentJob]) -> Iterator[list[Tensor]]:
-        """See `States.walk`."""
         self.settle()
         away = [self._away(job) for job in jobs]
         moving = [job for job in away if job]
@@ -216,7 +215,6 @@ class StateFile:
     # --- parts of rows, in the background ----------------------------------------------------------------------------
 
     def fetch(self, extent: StateExtent, row: int, out: Tensor) -> Callable[[], None]:
-        """See `States.fetch`."""
         if (resident := self._resident.get(extent.offset)) is not None:
             flat_bytes(out).copy_(resident[row, : out.nbytes])
             return nothing
@@ -231,7 +229,6 @@ class StateFile:
         return arrived
 
     def store(self, extent: StateExtent, row: int, values: Tensor) -> Callable[[], None]:
-        """See `States.store`."""
         if (resident := self._resident.get(extent.offset)) is not None:
             resident[row, : values.nbytes].copy_(flat_bytes(values))
             return nothing
@@ -243,7 +240,6 @@ class StateFile:
     # --- single rows, for checkpoints --------------------------------------------------------------------------------
 
     def row(self, extent: StateExtent, row: int, change: bool = False) -> Tensor:
-        """See `States.row`."""
         if (resident := self._resident.get(extent.offset)) is not None:
             return resident[row]
         if self._row is None or self._row[:2] != (extent, row):
@@ -256,7 +252,6 @@ class StateFile:
         return self._row[2]
 
     def settle(self) -> None:
-        """See `States.settle`."""
         if self._row is not None and self._changed:
             extent, row, values = self._row
             self._sums[self._place(extent, row)] = checksum(values[: extent.used])

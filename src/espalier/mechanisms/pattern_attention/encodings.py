@@ -16,7 +16,7 @@ from scipy import sparse
 from scipy.sparse.linalg import ArpackNoConvergence, eigsh
 
 from espalier.graph.data.graph import Array, Graph
-from espalier.recipe import cache_dir
+from espalier.recipe import cache_dir, data_hash
 from espalier.recipe.errors import UserError
 from espalier.track.progress import Stages, Waiting
 
@@ -63,7 +63,8 @@ def averaged(graph: Graph, hops: int) -> Graph:
 def _kept(graph: Graph, name: str, size: int) -> Array:
     if name == "degree":
         return np.log1p(graph.degrees())[:, None].astype(np.float32)
-    content = [_digest(graph), name, size, graph.nodes]
+    starts = () if graph.starts is None else (graph.starts,)
+    content = [data_hash.of_arrays(graph.indptr, graph.indices, *starts), name, size, graph.nodes]
     place = cache_dir.cache_folder() / "encodings" / f"{cache_dir.hashed(content)}.npy"
     try:
         return np.load(place)
@@ -72,15 +73,6 @@ def _kept(graph: Graph, name: str, size: int) -> Array:
             made = _MAKERS[name](graph, size)
     cache_dir.keep_made(place, lambda file: np.save(file, made))
     return made
-
-
-def _digest(graph: Graph) -> str:
-    import xxhash
-
-    digest = xxhash.xxh3_128()
-    for array in (graph.indptr, graph.indices, *(() if graph.starts is None else (graph.starts,))):
-        digest.update(np.ascontiguousarray(array).tobytes())
-    return digest.hexdigest()
 
 
 def _adjacency(graph: Graph) -> sparse.csr_array:

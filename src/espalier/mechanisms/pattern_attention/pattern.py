@@ -21,6 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from espalier.mechanisms.pattern_attention.edge_attention import Entries
+from espalier.recipe import data_hash
 from espalier.recipe.cache_dir import cache_folder, hashed, keep_made
 from espalier.recipe.errors import UserError
 from espalier.sparse import CSR
@@ -93,10 +94,9 @@ def kept_windows(matrix: CSR, least: int) -> Windows:
     """As `windows_of`; of many entries from the cache folder, where the same ones were divided before."""
     if matrix.entries < KEPT:
         return windows_of(matrix, least)
-    digest = xxhash.xxh3_128()
-    for tensor in (matrix.indptr, matrix.indices):
-        digest.update(tensor.numpy().tobytes())
-    name = hashed([digest.hexdigest(), list(matrix.shape), ROWS, least, FORMAT])
+    name = hashed(
+        [data_hash.of_arrays(matrix.indptr.numpy(), matrix.indices.numpy()), list(matrix.shape), ROWS, least, FORMAT]
+    )
     place = cache_folder() / "windows" / f"{name}.safetensors"
     with suppress(OSError, SafetensorError, KeyError):
         tensors = load_file(place)

@@ -30,8 +30,7 @@ class WeightGradients:
                 vars(module)["forward"] = partial(self._linear, module)
 
     def _linear(self, module: nn.Linear, x: Tensor) -> Tensor:
-        result: Tensor = _SplitLinear.apply(x, module.weight, module.bias, module, self)
-        return result
+        return _SplitLinear.apply(x, module.weight, module.bias, module, self)
 
     def inputs(self, outputs: Sequence[Tensor], gradients: Sequence[Tensor | None], leaves: Sequence[Tensor]) -> Later:
         """Fills `.grad` of `leaves`. Returns what is left to do for the parameters."""

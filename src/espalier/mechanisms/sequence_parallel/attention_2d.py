@@ -274,8 +274,7 @@ def _total(mesh: ProcessMesh, module: nn.Module) -> Callable[[Tensor], Tensor]:
                 dist.all_reduce(counts, group=group)
         return counts
 
-    total_of: Callable[[Tensor], Tensor] = torch.compiler.disable(total)
-    return total_of
+    return torch.compiler.disable(total)
 
 
 def choose(recipe: Recipe, plan: Plan) -> Mechanism | None:

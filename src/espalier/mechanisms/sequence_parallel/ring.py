@@ -383,5 +383,4 @@ def ring_attention(ring: DoubleRing, query: Tensor, key: Tensor, value: Tensor) 
         low = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(low), key.to(low), value.to(low)
     _ALIVE[id(ring)] = ring
-    out: Tensor = CORE(query, key, value, id(ring))[0]
-    return out
+    return CORE(query, key, value, id(ring))[0]

@@ -98,8 +98,7 @@ class _LeaveStream(torch.autograd.Function):
 
 def leave(partial: Tensor, stream: Stream) -> Tensor:
     """[batch, seq, width] summed over the ranks, as the stream has it. Differentiable."""
-    left: Tensor = _LeaveStream.apply(partial, stream)
-    return left
+    return _LeaveStream.apply(partial, stream)
 
 
 class Columns:
@@ -126,8 +125,7 @@ class Columns:
         if not self._left:
             self._input = self._state = None
         saved = part if self.stream.regather else None
-        product: Tensor = _ColumnProduct.apply(whole, matrices[number].detach(), saved, entry, number)
-        return product
+        return _ColumnProduct.apply(whole, matrices[number].detach(), saved, entry, number)
 
     def _begin(self, x: Tensor) -> None:
         part, matrices = x, [weight() for weight in self.weights]
@@ -196,15 +194,13 @@ def words_forward(columns: Callable[[Tensor], Tensor], stream: Stream, total: in
 
 def whole_words(part: Tensor, stream: Stream, total: int) -> Tensor:
     """Of an output of `total` columns, of which this rank has `part`, all of them. Differentiable."""
-    words: Tensor = _GatheredWords.apply(part, stream, total)
-    return words
+    return _GatheredWords.apply(part, stream, total)
 
 
 def cross_entropy_sum(logits: Tensor, targets: Tensor, stream: Stream, first: int) -> Tensor:
     """Sum of the cross entropies of `targets`, of whose logits this rank has the words from `first` on.
     Differentiable."""
-    losses: Tensor = _CrossEntropySum.apply(logits, targets, stream, first)
-    return losses
+    return _CrossEntropySum.apply(logits, targets, stream, first)
 
 
 class _Once(torch.autograd.Function):

@@ -77,12 +77,10 @@ class Stream:
         return whole.reshape(-1, whole.shape[-1])[first:last].unsqueeze(0)
 
     def part(self, whole: Tensor) -> Tensor:
-        rows: Tensor = _Part.apply(whole, self)
-        return rows
+        return _Part.apply(whole, self)
 
     def whole(self, part: Tensor) -> Tensor:
-        rows: Tensor = _Whole.apply(part, self)
-        return rows
+        return _Whole.apply(part, self)
 
     def sum(self, values: Tensor, operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Arrived:
         """The reduction over the ranks."""

@@ -99,13 +99,11 @@ class UnequalPipelinesChoice(PlanChoice):
         return self
 
     def seconds(self, request: Request, cluster: Cluster, plan: Plan, speeds: Speeds) -> float:
-        """See `Replanner.seconds`."""
         costs = _costs(request, cluster, plan, range(len(plan.ranks)), speeds)
         made = _pipelines(plan, costs)
         return costs.step(max(pipeline.seconds for pipeline in made), costs.sync(made))
 
     def planned_work(self, request: Request, cluster: Cluster, plan: Plan) -> tuple[float, ...]:
-        """See `Replanner.planned_work`."""
         costs = _costs(request, cluster, plan, range(len(plan.ranks)), Speeds((1.0,) * len(plan.ranks)))
         planned = [0.0] * len(plan.ranks)
         for pipeline in _pipelines(plan, costs):
@@ -115,7 +113,6 @@ class UnequalPipelinesChoice(PlanChoice):
         return tuple(planned)
 
     def plan_on(self, request: Request, cluster: Cluster, plan: Plan, remaining: Sequence[int], speeds: Speeds) -> Plan:
-        """See `Replanner.plan_on`."""
         check_sharing(request, plan, remaining)
         there = _costs(request, cluster, plan, remaining, speeds).cluster
         ranks = [plan.ranks[rank] for rank in remaining]
@@ -138,7 +135,6 @@ class UnequalPipelinesChoice(PlanChoice):
         )
 
     def describe(self, plan: Plan) -> str:
-        """See `Replanner.describe`."""
         parts = []
         for number in sorted({stage.pipeline for stage in plan.stages}):
             stages = sorted(

@@ -82,7 +82,6 @@ class EngineCosts:
         self._steps: dict[tuple[Group, bool, bool, int], float] = {}
 
     def degrees(self, kind: int) -> Sequence[int]:
-        """See `StageCosts.degrees`."""
         return tuple(degree for degree in self.tensor if degree <= self.classes[kind].devices)
 
     def inputs(self, group: Group, pp: int = 2, layers: Number = 1, outside: float = 0.0) -> StageInputs:
@@ -118,7 +117,6 @@ class EngineCosts:
         return self._layers[group]
 
     def layer(self, group: Group) -> float:
-        """See `StageCosts.layer`."""
         return self._seconds(group)[0]
 
     def extra(self, group: Group, slot: Slot) -> float:
@@ -132,7 +130,6 @@ class EngineCosts:
         return self.size * request.profile.tokens_per_sample * request.profile.width * each / parts
 
     def send(self, group: Group, following: Group) -> float:
-        """See `StageCosts.send`."""
         link = self.link((group.kind, following.kind))
         stall = self.request.factors.stall * step_time.STALL
         return 2 * (link.launch + link.latency + self.message_bytes(group, following) / link.bandwidth + stall)
@@ -162,7 +159,6 @@ class EngineCosts:
         )
 
     def most_layers(self, group: Group, slot: Slot) -> int:
-        """See `StageCosts.most_layers`."""
         key = group, slot.first, slot.last, slot.stages - slot.number
         if key not in self._most:
             stage_bytes, limit = self.held(group, slot, np.arange(1, self.layers + 1))
@@ -222,7 +218,6 @@ class EngineCosts:
         return self._steps[key]
 
     def step(self, pipelines: float, sync: float) -> float:
-        """See `StageCosts.step`."""
         return pipelines + sync
 
 

@@ -111,8 +111,7 @@ def read(path: str) -> Pipelines:
     with parsing(
         path, 'hetero_configs and layer_partitions, as FlashFlex writes them; or plan.pin.pipelines="unequal"'
     ):
-        pipelines: Pipelines = serialization.from_json(Path(path).read_bytes(), Pipelines)
-        return pipelines
+        return serialization.from_json(Path(path).read_bytes(), Pipelines)
 
 
 def layout(file: Pipelines, request: Request, cluster: Cluster, origin: str) -> tuple[EngineCosts, UnequalLayout]:

@@ -317,8 +317,7 @@ def branch_by_branch(matrix: CBM, x: Tensor) -> Tensor:
     """By the kernels of `rows`: branches in parallel, each row in one pass; backward by the transposed matrix."""
     if not needs_gradient(x):
         return _product(matrix, x.contiguous())
-    result: Tensor = _CbmProduct.apply(matrix, x)
-    return result
+    return _CbmProduct.apply(matrix, x)
 
 
 class _CbmProduct(torch.autograd.Function):

@@ -62,8 +62,7 @@ class FlashMoE(ExpertsOverRanks):
         x, chosen, weights, anchor = tokens
         parameters = list(dict.fromkeys(p for expert in experts for p in expert.parameters() if p.requires_grad))
         layer = FlashMoeCall(self, experts, parameters, torch.is_grad_enabled())
-        routed: Tensor = _Route.apply(x, weights.to(x.dtype), anchor, chosen, layer, *parameters)
-        return routed
+        return _Route.apply(x, weights.to(x.dtype), anchor, chosen, layer, *parameters)
 
 
 Batch = tuple[TileTask, ...]
