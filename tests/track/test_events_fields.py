@@ -16,7 +16,7 @@ from made import PLAN, RECIPE
 
 from espalier.evaluate.eval_history import EvalHistory
 from espalier.track import events, report, run_comparison
-from espalier.track.event_fields import misfit
+from espalier.track.events import misfit
 from espalier.track.run_tables import RunTables
 
 NODE = {"pulled": 5, "pushed": 6, "stalled": 0.1, "read": 7, "written": 8}
