@@ -30,7 +30,6 @@ class _Event(msgspec.Struct, kw_only=True):
 
 
 def _form(kind: str) -> Any:
-    """The struct of a table."""
     table = _TABLES[kind]
     fields: list[Any] = [
         (name, form) if name in table.get("needed", ()) else (name, form | None, None)
