@@ -361,6 +361,8 @@ def foreign(home: Path, target: str, data: str = "") -> None:
     file.write_text(tomli_w.dumps(recipe))
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(900)  # each verb is a process
 def test_opening_a_run_of_somebody_else_with_any_verb_stays_in_its_folder(home: Path) -> None:
     foreign(home, "s3://127.0.0.1/ck")
     said, left = watched(home, VERBS)

@@ -102,7 +102,7 @@ def test_who_comes_first_has_the_place(tmp_path) -> None:
 @pytest.mark.parametrize("text", ["{", "[]", '{"run": {"id": 3}}', "[" * 100_000])
 def test_a_damaged_identity_is_refused_by_name(tmp_path, text) -> None:
     (tmp_path / run_identity.NAME).write_text(text)
-    with pytest.raises(UserError, match=r"run\.json is damaged"):
+    with pytest.raises(UserError, match=r"run\.json cannot be read"):
         run_identity.read(tmp_path)
 
 

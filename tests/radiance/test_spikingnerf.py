@@ -220,7 +220,8 @@ def test_flipping_rays_reverses_time(network: SpikingColours) -> None:
     network.flip = False
     order = Ragged(found.numbers, found.offsets).reversal()
     turned = RaySamples(found.points[order], found.distances[order], found.numbers[order], found.offsets)
-    assert torch.equal(flipped, network(features[order], views, turned)[0][order])
+    again = network(features[order], views, turned)[0][order]
+    torch.testing.assert_close(flipped, again, rtol=0.0, atol=1e-6)  # products of rows in another order: the last bit
     assert torch.equal(order[order], torch.arange(len(order))), "twice is as before"
 
 

@@ -69,7 +69,6 @@ class OwnNames:
         self._part = part
 
     def state_dict(self) -> dict[str, Any]:
-        """The part's."""
         return self._part.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

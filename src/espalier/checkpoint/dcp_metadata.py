@@ -74,7 +74,6 @@ class _Record:
     state: Any = None
 
     def __new__(cls, *args: Any) -> _Record:
-        """Keeps the arguments."""
         made = super().__new__(cls)
         made.args = args
         return made
@@ -91,7 +90,6 @@ class _MetadataUnpickler(pickle._Unpickler):  # the one in Python: its table of 
         self._made: dict[str, type[_Record]] = {}
 
     def find_class(self, module: str, name: str) -> Any:
-        """A record's type, or the name of a dtype."""
         if module == "torch" and isinstance(vars(torch).get(name), torch.dtype):
             return name
         if name not in _OF.get(module, ()):

@@ -64,7 +64,6 @@ class LoadPlanner(DefaultLoadPlanner):
         return super().resolve_tensor(read_item)
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        """It has been read."""
         value = self.state_dict[read_item.dest_index.fqn]
         if isinstance(value, StoredSlice):
             value.put(read_item, tensor)

@@ -68,13 +68,11 @@ class CopySlot:
         return self._header()[0]
 
     def good(self) -> bool:
-        """Whether the copy is whole."""
         step, _, end, digest = self._header()
         size = os.fstat(self.file).st_size
         return step >= 0 and _BEGIN <= end <= size and digest == self._digest(end)
 
     def clear(self) -> None:
-        """There is no copy any more."""
         if os.fstat(self.file).st_size:
             _HEADER.pack_into(self._mapped(), 0, _NONE, 0, 0, b"")
 
@@ -121,7 +119,6 @@ class CopySlot:
             return xxhash.xxh3_128_digest(part)
 
     def _reach(self, size: int) -> None:
-        """Makes the file at least `size` bytes long."""
         if os.fstat(self.file).st_size < size:
             self._map = None  # views of the smaller one may live on
             os.ftruncate(self.file, size + size // 8)

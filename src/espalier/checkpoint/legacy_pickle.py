@@ -24,7 +24,6 @@ class _SkeletonUnpickler(pickle.Unpickler):
     """Knows what took the place of the class that stood for a tensor."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """See pickle."""
         return (
             Placeholder if (module, name) == ("espalier.checkpoint.tree", "Hole") else super().find_class(module, name)
         )

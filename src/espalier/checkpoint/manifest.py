@@ -49,7 +49,6 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def bytes(self) -> int:
-        """Bytes of all files."""
         return sum(file.bytes for file in self.files.values())
 
 

@@ -118,7 +118,6 @@ class Checkpoints:
 
     @property
     def busy(self) -> bool:
-        """Whether a save is being written."""
         return self._writing is not None and not self._writing[1].done()
 
     def save(

@@ -246,13 +246,11 @@ class Remote:
         return self.owner() or content
 
     def owner(self) -> bytes | None:
-        """See Folder."""
         path = self._at(OWNER)
         with _asking(self.url):
             return cast("bytes", self.fs.cat_file(path)) if self.fs.exists(path) else None
 
     def owned_folders(self, beginning: str) -> list[str]:
-        """See Folder."""
         with _asking(self.url):
             paths: list[Any] = self.fs.glob(self._at(f"{glob.escape(beginning)}*", OWNER))
         return sorted(str(path).split("/")[-2] for path in paths)

@@ -41,7 +41,6 @@ class StoredSlice(Slice):
 
     @property
     def ndim(self) -> int:
-        """Of the whole tensor."""
         return len(self.shape)
 
     def of(self, local: Tensor) -> Slice:

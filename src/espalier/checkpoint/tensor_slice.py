@@ -75,16 +75,13 @@ class Slice:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the elements."""
         return self.local.dtype
 
     @property
     def device(self) -> torch.device:
-        """Where the elements are."""
         return self.local.device
 
     def size(self) -> torch.Size:
-        """Of the whole tensor."""
         return self.shape
 
     def of(self, local: Tensor) -> Slice:

@@ -65,7 +65,6 @@ class LimitedStream:
         self._stream, self._limit = stream, limit
 
     def write(self, data: Any) -> int:
-        """As a file's."""
         return self._limit.write(self._stream, data)
 
     def __getattr__(self, name: str) -> Any:
@@ -80,6 +79,5 @@ class LimitedFileSystem(FileSystem):
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[io.IOBase, None, None]:
-        """See torch's."""
         with super().create_stream(path, mode) as stream:
             yield cast("io.IOBase", LimitedStream(cast("IO[bytes]", stream), self._limit)) if "w" in mode else stream

@@ -131,22 +131,18 @@ class Write:
 
 
 def _save_plan(items: list[Any]) -> SavePlan:
-    """The plan that `items` came from."""
     return SavePlan([WriteItem(_index(index), WriteItemType(kind), None, _data(data)) for index, kind, data in items])
 
 
 def _plan_items(plan: SavePlan) -> list[Any]:
-    """`plan` as plain values."""
     return [(_index_of(item.index), item.type.value, _data_of(item.tensor_data)) for item in plan.items]
 
 
 def _write_results(rows: list[Any]) -> list[WriteResult]:
-    """The results that `rows` came from."""
     return [WriteResult(_index(index), size, _StorageInfo(*where)) for index, size, where in rows]
 
 
 def _result_rows(results: list[WriteResult]) -> list[Any]:
-    """`results` as plain values."""
     return [(_index_of(result.index), result.size_in_bytes, _where(result.storage_data)) for result in results]
 
 

@@ -122,5 +122,4 @@ class HarnessTask:
         }
 
     def summary(self, means: Mapping[str, float]) -> Mapping[str, float]:
-        """As the harness says."""
         return dict(means)

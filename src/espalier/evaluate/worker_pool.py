@@ -212,7 +212,6 @@ class _Worker:
             self._process.kill()
 
     def end(self) -> None:
-        """Kills it."""
         if self._process is not None:
             self._process.kill()
         self._pool.shutdown(cancel_futures=True)

@@ -215,7 +215,6 @@ class ModuleWorkload(Plain):
         return dict(totals)
 
     def documents(self, step: int, shard: Shard) -> list[str]:
-        """The samples' indices."""
         first, last = (step * self.global_batch + end for end in (shard.start, shard.stop))
         chosen = [(name, self._indices(k, first, last)) for k, name in enumerate(self._tasks)]
         several = len(chosen) > 1
@@ -290,7 +289,6 @@ class ModuleWorkload(Plain):
         return ModuleWorkload(self.recipe, parts, self.author, phase, given.carry if given is not None else None)
 
     def carry(self, state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """What its author makes of it."""
         if self._carried is None:
             return state
         with self.author.answers("when it carried the state over into the next phase"):
@@ -298,7 +296,6 @@ class ModuleWorkload(Plain):
         return carried
 
     def tasks(self) -> Mapping[str, float]:
-        """As its author says."""
         return {name: task.weight for name, task in self._tasks.items()}
 
     # --- cost ----------------------------------------------------------------------------------------------------
@@ -372,11 +369,9 @@ class ModuleRow(Row, Freezes):
         return replace(profile(workload, OWN_PLAN), tensor=ranks)
 
     def contents(self, recipe: Recipe, workload: ModuleWorkload) -> Mapping[str, str]:
-        """Of each dataset."""
         return workload.contents()
 
     def freeze(self, workload: ModuleWorkload, folder: Path) -> None:
-        """The module's code."""
         keep_sources(workload.author.build, folder)
 
     def suffices(self, frozen: Path, evaluation: bool) -> bool:

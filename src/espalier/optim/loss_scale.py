@@ -44,10 +44,8 @@ class LossScale:
         return True
 
     def state_dict(self) -> dict[str, Any]:
-        """Its attributes."""
         return {"factor": self.factor, "healthy": self.healthy, "skipped": self.skipped}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes back what `state_dict` gave."""
         self.factor = float(state["factor"])
         self.healthy, self.skipped = int(state["healthy"]), int(state["skipped"])

@@ -94,7 +94,6 @@ class OuterUpdate:
         return state if self.momentum is None else {**state, "momentum": self.momentum}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes back what `state_dict` gave."""
         self.moved.copy_(state["moved"])
         self.scale.copy_(state["scale"])
         if self.momentum is not None:

@@ -44,7 +44,6 @@ class ExpertMap:
 
     @property
     def count(self) -> int:
-        """Experts in all."""
         return sum(self.sizes)
 
     @property

@@ -242,7 +242,6 @@ class ProcessMesh:
 
     @property
     def coordinates(self) -> Coordinates:
-        """Of this rank."""
         return self.mesh.coordinates[self.rank]
 
     def group(self, *axes: str) -> dist.ProcessGroup | None:

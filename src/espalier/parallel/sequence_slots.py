@@ -187,7 +187,6 @@ class Runs(NamedTuple):
 
 @lru_cache(maxsize=512)
 def _runs(slots: SequenceSlots, bounds: tuple[int, ...]) -> tuple[Runs, ...]:
-    """Of every slot."""
     begins, ends = np.array(bounds[:-1]), np.array(bounds[1:])
     runs = []
     for slot in range(slots.context):

@@ -36,7 +36,6 @@ class ModuleWithRole(NamedTuple):
         return even(self.total, rank, ranks)
 
     def fits(self, ranks: int) -> bool:
-        """Whether every rank gets something."""
         shares = [self.share(rank, ranks) for rank in range(ranks)]
         return all(first < last for first, last in shares)
 

@@ -289,27 +289,21 @@ class Plain:
         return Anatomy(1, replace(work, products=products), nothing)
 
     def phases(self) -> Sequence[Phase]:
-        """All steps."""
         return [Phase(0, self.recipe.train.steps or 0)]
 
     def at(self, phase: Phase) -> Self:
-        """Itself."""
         return self
 
     def carry(self, state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """As it is."""
         return state
 
     def pieces(self, model: Any) -> Pieces | None:
-        """Not known."""
         return None
 
     def roles(self, model: Any) -> Mapping[str, Role] | None:
-        """As the model says."""
         return None
 
     def tasks(self) -> Mapping[str, float]:
-        """One."""
         return {"main": 1.0}
 
 

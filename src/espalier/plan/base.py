@@ -267,7 +267,6 @@ class Layout(PlanStruct, frozen=True):
         return (f"shard {shard}",) * (shard != "1/1/1")
 
     def __str__(self) -> str:
-        """In a few words."""
         parts = [f"dp {self.dp}", *self.cut, *self.split, f"micro-batch {self.micro_batch}"]
         return ", ".join(parts + [f"recompute {self.recompute}"] * (self.recompute != "none"))
 

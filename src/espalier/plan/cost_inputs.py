@@ -52,7 +52,6 @@ class CostInputs:
 
     @property
     def cut(self) -> Cut:
-        """How the model is cut."""
         layouts = self.layouts
         return Cut(layouts.tp, np.asarray(layouts.sp) / self.speed, layouts.algorithm != "fsp", layouts.hp)
 
@@ -90,7 +89,6 @@ class CostInputs:
 
     @property
     def cuda(self) -> bool:
-        """On a GPU."""
         return self.kind.table.device.kind == "cuda"
 
     @property

@@ -172,7 +172,6 @@ def _cuts(request: Request, result: SearchResult, option: Option) -> list[str]:
 
 
 def _sequence(layout: Layouts) -> str:
-    """How sequences are cut."""
     parts = [f"{layout.hp} of heads"] * (layout.hp > 1) + [f"{layout.cp} of context"] * (layout.cp > 1)
     rings = f", in rings of {layout.window}" if 1 < layout.window < layout.cp else ""
     return f"Sequences cut over {layout.sp} ranks ({' x '.join(parts)}{rings})"
@@ -215,7 +214,6 @@ def _gain(option: Option, other: Option) -> float:
 
 
 def _faster(gain: float) -> str:
-    """A gain in words."""
     if gain < 0.0005:
         return "as fast"
     return f"{gain:.1%} faster" if gain < 1 else f"{1 + gain:.3g} times as fast"

@@ -139,7 +139,6 @@ class Request:
 
     @property
     def precision(self) -> str:
-        """Of the products."""
         return self.recipe.train.precision
 
     @property
@@ -169,7 +168,6 @@ class Request:
 
     @property
     def experts(self) -> ExpertSizes:
-        """Of each layer."""
         return self.profile.facts.get("expert_parallel", ExpertSizes())
 
     @property

@@ -73,12 +73,10 @@ class Pass:
 
     @property
     def total(self) -> Number:
-        """All of them."""
         return sum(self.parts.values())
 
     @property
     def parts(self) -> dict[str, Number]:
-        """By part."""
         return {name: value for name, value in vars(self).items() if name != "weight"}
 
 

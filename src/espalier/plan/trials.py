@@ -32,7 +32,6 @@ class Key(NamedTuple):
     precision: str = "fp32"
 
     def __str__(self) -> str:
-        """For people."""
         cut = f"{self.cut}, " if self.cut else ""
         cut += f"{self.precision}, " if self.precision != "fp32" else ""
         divided = f"{plural(self.ranks, 'rank')} x {plural(self.threads, 'thread')}"

@@ -31,7 +31,6 @@ class Draft:
         self.derivations: list[Derivation] = []
 
     def get(self, key: str) -> Any:
-        """The value at a dotted key."""
         value: Any = self.recipe
         for name in key.split("."):
             value = getattr(value, name)

@@ -110,7 +110,6 @@ class CSR:
 
     @property
     def device(self) -> torch.device:
-        """Where the arrays are."""
         return self.indices.device
 
     @cached_property
@@ -237,7 +236,6 @@ class CSR:
         return matmul(self, x)
 
     def __matmul__(self, x: Tensor) -> Tensor:
-        """`matmul`."""
         return self.matmul(x)
 
     def _need_square(self, purpose: str) -> None:

@@ -144,12 +144,10 @@ class DirectFile(Closing):
 
     @property
     def size(self) -> int:
-        """Bytes in the file."""
         return os.fstat(self._fd).st_size
 
     @property
     def fd(self) -> int:
-        """The file descriptor."""
         return self._fd
 
     def read_into(self, buffer: Tensor, offset: int, needed: int | None = None) -> None:

@@ -188,7 +188,6 @@ class ExtentFile(Closing):
         return names
 
     def close(self) -> None:
-        """Closes the file."""
         self._file.close()
 
 

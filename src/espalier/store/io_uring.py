@@ -64,7 +64,6 @@ class Ring:
         return int(failed)
 
     def close(self) -> None:
-        """Ends the ring."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)

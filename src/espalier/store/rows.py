@@ -50,7 +50,6 @@ class RowLayout:
 
     @cached_property
     def row_bytes(self) -> int:
-        """Bytes of one row."""
         return base.row_bytes(self.dtype, self.shape)
 
     @cached_property

@@ -129,7 +129,6 @@ class _PartPass:
         self.call, self.inputs, self.fields = call, inputs, fields
 
     def run(self, rows: int, gradient: bool = False) -> Any:
-        """Forward."""
         taken = [value[:rows].detach().requires_grad_(gradient) for value in self.inputs]
         return self.call(taken, {name: value[:rows] for name, value in self.fields.items()})
 

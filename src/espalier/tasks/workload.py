@@ -68,7 +68,6 @@ class MultitaskWorkload(ModuleWorkload):
         return self._indices(task, step * self.batch[task], (step + 1) * self.batch[task])
 
     def documents(self, step: int, shard: Shard) -> list[str]:
-        """The samples' indices."""
         return [f"sample {sample} of {name}" for k, name in enumerate(self._tasks) for sample in self._of_step(k, step)]
 
     def parts_of(self, measures: bool) -> tuple[PartCost, ...]:
@@ -112,7 +111,6 @@ class MultitaskWorkload(ModuleWorkload):
         return 1
 
     def work(self, micro_batch: Any, recompute: str, precision: str) -> Work:
-        """That of all batches."""
         whole = super().work(micro_batch * max(self.batch), recompute, precision)
         return Work(
             products=tuple(Product(product.rows, 1, 1) for product in whole.products),
@@ -177,7 +175,6 @@ class TasksRow(Row, Predicts):
     reading = "Reading the data of all tasks"
 
     def open(self, recipe: Recipe, opening: Opening) -> MultitaskWorkload:
-        """Reads the data of all tasks."""
         return open_multitask(recipe, opening.folder)
 
     def profile(self, recipe: Recipe, opened: Callable[[], MultitaskWorkload]) -> Profile:
@@ -191,7 +188,6 @@ class TasksRow(Row, Predicts):
         )
 
     def contents(self, recipe: Recipe, workload: MultitaskWorkload) -> Mapping[str, str]:
-        """Of each dataset."""
         return workload.contents()
 
     def answer(
@@ -201,7 +197,6 @@ class TasksRow(Row, Predicts):
         return answers.answer(workload.parts.tasks or {}, workload.batch, model, text, sampling)
 
     def usage(self, recipe: Mapping[str, Any]) -> tuple[str, str]:
-        """The first task."""
         return "answers", f" {recipe['tasks'][0]['name']}"
 
 

@@ -146,7 +146,6 @@ class GoodputMeter:
             self._close()
 
     def account(self) -> Account:
-        """Where things stand."""
         wall = self._wall + (self._last - self._began if self._began is not None else 0.0)
         causes = self._causes.values()
         return Account(

@@ -50,7 +50,6 @@ class Live(ThreadingHTTPServer):
 
     @property
     def url(self) -> str:
-        """Where it is served."""
         return f"http://{_HOST}:{self.server_port}{self.path}"
 
     def process_request(self, request: Any, client_address: Any) -> None:
@@ -65,7 +64,6 @@ class Live(ThreadingHTTPServer):
         super().process_request(request, client_address)
 
     def shutdown_request(self, request: Any) -> None:
-        """Ends a connection."""
         with self._door:
             self._visitors.pop(request, None)
         super().shutdown_request(request)

@@ -45,7 +45,6 @@ class Forgiving:
         return len(text)
 
     def flush(self) -> None:
-        """Hands on what is buffered."""
         self._try(self._stream.flush)
 
     def isatty(self) -> bool:
@@ -53,12 +52,10 @@ class Forgiving:
         return bool(self._try(self._stream.isatty))
 
     def fileno(self) -> int:
-        """The stream's file descriptor."""
         return self._stream.fileno()
 
     @property
     def encoding(self) -> str:
-        """The stream's encoding."""
         return self._stream.encoding
 
     def __getattr__(self, name: str) -> Any:
@@ -106,7 +103,6 @@ class Progress:
         self._line(f"training to step {total_steps:,}" + (f", from step {first_step:,}" if first_step else ""))
 
     def event(self, event: Event) -> None:
-        """Takes one event of the run log."""
         kind = event.get("event")
         if kind == "run":
             self._until = event.get("until", self.total)

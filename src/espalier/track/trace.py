@@ -38,7 +38,6 @@ class StepProfiler:
         self.close()
 
     def step(self) -> None:
-        """One more step is done."""
         self._end()
         self.done += 1
         self._begin()

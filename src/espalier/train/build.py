@@ -81,7 +81,6 @@ class BuildModel(Mechanism):
         self.precision = precision
 
     def wrap(self, context: Build) -> None:
-        """Builds it."""
         context.model = context.workload.build(context.device, DTYPES[self.precision])
 
 
@@ -115,7 +114,6 @@ class Recompute(Mechanism):
         self.mode, self.claim = mode, {"selective": SELECTIVE, "block": BLOCK}[mode]
 
     def wrap(self, context: Build) -> None:
-        """Tells the model."""
         assert context.model is not None
         context.workload.recompute(context.model, self.mode)
 
@@ -148,7 +146,6 @@ class Fp16(Mechanism):
         context.loss_scale = LossScale()
 
     def state(self, context: Build, parts: Mapping[str, Stateful]) -> Mapping[str, Stateful]:
-        """With the scale."""
         assert context.loss_scale is not None
         return {**parts, "loss scale": context.loss_scale}
 
@@ -179,7 +176,6 @@ class Compile(Mechanism):
     claim = COMPILE
 
     def wrap(self, context: Build) -> None:
-        """Compiles the blocks."""
         assert context.model is not None
         compile_blocks(context.workload.blocks(context.model))
 

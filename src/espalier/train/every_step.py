@@ -78,7 +78,6 @@ class StepAgreement:
     rule = ""
 
     def following(self, step: int) -> int:
-        """The next."""
         return step + 1
 
     def at(self, step: int) -> None:
@@ -160,7 +159,6 @@ class DataParallel(Mechanism):
     claim = CLAIM
 
     def wrap(self, context: Build) -> None:
-        """Makes the agreement."""
         context.agreement = agreement(context)
 
 

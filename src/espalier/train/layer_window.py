@@ -52,7 +52,6 @@ class HeldLayer:
 
     @property
     def bytes(self) -> int:
-        """Of its parameters."""
         return 4 * self.layer.numel
 
     @property
@@ -67,7 +66,6 @@ class HeldLayer:
         return self.flat
 
     def free(self) -> None:
-        """Gives the memory back."""
         self.flat.untyped_storage().resize_(0)
         self.loaded = False
 

@@ -40,7 +40,6 @@ class AdamwOnAll(Mechanism):
         self.options = options
 
     def wrap(self, context: Build) -> None:
-        """Makes the optimizer."""
         assert context.sharding is not None
         context.optimizer = adamw.build(self.options, context.sharding.owned, context.group or OptimizerGroup)
 
@@ -72,7 +71,6 @@ class MuonOnMatrices(Mechanism):
         self.options = options
 
     def wrap(self, context: Build) -> None:
-        """Makes the optimizer."""
         assert context.sharding is not None
         owned, group = context.sharding.owned, context.group or OptimizerGroup
         context.optimizer = muon.build(self.options, owned, tables_of(context), group)

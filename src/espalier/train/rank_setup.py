@@ -41,7 +41,6 @@ class RankSetup:
 
     @property
     def device(self) -> torch.device:
-        """Where this rank computes."""
         return torch.device(self.place.device)
 
     @cached_property

@@ -89,7 +89,6 @@ class WholeModel(Mechanism):
     schedule: ClassVar[type[WholeSchedule]] = WholeSchedule
 
     def wrap(self, context: Build) -> None:
-        """Makes the schedule."""
         assert context.sharding is not None
         shares = tuple(context.workload.tasks().values())
         nominal_weight, accumulate = context.workload.nominal_weight, context.sharding.accumulate

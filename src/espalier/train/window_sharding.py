@@ -38,7 +38,6 @@ class WindowSharding:
 
     @property
     def client(self) -> LayerClient:
-        """The way to the nodes."""
         return self.window.client
 
     @property
@@ -70,7 +69,6 @@ class WindowSharding:
         return self._norm
 
     def move(self, rate: float) -> None:
-        """The nodes take one optimizer step."""
         assert self.factor.grad is not None, "a step ends after its gradients were summed"
         following = None if self.rate is None else self.rate(self.window.step + 1)
         self.window.move(float(self.factor.grad), rate, following)
@@ -109,7 +107,6 @@ class WindowOptimizer:
         self.sharding.move(factor)
 
     def state_dict(self) -> dict[str, Any]:
-        """Nothing is here."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

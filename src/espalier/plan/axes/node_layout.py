@@ -49,7 +49,6 @@ class FlatLayer:
 
     @cached_property
     def numel(self) -> int:
-        """Numbers in all."""
         return sum(prod(shape) for _, shape in self.tensors)
 
     def views(self, flat: Tensor) -> list[Tensor]:
@@ -84,12 +83,10 @@ class LayerChunk:
 
     @property
     def elements(self) -> int:
-        """How many."""
         return self.stop - self.start
 
     @property
     def name(self) -> str:
-        """Of its extents."""
         return f"{self.layer}/{self.index}"
 
 
@@ -119,7 +116,6 @@ class NodeJob:
 
     @cached_property
     def chunks(self) -> list[tuple[LayerChunk, ...]]:
-        """Of each layer."""
         return [_chunks(number, layer, self.chunk) for number, layer in enumerate(self.layers)]
 
     @cached_property

@@ -169,7 +169,6 @@ class Lengths:
         self._known: dict[Rules, tuple[Units, ...]] = {}
 
     def of(self, rules: Rules) -> tuple[Units, ...]:
-        """The units of each kind."""
         if rules.owners > 1:  # whole pieces are dealt anew for other owners
             return self._cached(rules)
         kinds = self._cached(rules._replace(multiple=1))
@@ -198,7 +197,6 @@ class Lengths:
         )
 
     def arranged(self, rules: Rules) -> list[Arranged]:
-        """The units themselves."""
         pieces = [
             Piece(sized.elements, sized.element_bytes, group, self.whole and sized.matrix and rules.owners > 1)
             for sized, group in zip(self.sizes, self._groups(rules), strict=True)

@@ -60,7 +60,6 @@ class Deltas:
     cuts: Tensor
 
     def tensors(self) -> dict[str, Tensor]:
-        """All of them, by name."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
     @cached_property

@@ -130,7 +130,6 @@ class CBM:
 
     @property
     def device(self) -> torch.device:
-        """Where the arrays are."""
         return self.plain.device if self.deltas is None and self.plain is not None else torch.device("cpu")
 
     def matmul(self, x: Tensor) -> Tensor:
@@ -159,7 +158,6 @@ class CBM:
         return self.to_csr()
 
     def __matmul__(self, x: Tensor) -> Tensor:
-        """`matmul`."""
         return self.matmul(x)
 
     @cached_property

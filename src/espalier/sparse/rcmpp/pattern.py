@@ -55,12 +55,10 @@ class SparsityPattern:
 
     @property
     def nodes(self) -> int:
-        """Rows, and columns."""
         return len(self.indptr) - 1
 
     @property
     def entries(self) -> int:
-        """Stored entries."""
         return len(self.indices)
 
     @cached_property
