@@ -13,7 +13,9 @@ from espalier.cli import train
 from espalier.launch.hosts.announcement import Announcement
 from espalier.machine import cluster as clusters
 from espalier.plan import base as plans
+from espalier.recipe import defaults, recipe_file
 from espalier.recipe.errors import Interrupted, PeerLost, UserError
+from espalier.train.workload_registry import Resolved
 
 MACHINE = clusters.loads('[[nodes]]\ndevice = "cpu"\ncores = 2\nmemory = "8GiB"\n')
 PLAN = plans.Plan(ranks=(plans.Rank(share=(0, 1)), plans.Rank(share=(1, 2))), micro_batch=1)
@@ -24,16 +26,22 @@ def others() -> Announcement:
     return Announcement(dist.HashStore(), "plan", "Rank 0")
 
 
+RESOLVED = defaults.resolve(recipe_file.from_table({"model": {"kind": "gcn"}, "data": {"path": "made"}}))
+
+
 def given() -> Any:
-    return SimpleNamespace(resolved=None, workload=None, path=Path("runs/it"))
+    return SimpleNamespace(resolved=Resolved(*RESOLVED), workload=None, path=Path("runs/it"))
 
 
 @pytest.mark.parametrize("finished", [False, True])
 def test_what_the_first_decides_is_what_the_others_run(others: Announcement, finished: bool) -> None:
-    job: Any = SimpleNamespace(plan=PLAN, cluster=MACHINE, finished=finished)
+    checkpoint = RESOLVED[0].checkpoint.changed(target="/elsewhere/it-1")
+    resolved = Resolved(RESOLVED[0].changed(checkpoint=checkpoint), RESOLVED[1])
+    job: Any = SimpleNamespace(plan=PLAN, cluster=MACHINE, finished=finished, resolved=resolved)
     assert train.announced(lambda: (job, [0, 1]), others) == (job, [0, 1])
     heard, hosts = train.heard(given, others)
     assert (heard.plan, heard.cluster, heard.finished, tuple(hosts)) == (PLAN, MACHINE, finished, (0, 1))
+    assert heard.resolved.recipe.checkpoint.target == "/elsewhere/it-1"
 
 
 def test_why_nothing_was_decided_is_told_before_it_ends_the_first(others: Announcement) -> None:
