@@ -76,7 +76,7 @@ def test_many_layouts_at_once_cost_what_each_does() -> None:
         together = cost(states, Division(*factors, 16, machine=8), rounds=2)
         for index, one in enumerate(factors.T):
             alone = cost(states, Division(*map(int, one), 16, machine=8), rounds=2)
-            for kind in ("held", "sent"):
+            for kind in ("memory_bytes", "sent"):
                 found = {
                     name: np.broadcast_to(v, factors.shape[1])[index] for name, v in getattr(together, kind).items()
                 }
