@@ -278,9 +278,10 @@ class _NodeConnection(Session):
 
     def __init__(self, client: Client, node: int, address: Address, run: wire.Greeting) -> None:
         self.client, self.job = client, client.part(node)
-        self._standby = len(client._addresses[node]) > 1
+        addresses = client._addresses[node]
+        self._standby = len(addresses) > 1
         greeting, place = run | {"rank": client.rank, "workers": 1}, (address, client.token)
-        super().__init__(client.name, client.times, place, self.job, greeting, self._standby)
+        super().__init__(client.name, client.times.to(addresses), place, self.job, greeting)
         self.chunks = self.job.chunks
         self.round = 0
         self.preparing: SimpleQueue[NodeTransfer | None] = SimpleQueue()
