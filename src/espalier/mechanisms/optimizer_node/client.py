@@ -23,7 +23,7 @@ from espalier.comm.base import Ledger, Traffic
 from espalier.kernels import fixed_point
 from espalier.mechanisms.optimizer_node import wire
 from espalier.mechanisms.optimizer_node.reduction import SharedExponents
-from espalier.mechanisms.optimizer_node.residuals import Residuals
+from espalier.mechanisms.optimizer_node.residuals import PushResiduals
 from espalier.mechanisms.optimizer_node.session import Session, reach
 from espalier.mechanisms.optimizer_node.wire import RAW, Address, Frame, FrameKind, Times, packed
 from espalier.parallel.layer_client import StepLost, step_lost
@@ -100,7 +100,7 @@ class Client:
         self._place = {
             number: (node, local) for node, numbers in enumerate(self._parts) for local, number in enumerate(numbers)
         }
-        self.residuals = Residuals(job)
+        self.residuals = PushResiduals(job)
         self._disk = (0, 0)
         self._connections: list[_NodeConnection] = []
         self._connect()
