@@ -15,7 +15,7 @@ from torch import Tensor
 
 from espalier.mechanisms.optimizer_node.client import Client
 from espalier.mechanisms.optimizer_node.node import OptimizerNode
-from espalier.mechanisms.optimizer_node.residuals import Residuals
+from espalier.mechanisms.optimizer_node.residuals import PushResiduals
 from espalier.parallel.layer_client import StepLost
 from espalier.plan.axes.node_layout import NodeJob
 from espalier.recipe.errors import UserError
@@ -23,7 +23,7 @@ from espalier.recipe.errors import UserError
 INT8 = job(push="int8", workers=2)
 
 
-def kept(made: Residuals, step: int, one: NodeJob = INT8) -> list[Tensor]:
+def kept(made: PushResiduals, step: int, one: NodeJob = INT8) -> list[Tensor]:
     """As a step does: what is left of each layer, rewritten."""
     left = []
     for layer in range(len(one.layers)):
@@ -36,13 +36,13 @@ def kept(made: Residuals, step: int, one: NodeJob = INT8) -> list[Tensor]:
 
 def test_a_process_that_comes_later_has_what_the_steps_before_left(tmp_path: Path) -> None:
     file = tmp_path / "worker-0" / "residuals"
-    made = Residuals(INT8, 0, file)
+    made = PushResiduals(INT8, 0, file)
     assert not made.lacking(0)
     for step in range(3):
         kept(made, step)
     made.of(1, 3).zero_()  # killed in a push
     for step in (2, 3):
-        other = Residuals(INT8, 0, file)
+        other = PushResiduals(INT8, 0, file)
         assert not other.lacking(step)
         assert equal(kept(other, step), [gradient(INT8, layer, step - 1) for layer in range(3)])
         other.close()
@@ -50,7 +50,7 @@ def test_a_process_that_comes_later_has_what_the_steps_before_left(tmp_path: Pat
 
 
 def test_a_step_that_is_made_again_begins_with_what_it_had(tmp_path: Path) -> None:
-    made = Residuals(INT8, 0, tmp_path / "residuals")
+    made = PushResiduals(INT8, 0, tmp_path / "residuals")
     for step in range(3):
         kept(made, step)
     before = kept(made, 2)
@@ -64,7 +64,7 @@ def test_a_step_that_is_made_again_begins_with_what_it_had(tmp_path: Path) -> No
 @pytest.mark.parametrize("what", ["a bit", "another rank", "other workers", "another step", "no file"])
 def test_what_is_not_of_this_worker_and_step_is_lacking(tmp_path: Path, what: str) -> None:
     file = tmp_path / "residuals"
-    made = Residuals(INT8, 0, file)
+    made = PushResiduals(INT8, 0, file)
     kept(made, 0)
     made.close()
     step, rank, one = 1, 0, INT8
@@ -80,7 +80,7 @@ def test_what_is_not_of_this_worker_and_step_is_lacking(tmp_path: Path, what: st
         step = 3
     else:
         file.unlink()
-    made = Residuals(one, rank, file)
+    made = PushResiduals(one, rank, file)
     assert made.lacking(step)
     assert not any(values.any() for values in kept(made, step)[-1:])
     made.close()
@@ -89,7 +89,7 @@ def test_what_is_not_of_this_worker_and_step_is_lacking(tmp_path: Path, what: st
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "worker-0").write_text("a file")
     with pytest.raises(UserError, match=r"(?s)Cannot write .*worker-0/residuals.*comm.codec=exact"):
-        Residuals(INT8, 0, tmp_path / "worker-0" / "residuals")
+        PushResiduals(INT8, 0, tmp_path / "worker-0" / "residuals")
 
 
 @pytest.mark.parametrize("struck", ["node", "worker", "both"])
@@ -107,7 +107,7 @@ def test_int8_steps_after_a_kill_are_those_of_an_unbroken_run(tmp_path: Path, st
 
         def worker(rank: int) -> Client:
             made = client(address, INT8, rank)
-            made.residuals = Residuals(INT8, rank, folder / f"residuals-{rank}")
+            made.residuals = PushResiduals(INT8, rank, folder / f"residuals-{rank}")
             return made
 
         made = start()

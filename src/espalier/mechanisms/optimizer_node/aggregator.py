@@ -114,8 +114,8 @@ class Aggregator(ReductionServer):
             self.ends.clear()
         site = {"rank": -1 - self.site, "workers": self.job.workers}
         greeting = site | {"cluster": cluster, "resume": step}
-        node, standby = (address, self.token), len(self.addresses) > 1
-        session = _SiteSession(self.name, self.times, node, self.job, greeting, standby)
+        node, times = (address, self.token), self.times.to(self.addresses)
+        session = _SiteSession(self.name, times, node, self.job, greeting)
         session.aggregator = self
         try:
             session.start()

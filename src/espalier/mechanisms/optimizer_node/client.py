@@ -23,7 +23,7 @@ from espalier.comm.base import Ledger, Traffic
 from espalier.kernels import fixed_point
 from espalier.mechanisms.optimizer_node import wire
 from espalier.mechanisms.optimizer_node.reduction import SharedExponents
-from espalier.mechanisms.optimizer_node.residuals import Residuals
+from espalier.mechanisms.optimizer_node.residuals import PushResiduals
 from espalier.mechanisms.optimizer_node.session import Session, reach
 from espalier.mechanisms.optimizer_node.wire import RAW, Address, Frame, FrameKind, Times, packed
 from espalier.parallel.layer_client import StepLost, step_lost
@@ -100,7 +100,7 @@ class Client:
         self._place = {
             number: (node, local) for node, numbers in enumerate(self._parts) for local, number in enumerate(numbers)
         }
-        self.residuals = Residuals(job)
+        self.residuals = PushResiduals(job)
         self._disk = (0, 0)
         self._connections: list[_NodeConnection] = []
         self._connect()
@@ -278,9 +278,10 @@ class _NodeConnection(Session):
 
     def __init__(self, client: Client, node: int, address: Address, run: wire.Greeting) -> None:
         self.client, self.job = client, client.part(node)
-        self._standby = len(client._addresses[node]) > 1
+        addresses = client._addresses[node]
+        self._standby = len(addresses) > 1
         greeting, place = run | {"rank": client.rank, "workers": 1}, (address, client.token)
-        super().__init__(client.name, client.times, place, self.job, greeting, self._standby)
+        super().__init__(client.name, client.times.to(addresses), place, self.job, greeting)
         self.chunks = self.job.chunks
         self.round = 0
         self.preparing: SimpleQueue[NodeTransfer | None] = SimpleQueue()

@@ -31,7 +31,7 @@ def _parts(content: memoryview) -> Iterator[tuple[int, memoryview]]:
     return ((start, content[start : start + _PART]) for start in range(0, len(content), _PART))
 
 
-class Residuals:
+class PushResiduals:
     """The residuals of a worker's layers. Has state: memory for those that were pushed, and a file, until `close`.
 
     Args:

@@ -30,7 +30,7 @@ from espalier.mechanisms.optimizer_node.client import Client
 from espalier.mechanisms.optimizer_node.local_steps import LocalRound, LocalSteps
 from espalier.mechanisms.optimizer_node.node import OptimizerNode
 from espalier.mechanisms.optimizer_node.reduction import ReductionServer
-from espalier.mechanisms.optimizer_node.residuals import Residuals
+from espalier.mechanisms.optimizer_node.residuals import PushResiduals
 from espalier.mechanisms.optimizer_node.standby import Replica, Standby
 from espalier.mechanisms.optimizer_node.state import OptimizerNodeState
 from espalier.mechanisms.optimizer_node.state_file import open_state, open_sums, read_layer
@@ -455,7 +455,7 @@ def _feed_back(context: Build, client: Client) -> None:
         return
     if client.feedback:
         folder = folders_of(context.recipe, context.folder, "worker", rank)[0]
-        client.residuals = Residuals(client.job, rank, folder / "residuals")
+        client.residuals = PushResiduals(client.job, rank, folder / "residuals")
     lacking = client.feedback and client.residuals.lacking(client.step)
     mine, team = rank if lacking else None, context.mesh.trainers
     ranks = [mine] if team is None else plain_collectives.all_gather(mine, team)

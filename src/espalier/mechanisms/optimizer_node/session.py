@@ -12,7 +12,6 @@ import socket
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -33,7 +32,6 @@ class Session(Peer):
         node: its address, and the token of the run.
         job: what this side pushes.
         greeting: rank, workers, and the cluster and step that all nodes agree on (`resume`).
-        standby: another node goes on where this one was silent for so long that it is dialed again.
 
     Attributes:
         first: the first round of this member, and `joins` the step of it.
@@ -46,10 +44,9 @@ class Session(Peer):
         node: tuple[Address, str],
         job: NodeJob,
         greeting: Greeting,
-        standby: bool = False,
     ) -> None:
         super().__init__()
-        self.name, self.times = name, replace(times, patience=times.silence) if standby else times
+        self.name, self.times = name, times
         self.address, self._token = node
         self.peer = f"the optimizer node at {self.address[0]}:{self.address[1]}"
         self.first = self.joins = 0

@@ -15,7 +15,7 @@ import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
@@ -76,6 +76,10 @@ class Times:
     answer: float = 600.0
     unheard: Callable[[], object] = float
     link: float = 0.0
+
+    def to(self, addresses: Sequence[Address]) -> Times:
+        """Those of a peer at the first of `addresses`. Behind it are its standbys: they go on where it was silent."""
+        return replace(self, patience=self.silence) if len(addresses) > 1 else self
 
 
 @dataclass(frozen=True)
