@@ -4,6 +4,7 @@ is left of it compared with the undisturbed run."""
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import functools
 import hashlib
 import importlib
@@ -188,6 +189,20 @@ class Ended:
     slowness: float
 
 
+def wait_until_free(lock: Path) -> None:
+    """Ranks outlive the command for a moment, and hold the run's lock until they end."""
+    until = time.monotonic() + PROMISED
+    while lock.exists():
+        with lock.open("rb+") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                assert time.monotonic() < until, f"{lock} is still held"
+                time.sleep(0.02)
+            else:
+                return
+
+
 def ran(subject: Subject, folder: Path, strikes: Sequence[Strike] = ()) -> Ended:
     """Trains and exports in `folder`, giving each command again as often as a strike may have ended it.
 
@@ -205,6 +220,7 @@ def ran(subject: Subject, folder: Path, strikes: Sequence[Strike] = ()) -> Ended
         ending = [strike for strike in due if strike.target == LAUNCHER and strike.signal.lasts is None]
         codes = [command(folder, arguments, Armed(due, folder / "struck"), subject.plan)]
         while codes[-1] and len(codes) <= len(ending):
+            wait_until_free(folder / "run" / ".lock")
             codes.append(command(folder, arguments, Armed(due, folder / "struck"), subject.plan))
         assert codes[-1] == 0, f"{arguments[0]} ended with {codes}:\n{_output(folder)}"
     assert "Traceback" not in _output(folder), _output(folder)

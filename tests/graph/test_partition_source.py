@@ -22,6 +22,7 @@ from espalier.graph.parts.graph_cut import Cutting
 from espalier.graph.sampling.subgraphs import infer
 from espalier.graph.workload import GraphWorkload, open_graph
 from espalier.plan import decide
+from espalier.recipe import data_hash
 from espalier.recipe.errors import UserError
 from espalier.train import request_from_recipe
 
@@ -48,7 +49,7 @@ def of_parts(folder, model=SAGE, ranks=2, quant=None, **graph):
 def test_ranks_train_and_validate_on_parts_as_one_rank_on_the_graph_and_each_reads_its_own_alone(tmp_path, monkeypatch):
     graph = cut(tmp_path / "parts")
     alone = train(recipe_of(SAGE), graph)
-    log, load, check = tmp_path / "log", partition_folder.load_file, partition_folder._checksum
+    log, load, check = tmp_path / "log", partition_folder.load_file, data_hash.of_file
 
     def told(path, read):
         if path.name.startswith("part-"):
@@ -57,7 +58,7 @@ def test_ranks_train_and_validate_on_parts_as_one_rank_on_the_graph_and_each_rea
         return read(path)
 
     monkeypatch.setattr(partition_folder, "load_file", lambda path: told(path, load))
-    monkeypatch.setattr(partition_folder, "_checksum", lambda path: told(path, check))
+    monkeypatch.setattr(data_hash, "of_file", lambda path: told(path, check))
     recipe = of_parts(tmp_path / "parts")
     found = train(recipe, open_graph(recipe).graph, (50,))
     assert found["losses"] == pytest.approx(alone["losses"], rel=1e-9)

@@ -28,6 +28,7 @@ from espalier.launch.testing import ranks
 from espalier.mechanisms.halo_exchange.quantized_exchange import Every, Sylvie
 from espalier.plan import base as plans
 from espalier.plan import decide
+from espalier.recipe import data_hash
 from espalier.recipe.errors import UserError
 from espalier.train import request_from_recipe, table
 
@@ -169,8 +170,8 @@ def test_parts_are_read_again_for_each_layer_and_checked_once(tmp_path, monkeypa
     graph, network = graph_of(), network_of("sage", torch.float32)
     cut = halo.boundary(graph.indptr, graph.indices, parts_of("random", 3), 3)
     partition_folder.write(tmp_path / "cut", graph, style_of(NETWORKS["sage"]), cut)
-    checked, inner = [], partition_folder._checksum
-    monkeypatch.setattr(partition_folder, "_checksum", lambda path: checked.append(path.name) or inner(path))
+    checked, inner = [], data_hash.of_file
+    monkeypatch.setattr(data_hash, "of_file", lambda path: checked.append(path.name) or inner(path))
     part_inference.infer_parts(network.eval(), tmp_path / "cut", 3)
     assert checked == [f"part-{rank}.safetensors" for rank in range(3)]
 
