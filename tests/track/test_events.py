@@ -169,3 +169,10 @@ def test_appending_makes_no_log_where_there_is_none(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="Cannot write"):
         append(tmp_path / "events.jsonl", "eval")
     assert not (tmp_path / "events.jsonl").exists()
+
+
+def test_the_last_event_is_one_whose_fields_fit(tmp_path: Path) -> None:
+    lines = ['{"event": "step", "step": 3}', '{"event": "step", "step": "x"}', '{"event": "end", "steps": [1]}']
+    (tmp_path / "log").write_text("\n".join(lines) + "\n")
+    assert last(tmp_path / "log", "step") == {"event": "step", "step": 3}
+    assert last(tmp_path / "log", "end") is None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+
 import msgspec
 
 from espalier.checkpoint import manifest
@@ -32,8 +34,7 @@ def _copied(source: Checkpoints, target: Checkpoints, run: RunStamp, name: str) 
         for file, written in content.files.items():
             (unfinished / file).parent.mkdir(parents=True, exist_ok=True)
             with source.place.open(name, file) as reader, (unfinished / file).open("wb") as writer:
-                while block := reader.read(1 << 22):
-                    writer.write(block)
+                shutil.copyfileobj(reader, writer, 1 << 22)
             if manifest.digest_path(unfinished / file) != written:
                 raise manifest.Bad(f"{file} is damaged (its checksum does not match)")
         target.place.publish(name, list(content.files))

@@ -216,7 +216,7 @@ def start_run(
         steps = recipe.train.steps or 0
         end = events.last(folder.events, "end") or {}
         is_saved = bool(entries) and not entries[-1].why and entries[-1].step >= steps
-        finished = is_saved and end.get("reason") == "finished" and end["steps"] >= steps
+        finished = is_saved and end.get("reason") == "finished" and (end.get("steps") or 0) >= steps
         begins = not finished or inputs.before is None
         if begins:
             owner.keep(folder)

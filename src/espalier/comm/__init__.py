@@ -1,7 +1,5 @@
 """What crosses the wire? The public names load on first use."""
 
-from __future__ import annotations
-
 from espalier.recipe.lazy_names import lazy_names
 
 TYPE_CHECKING = False

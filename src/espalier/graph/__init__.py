@@ -1,7 +1,5 @@
 """How is a graph trained? Data, sampling, networks, and the workload that hands them to the one trainer."""
 
-from __future__ import annotations
-
 from espalier.graph.data.graph import Graph
 from espalier.recipe.lazy_names import lazy_names
 

@@ -1,7 +1,5 @@
 """How is one operation made fast? Plain references, and beside each the forms that beat it on some device and shape."""
 
-from __future__ import annotations
-
 from espalier.kernels.rtopk import rtopk
 
 __all__ = ["rtopk"]

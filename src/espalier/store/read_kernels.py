@@ -5,8 +5,6 @@ Both return how many reads did not give all their bytes; `missed` [n] then begin
 """
 # ruff: noqa: PLR0913, PLR0917  (kernels take their arrays one by one)
 
-from __future__ import annotations
-
 from numba import types
 
 from espalier.kernels.numba_compile import jit

@@ -1,8 +1,6 @@
 """Compiled loops of rows on disk: which pages a list of rows needs, merged into runs, and rows out of those pages."""
 # ruff: noqa: PLR0913, PLR0917  (kernels take their arrays one by one)
 
-from __future__ import annotations
-
 from numba import types
 
 from espalier.kernels.numba_compile import jit

@@ -160,7 +160,8 @@ def read(path: str | Path) -> Iterator[Event]:
 
 
 def last(path: str | Path, *names: str) -> Event | None:
-    """The last event with one of these `names` in the file `path`, read from its end; None where there is none."""
+    """The last event with one of these `names` in the file `path` whose fields fit, read from its end; None where there
+    is none."""
     rest = b""
     with suppress(FileNotFoundError), Path(path).open("rb") as file:
         start = file.seek(0, os.SEEK_END)
@@ -170,7 +171,7 @@ def last(path: str | Path, *names: str) -> Event | None:
             rest, *lines = (file.read(stop - start) + rest).split(b"\n")
             for line in (*reversed(lines), *([] if start else [rest])):
                 event = _parse(line)
-                if event is not None and event["event"] in names:
+                if event is not None and event["event"] in names and not misfit(event):
                     return event
     return None
 

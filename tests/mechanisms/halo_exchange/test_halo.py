@@ -220,7 +220,7 @@ def test_rows_that_crossed_are_freed_with_the_graph():
     gc.disable()
     try:
         ranks(2, life)
-        assert not [one for one in gc.get_objects() if isinstance(one, halo._Trip)]
+        assert not [one for one in gc.get_objects() if type(one) is halo._Trip]
     finally:
         gc.enable()
 

@@ -4,8 +4,6 @@ Written by `espalier probe` (measured) or by hand (`[[nodes]]` and `[links]`, se
 from `devices.toml`, where each constant has its source.
 """
 
-from __future__ import annotations
-
 from espalier.machine.cluster.catalogue import default_link, device, known, known_devices
 from espalier.machine.cluster.file import dumps, loads, read
 from espalier.machine.cluster.values import Cluster, CodecSpeed, Copy, Device, Disk, Link, Node, Pair, Place, Rate

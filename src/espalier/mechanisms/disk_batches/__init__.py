@@ -3,8 +3,6 @@
 The public names load on first use: the planner prices packed sets without torch.
 """
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING
 
 from espalier.recipe.lazy_names import lazy_names

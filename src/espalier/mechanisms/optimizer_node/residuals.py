@@ -69,7 +69,7 @@ class PushResiduals:
         """`values` are what the steps before `step` have left. Raises UserError where they cannot be written."""
         if self._values.get(layer) is not values:  # of a push that is made again
             return
-        if self._path is not None:
+        if self._file >= 0 and self._path is not None:
             content, at = bytes_of(values), self._at(layer, step)
             with writing(self._path, _DO):
                 os.pwrite(self._file, self._hash(content, step), at)

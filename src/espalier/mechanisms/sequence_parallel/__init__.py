@@ -1,7 +1,5 @@
 """How is a long sequence split?"""
 
-from __future__ import annotations
-
 from espalier.recipe.lazy_names import lazy_names
 
 TYPE_CHECKING = False
