@@ -11,7 +11,7 @@ from espalier.train import run_folder
 
 
 def refused(path: Path) -> None:
-    folder = run_folder.open_folder(path)
+    folder = run_folder.lock_folder(path)
     folder.discard_if_empty()
     folder.release()
 

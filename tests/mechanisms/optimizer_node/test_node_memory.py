@@ -101,7 +101,7 @@ def test_a_disk_without_room_for_the_state_is_told_before_anything_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one = job()
-    monkeypatch.setattr(direct_io, "_free", lambda path: 1000)
+    monkeypatch.setattr(direct_io, "free_bytes", lambda path: 1000)
     with pytest.raises(DiskFull, match=r"(?s)bytes more.*state of an optimizer node"):
         open_state(tmp_path / "node", one, lambda number, out: out.zero_())
     assert not (tmp_path / "node" / "state").exists()
