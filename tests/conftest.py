@@ -215,18 +215,37 @@ def once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Callable[[P
     return made
 
 
+def loop_seconds(clock: Callable[[], float]) -> float:
+    """Of a loop of a million steps, on `clock`: how fast this machine is now. The median of five."""
+    seconds = []
+    for _ in range(5):
+        begin = clock()
+        for _ in range(1_000_000):
+            pass
+        seconds.append(clock() - begin)
+    return sorted(seconds)[2]
+
+
+@pytest.fixture
+def loop_cpu_seconds() -> float:
+    """Processor seconds of a loop of a million steps: the measure of what a test may take."""
+    return loop_seconds(time.process_time)
+
+
 @pytest.fixture(scope="session")
 def machine(once: Callable[[str, Callable[[Path], Any]], Any]) -> dict[str, Any]:
-    """This machine as `probe` measures it: the cluster's file, the seconds it took, what was said, the load at its end,
-    and what it changed in the process that asked."""
+    """This machine as `probe` measures it: the cluster's file, the seconds it took, what was said, the seconds of a
+    loop of a million steps before or after (the longer ones), and what it changed in the process that asked."""
 
     def measured(folder: Path) -> dict[str, Any]:
         said: list[str] = []
+        before = loop_seconds(time.monotonic)
         begin = time.monotonic()
         text = cluster.dumps(probe.probe(progress=said.append, disk=folder))
         seconds = time.monotonic() - begin
         left = {"threads": torch.get_num_threads(), "cuda": torch.cuda.is_initialized()}
-        return {"text": text, "seconds": seconds, "said": said, "load": os.getloadavg()[0], **left}
+        loop = max(before, loop_seconds(time.monotonic))
+        return {"text": text, "seconds": seconds, "said": said, "loop": loop, **left}
 
     made: dict[str, Any] = once("machine", measured)
     return made

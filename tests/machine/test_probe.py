@@ -32,7 +32,7 @@ GPU = {
 
 def test_a_quick_probe_takes_seconds_and_tells_what_it_does(machine: dict[str, Any]) -> None:
     seconds, said = machine["seconds"], machine["said"]
-    assert seconds < 10 * max(1.0, 2 * machine["load"] / resource_limits.cores())  # ten on an idle machine
+    assert seconds < 1200 * machine["loop"]  # about ten on an idle machine, where it takes 10 ms
     assert said == [] if seconds < probe.QUIET else said[-1] == "reading and writing the disk"
 
 

@@ -152,7 +152,10 @@ def test_the_continuous_optimum_uses_all_devices_and_ends_together() -> None:
         assert allocate(metaops, devices + 1).seconds <= found.seconds * (1 + 1e-9)
 
 
-def test_thirty_metaops_on_64_devices_are_planned_within_a_fifth_of_a_second() -> None:
+def test_thirty_metaops_on_64_devices_are_planned_as_fast_as_a_loop_of_fifteen_million_steps(
+    loop_cpu_seconds: float,
+) -> None:
+    """A fifth of a second, where a million of them take 12 ms."""
     r = random.Random(7)
     metaops = []
     for k in range(30):
@@ -164,7 +167,7 @@ def test_thirty_metaops_on_64_devices_are_planned_within_a_fifth_of_a_second() -
         begun = time.process_time()  # others may have the processor
         plans.append(waves(metaops, 64))
         seconds.append(time.process_time() - begun)
-    assert min(seconds) <= 0.2
+    assert min(seconds) <= 15 * loop_cpu_seconds
     assert plans[0] == plans[1]
     checked(metaops, plans[0], 64)
 
