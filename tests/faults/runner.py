@@ -52,12 +52,13 @@ _PR_SET_CHILD_SUBREAPER = 36  # prctl(2): who outlives its parent becomes a chil
 
 
 class Armed:
-    """What happens in the processes of one command. Has state: the rank that this process is, and its trainer."""
+    """What happens in the processes of one command. Has state: the rank that this process is, its trainer, and
+    whether it validates."""
 
     def __init__(self, strikes: Sequence[Strike], folder: Path) -> None:
         self.strikes = {strike.moment: strike for strike in strikes}
         self.folder, self.launcher = folder, os.getpid()
-        self.rank, self.trainer = LAUNCHER, None
+        self.rank, self.trainer, self.validates = LAUNCHER, None, False
 
     def at(self, moment: str) -> None:
         """Strikes, once, if this process or rank is meant."""
@@ -83,13 +84,17 @@ class Armed:
         def struck(*arguments: Any, **options: Any) -> Any:
             if due():
                 self.at(moment)
-            return plain(*arguments, **options)
+            self.validates = self.validates or moment == "validation"
+            try:
+                return plain(*arguments, **options)
+            finally:
+                self.validates = self.validates and moment != "validation"
 
         setattr(owner, method, struck)
 
-    def stepping(self) -> bool:
-        """Whether there is a trainer in this process, and it is in a step."""
-        return self.trainer is not None and self.trainer.built.model.training
+    def training(self) -> bool:
+        """Whether there is a trainer in this process, and it does not validate."""
+        return self.trainer is not None and not self.validates
 
     def end(self) -> list[Any]:
         """In place of the sample at the end, which takes as long as the steps of so short a run."""
@@ -116,7 +121,7 @@ class Armed:
 
         worker.train, Trainer.__init__ = trains, init  # type: ignore[method-assign]
         for owner, method in ((Channel, "_end"), (Client, "encode")):
-            self.before(owner, method, "exchange", self.stepping)
+            self.before(owner, method, "exchange", self.training)
         self.before(Folder, "publish", "saving")
         self.before(Trainer, "_step", "first step")
         Trainer.sample = self.end  # type: ignore[assignment, method-assign]
