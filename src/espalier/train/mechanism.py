@@ -6,7 +6,7 @@ there what it makes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -54,6 +54,7 @@ class Build:
         folder: of the run; None: nothing is kept.
         meters: what every step says of itself besides, by name of the event's field.
         decisions: what follows signals while it runs.
+        follow_loss: given the loss of each step that all ranks have agreed on, before the step counts.
         damaged: what was damaged in files that outlive ranks, and what is done about it.
         stalled: seconds in all that forward and backward passes have waited for other ranks.
         reconnects: see `Pulse.reconnects`.
@@ -79,6 +80,7 @@ class Build:
     folder: Path | None = None
     meters: dict[str, Callable[[], Any]] = field(default_factory=dict)
     decisions: list[Decisions] = field(default_factory=list)
+    follow_loss: list[Callable[[Sequence[float]], None]] = field(default_factory=list)
     damaged: dict[str, str] = field(default_factory=dict)
     stalled: Callable[[], float] = float
     reconnects: Callable[[], object] = float

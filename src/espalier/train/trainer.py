@@ -104,6 +104,8 @@ class Trainer:
                 self.built.agreement.finish(rate)
         if agreed.faulty or not (agreed.skipped or math.isfinite(agreed.gradient_norm)):
             raise not_finite(self, agreed, batches)
+        for follow in self.built.context.follow_loss:
+            follow([agreed.loss])
         self.tokens += round(self.step_tokens * (following - self.step))
         self.step = following
         return agreed._replace(exposed=agreed.exposed + waited)

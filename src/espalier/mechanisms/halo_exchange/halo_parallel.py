@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from espalier.comm.base import Traffic, traffic
+from espalier.comm.base import Traffic
 from espalier.graph.networks import foreign_network
 from espalier.graph.networks.gnn import Gnn
 from espalier.graph.parts import halo, partial_sums, partition_folder
@@ -113,7 +113,6 @@ class RankPart:
         count = len(owned)
         ids = self.nodes.to(placed["device"])
         self.rows = HeldRows(ids, count, count / task.train.graph.nodes, part.halo if foreign is None else None)
-        self._outcome = torch.zeros(2, dtype=torch.float64)
 
     def batch(self, step: int) -> SubgraphBatch:
         """All of the part: the same for every step."""
@@ -124,19 +123,11 @@ class RankPart:
         if self.decisions is not None:
             self.decisions.turn(batch.step)
         self.transport.begin(batch.step)
-        loss, weight = self.task.loss(model, batch)
-        self._outcome = torch.stack([loss.detach().double().cpu(), weight.detach().double().cpu()])
-        return loss, weight
+        return self.task.loss(model, batch)
 
-    def adapted(self) -> dict[str, float]:
-        """Tells the controller the loss of the step, and says how rows crossed in it. All ranks call it alike."""
-        assert self.decisions is not None, "what does not adapt is not told"
-        bits, late = self.transport.choice.bits, not self.transport.choice.synchronous
-        total = self._outcome.clone()
-        with traffic(Traffic.CONTROL):
-            dist.all_reduce(total, group=self.group)
-        self.decisions.heard([float(total[0] / total[1])])
-        return {"bits": bits, "late": float(late)}
+    def crossed(self) -> dict[str, float]:
+        """How rows crossed in the step."""
+        return {"bits": self.transport.choice.bits, "late": float(not self.transport.choice.synchronous)}
 
     @torch.no_grad()
     def logits(self, model: nn.Module) -> Tensor:
@@ -180,7 +171,8 @@ class HaloParallel(Mechanism):
         if task.train.graph.partition is None:
             run.network.formatted(model, made.blocks[0])
         if made.decisions is not None:
-            context.meters["halo"] = made.adapted
+            context.meters["halo"] = made.crossed
+            context.follow_loss.append(made.decisions.heard)
             context.decisions.append(made.decisions)
 
     def state(self, context: Build, parts: Mapping[str, Stateful]) -> Mapping[str, Stateful]:

@@ -16,10 +16,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from espalier.comm.base import Traffic, traffic
 from espalier.graph.tasks.loss_speed import LossSpeed
 from espalier.mechanisms.pattern_attention.pattern import ROWS, Pattern, offsets
 from espalier.plan.compose import Claim
@@ -137,45 +135,25 @@ class Reformation(Mechanism):
     record = "torchgt"
 
     def __init__(self, bound: float) -> None:
-        self.tuner, self._outcome = RecallTuner(bound), torch.zeros(2, dtype=torch.float64)
+        self.tuner = RecallTuner(bound)
         self.decisions = Decisions(self.tuner, SIGNAL)
-        self._group: dist.ProcessGroup | None = None
         self._full = False
 
     def wrap(self, context: Build) -> None:
         """Tells the workload of the tuner, and the tuner of the losses."""
         run = cast("GraphRun", context.workload)
-        run.step_loss, self._group = partial(self.loss, run.task), context.mesh.replica
-        context.meters["recall"] = self.adapted
+        run.step_loss = partial(self.loss, run.task)
+        context.meters["recall"] = lambda: 1.0 if self._full else self.tuner.recall
+        context.follow_loss.append(self.decisions.heard)
         context.decisions.append(self.decisions)
 
     def loss(self, task: Task, model: nn.Module, batch: SubgraphBatch) -> tuple[Tensor, Tensor]:
         """Of `task`, along the edges that the step keeps: here, as batches are made while the step before is under
         way."""
-        fewer = batch.blocks[0]._replace(recall=self.begin(batch.step))
-        loss, weight = task.loss(model, batch._replace(blocks=(fewer, *batch.blocks[1:])))
-        self.note(loss, weight, fewer.full)
-        return loss, weight
-
-    def begin(self, step: int) -> float:
-        """The recall that holds after `step` steps. All ranks call it alike, once or more in a step."""
-        self.decisions.turn(step)
-        return self.tuner.recall
-
-    def note(self, loss: Tensor, weight: Tensor, full: bool) -> None:
-        """This rank's part of a step; `full`: all tokens attend to all in it, and no edge is left out."""
-        self._full = full
-        self._outcome += torch.stack([loss.detach().double().cpu(), weight.detach().double().cpu()])
-
-    def adapted(self) -> float:
-        """Tells the tuner the loss of the step, and says the recall that the step had. All ranks call it alike."""
-        recall, total = 1.0 if self._full else self.tuner.recall, self._outcome
-        self._outcome = torch.zeros_like(total)
-        if self._group is not None and self._group.size() > 1:
-            with traffic(Traffic.CONTROL):
-                dist.all_reduce(total, group=self._group)
-        self.decisions.heard([float(total[0] / total[1])])
-        return recall
+        self.decisions.turn(batch.step)
+        fewer = batch.blocks[0]._replace(recall=self.tuner.recall)
+        self._full = fewer.full
+        return task.loss(model, batch._replace(blocks=(fewer, *batch.blocks[1:])))
 
     def state(self, context: Build, parts: Mapping[str, Stateful]) -> Mapping[str, Stateful]:
         """With what the tuner decides from."""
