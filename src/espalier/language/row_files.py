@@ -344,7 +344,7 @@ def _bounded(entry: SourceFile, content: io.BufferedReader, factor: int) -> Iter
 
 def _check_size(entry: SourceFile, size: int, factor: int) -> None:
     if size > _LARGE:
-        do = "write it as JSON lines or Parquet, which are read row by row"
+        do = "write it as JSON lines, or as Parquet with small row groups, which are read in pieces"
         refuse_large(printable(entry.path), size * factor, do)
 
 
@@ -414,7 +414,7 @@ def _parquet(entry: SourceFile) -> Any:
 def parquet_rows(entry: SourceFile) -> Iterator[Row]:
     """Rows of a Parquet file, read by row groups."""
     with parsing(entry.path, RESTORE), _parquet(entry) as file:
-        _check_groups(entry, file, range(file.metadata.num_columns))
+        _check_groups(entry, file)
         for batch in file.iter_batches():
             yield from batch.to_pylist()
 
@@ -454,10 +454,9 @@ def parquet_texts(entry: SourceFile, column: str) -> Iterator[ParquetText]:
         import pyarrow as pa
 
         with _parquet(entry) as file:
-            place = file.schema_arrow.get_field_index(column)
-            kind = file.schema_arrow.field(place).type
+            kind = file.schema_arrow.field(column).type
             text = pa.types.is_string(kind) or pa.types.is_large_string(kind)
-            _check_groups(entry, file, [place] if text else [])
+            _check_groups(entry, file)
             last = 0
             for batch in file.iter_batches(batch_size=1024, columns=[column]):
                 values = batch.column(0)
@@ -467,11 +466,11 @@ def parquet_texts(entry: SourceFile, column: str) -> Iterator[ParquetText]:
                 yield ParquetText(values.to_pylist(), last, file.metadata.num_rows)
 
 
-def _check_groups(entry: SourceFile, file: Any, columns: Sequence[int]) -> None:
-    """Raises UserError where the columns of a row group do not fit into memory."""
+def _check_groups(entry: SourceFile, file: Any) -> None:
+    """Raises UserError where a row group does not fit into memory. Its columns are not asked: PyArrow ends the process
+    where one of a damaged file has no sizes."""
     groups = (file.metadata.row_group(number) for number in range(file.metadata.num_row_groups))
-    size = max((sum(group.column(place).total_uncompressed_size for place in columns) for group in groups), default=0)
-    _check_size(entry, size, 2)
+    _check_size(entry, max((group.total_byte_size for group in groups), default=0), 2)
 
 
 # --- what is left out --------------------------------------------------------------------------------------------
