@@ -306,7 +306,7 @@ FULL: dict[str, tuple[str, str, str, int]] = {
     "checkpoints, before the first step": (TEXT, "", "run", 500 << 10),
     "token shards": (TEXT, "", "shards", 16 << 10),
     "an export": (TEXT, "", "out", 16 << 10),
-    "optimizer states on disk": (TEXT, "plan.pin.offload=disk store.path=states", "states", 64 << 10),
+    "optimizer states on disk": (TEXT, "plan.pin.offload=disk", "run/offload", 64 << 10),
     "state of an optimizer node": (TEXT, "plan.pin.offload=node store.path=states", "states", 64 << 10),
     "packed rows of a graph": (GRAPH, "", "packed", 128 << 10),
 }
@@ -361,7 +361,7 @@ def met_by_full_disk(place: Path, train: Sequence[str], small: str, size: int) -
 
     def task() -> int:
         private_mounts()
-        (place / small).mkdir()
+        (place / small).mkdir(parents=True)
         disk(place / small, size)
         first = command(place, *train, surround=lambda: fills(place / small))
         if small == "out" and first.code == 0:
