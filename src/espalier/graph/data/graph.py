@@ -18,6 +18,7 @@ import xxhash
 from espalier.graph.data import targets as target_kinds
 from espalier.graph.data.targets import Scale, as_array
 from espalier.recipe.errors import UserError, nearest
+from espalier.recipe.offsets import offsets_of
 
 if TYPE_CHECKING:
     from espalier.parallel.workload import Shard
@@ -518,7 +519,7 @@ def without_edges(graph: Graph, gone: Array) -> Graph:
     counts = np.bincount(graph.targets()[~gone], minlength=graph.nodes)
     return replace(
         graph,
-        indptr=np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
+        indptr=offsets_of(counts),
         indices=graph.indices[~gone],
         weights=None if graph.weights is None else graph.weights[~gone],
         edge_features=None if graph.edge_features is None else graph.edge_features[~gone],
@@ -535,7 +536,7 @@ def relabelled(graph: Graph, permutation: Array) -> Graph:
     labels, parts, numbers = graph.labels, graph.parts, graph.numbers
     return replace(
         graph,
-        indptr=np.concatenate([[0], np.cumsum(np.bincount(targets, minlength=nodes))]).astype(np.int64),
+        indptr=offsets_of(np.bincount(targets, minlength=nodes)),
         indices=sources[order].astype(graph.indices.dtype),
         features=np.ascontiguousarray(graph.features[permutation]),
         labels=None if labels is None else np.ascontiguousarray(labels[permutation]),

@@ -17,6 +17,7 @@ from espalier.graph.data.array_file import refuse_far_ids
 from espalier.graph.data.graph import Array, DataSplit, Graph
 from espalier.recipe.errors import UserError
 from espalier.recipe.foreign_files import Fields, FieldUse, parsing, printable, unused
+from espalier.recipe.offsets import offsets_of
 
 _DO = "unpack the data set anew"
 _FILES = ("edge", "num-node-list", "num-edge-list", "node-label", "graph-label", "node-feat", "edge-feat")
@@ -46,7 +47,7 @@ def load(folder: Path, *, undirected: bool, task: str = "node", target: str | No
     ends = edges.T
     if many:
         per_graph = _table(raw, "num-edge-list", np.int64)[:, 0]
-        starts = np.concatenate([[0], np.cumsum(sizes[:, 0])])
+        starts = offsets_of(sizes[:, 0])
         ends = ends + np.repeat(starts[:-1], per_graph)
     nodes, name = int(sizes.sum()), "graph-label" if many else "node-label"
     labels = _table(raw, name, np.float64) if _file(raw, name).exists() else None

@@ -26,6 +26,7 @@ from espalier.graph.networks.network import quantizers_of
 from espalier.graph.parts.coded_rows import Coding, RowSize
 from espalier.kernels import row_widths
 from espalier.recipe.errors import UserError
+from espalier.recipe.offsets import offsets_of
 from espalier.sparse.condense import condense
 
 if TYPE_CHECKING:
@@ -180,7 +181,7 @@ class Halo:
         place[owned], place[outer] = np.arange(len(owned)), len(owned) + np.arange(len(outer))
         asked = [cut.node[(cut.receiver == peer) & (cut.owner == rank)] for peer in range(cut.ranks)]
         counts = np.diff(indptr)[owned]
-        ends = np.concatenate([[0], np.cumsum(counts)])
+        ends = offsets_of(counts)
         edges = np.repeat(indptr[owned] - ends[:-1], counts) + np.arange(ends[-1])
         local = place[indices[edges]]
         order = np.lexsort((local, np.repeat(np.arange(len(owned)), counts)))

@@ -20,6 +20,7 @@ from espalier.graph.networks.gnn import Gnn
 from espalier.graph.parts import halo, partition_folder
 from espalier.graph.parts.partition_folder import Part
 from espalier.parallel.workload import to_device
+from espalier.recipe.offsets import offsets_of
 
 
 @torch.no_grad()
@@ -85,7 +86,7 @@ def whole_graph(outlined: Graph) -> Graph:
     counts = np.bincount(targets[order], minlength=outlined.nodes)
     return replace(
         outlined,
-        indptr=np.concatenate([[0], np.cumsum(counts)]),
+        indptr=offsets_of(counts),
         indices=sources[order],
         features=features.numpy(),
         weights=None if block.weights is None else block.weights.numpy()[order],

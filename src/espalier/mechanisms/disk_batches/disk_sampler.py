@@ -28,6 +28,7 @@ from espalier.graph.sampling.neighbor_sampler import (
     symmetric_root,
 )
 from espalier.recipe.errors import UserError
+from espalier.recipe.offsets import offsets_of
 from espalier.store.base import Rows
 from espalier.store.io_queue import IoQueue
 from espalier.store.rows import MEMORY, RowFile, RowLayout
@@ -207,7 +208,7 @@ class _Batch:
         from espalier.graph.sampling import sampler_kernels
 
         counts = (self.degree if fanout < 0 else np.minimum(self.degree, fanout)) + int(loops)
-        self._ptr = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
+        self._ptr = offsets_of(counts)
         self._edges = np.empty(int(self._ptr[-1]), np.int64)
         sampler_kernels.positions(self.nodes, self.first, self.degree, self._ptr, np.uint64(key), loops, self._edges)
         return self._edges
