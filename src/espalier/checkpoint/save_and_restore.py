@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from espalier.checkpoint import manifest, run_identity, state_tree
-from espalier.checkpoint.base import Stateful
+from espalier.checkpoint.base import StatefulParts
 from espalier.checkpoint.coordination import Coordinator
 from espalier.checkpoint.divergence_check import Alike
 from espalier.checkpoint.run_identity import RunIdentity, RunStamp
@@ -123,7 +123,7 @@ class Checkpoints:
     def save(
         self,
         step: int,
-        parts: Mapping[str, Stateful],
+        parts: StatefulParts,
         meta: dict[str, Any],
         loss: float | None = None,
         wait: bool = False,
@@ -201,7 +201,7 @@ class Checkpoints:
         self.wait()
         self.team.agree("removing checkpoints", lambda: None, removed)
 
-    def load(self, parts: Mapping[str, Stateful], step: int | None = None, most: int | None = None) -> Loaded | None:
+    def load(self, parts: StatefulParts, step: int | None = None, most: int | None = None) -> Loaded | None:
         """Restores `parts` from the newest good checkpoint (of at most `most` steps), or from that of `step`; None when
         there is none at all.
 
@@ -228,7 +228,7 @@ class Checkpoints:
             raise _nothing_good(skipped, self.place.path(""))
         return None
 
-    def _take(self, name: str, parts: Mapping[str, Stateful], skipped: list[tuple[str, str]]) -> Loaded:
+    def _take(self, name: str, parts: StatefulParts, skipped: list[tuple[str, str]]) -> Loaded:
         from espalier.checkpoint.reader import restore
 
         content = read_manifest(self.place, name)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from espalier.checkpoint.base import Stateful
+from espalier.checkpoint.base import StatefulParts
 from espalier.checkpoint.stored_slice import StoredSlice
 from espalier.checkpoint.tensor_slice import Slice
 from espalier.kernels import accelerator
@@ -28,7 +28,7 @@ SKELETON = "skeleton:"
 """Begins the flat name of a part's skeleton."""
 
 
-def flatten(parts: Mapping[str, Stateful]) -> tuple[dict[str, Kept], dict[str, bytes]]:
+def flatten(parts: StatefulParts) -> tuple[dict[str, Kept], dict[str, bytes]]:
     """(tensors by flat name, encoded skeletons by `SKELETON` + part) of what `parts` hold now.
 
     The tensors are the parts' own; the skeletons are copies, so a part may go on changing its lists and tables.

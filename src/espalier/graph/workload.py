@@ -26,7 +26,7 @@ from espalier.graph.tasks import answers, link_prediction, metrics
 from espalier.graph.tasks.graph_classification import GraphTask
 from espalier.graph.tasks.link_prediction import Links, LinkTask
 from espalier.graph.tasks.node_classification import NodeTask
-from espalier.parallel.workload import ALONE, PackStart, Plain, Progress, Shard, to_device
+from espalier.parallel.workload import ALONE, PackStart, Plain, Progress, Shard, Sums, to_device
 from espalier.recipe import Recipe
 from espalier.recipe.cost import Work
 from espalier.recipe.errors import UserError
@@ -152,7 +152,7 @@ class GraphWorkload(Plain):
         """Held-out nodes, links or graphs."""
         return self.task.validation
 
-    def evaluate(self, model: nn.Module, shard: Shard) -> Mapping[str, tuple[float, float]]:
+    def evaluate(self, model: nn.Module, shard: Shard) -> Sums:
         """The task's figures with all neighbours; under `test_` those of the test part, which chooses nothing."""
         return self.batching.evaluate(model, shard)
 

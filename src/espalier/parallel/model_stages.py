@@ -34,8 +34,7 @@ def pipelines(plan: Plan, tasks: int = 1) -> list[Placed]:
     """What the plan's stages say: a pipeline for each part of the samples, in the order of the plan. Raises UserError
     where a boundary would cut sequences anew."""
     placed = []
-    for number in sorted({stage.pipeline for stage in plan.stages}):
-        stages = sorted((stage for stage in plan.stages if stage.pipeline == number), key=lambda stage: stage.layers)
+    for number, stages in plan.pipelines.items():
         widths = [stage.tensor * stage.sequence for stage in stages]
         if len({(stage.sequence, stage.speeds) for stage in stages}) > 1:
             raise UserError(

@@ -7,7 +7,7 @@ complete nor free, and the optimizer's own time.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from typing import Any
@@ -24,7 +24,7 @@ from espalier.plan.axes.placement_plan import Prefetch
 from espalier.plan.axes.sharding import cost, volumes
 from espalier.plan.base import RESIDENT
 from espalier.plan.cost_inputs import CostInputs
-from espalier.recipe.cost import Anatomy, Cost, Number, Product, Work
+from espalier.recipe.cost import Anatomy, Cost, Number, Product, Terms, Work
 
 OPERATIONS = 6.0
 """Operations issued per matrix product in an eager forward pass where the workload does not count them: a decoder block
@@ -108,7 +108,7 @@ def step_seconds(step: CostInputs, samples: Number) -> dict[str, Number]:
     return terms
 
 
-def _elsewhere(step: CostInputs, terms: Mapping[str, Number], rounds: Number) -> dict[str, Number]:
+def _elsewhere(step: CostInputs, terms: Terms, rounds: Number) -> dict[str, Number]:
     """The terms that are others where states or activations wait outside the devices."""
     passes = terms["forward"] + terms["backward"] + terms["recompute"]
     if step.request.offload == offload.NODE:
@@ -260,7 +260,7 @@ def sequence_seconds(step: CostInputs, work: Work) -> Number:
     return sum(step.sequence(work.tokens, attention).seconds.values())
 
 
-def weights(step: CostInputs, parameters: Number) -> Mapping[str, Number]:
+def weights(step: CostInputs, parameters: Number) -> Terms:
     """Seconds of gathering `parameters` parameters of one layer once, and of scattering their gradients, in every
     micro-batch."""
     layer = replace(step.states, sizes=(), elements=parameters, layers=1, layer=0, outside=0, largest=0)
@@ -376,7 +376,7 @@ def pipeline(
     return stages_cost(load)
 
 
-def _once(step: CostInputs, last: Mapping[str, Number]) -> dict[str, Number]:
+def _once(step: CostInputs, last: Terms) -> dict[str, Number]:
     """Gradients, optimizer and refreshed parameters: what happens once a step, on the last micro-batch."""
     backward = last["backward"] + last["recompute"]
     summed = gradients(step)

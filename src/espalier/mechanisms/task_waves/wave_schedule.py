@@ -38,7 +38,7 @@ from espalier.train.mechanism import Build, Mechanism
 from espalier.train.whole_model import divisor, outcome
 
 if TYPE_CHECKING:
-    from espalier.checkpoint.base import Stateful
+    from espalier.checkpoint.base import StatefulParts
     from espalier.mechanisms.task_waves.state import WaveSlice
     from espalier.optim.loss_scale import LossScale
     from espalier.plan.base import Plan
@@ -447,7 +447,7 @@ class Waves(Mechanism):
         self.state(context, {})
         mesh.number_groups_alike()
 
-    def state(self, context: Build, parts: Mapping[str, Stateful]) -> Mapping[str, Stateful]:
+    def state(self, context: Build, parts: StatefulParts) -> StatefulParts:
         """The parts with the names of the whole model."""
         return {name: AllNames(part, context.mesh.replica) for name, part in parts.items()}
 
