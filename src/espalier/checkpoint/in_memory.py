@@ -76,7 +76,7 @@ class CopySlot:
         if os.fstat(self.file).st_size:
             _HEADER.pack_into(self._mapped(), 0, _NONE, 0, 0, b"")
 
-    def write(self, step: int, tensors: Mapping[str, state_tree.Kept], rest: Any) -> None:
+    def write(self, step: int, tensors: state_tree.KeptTensors, rest: Any) -> None:
         """Copies the local parts of `tensors`, and `rest` (plain values). Killed on the way, it leaves no copy."""
         self.clear()
         rows, end = _layout(tensors)
@@ -129,7 +129,7 @@ class CopySlot:
         return self._map
 
 
-def _layout(tensors: Mapping[str, state_tree.Kept]) -> tuple[list[_Row], int]:
+def _layout(tensors: state_tree.KeptTensors) -> tuple[list[_Row], int]:
     """Where each tensor goes, and where the last one ends."""
     rows, first = [], _BEGIN
     for name, tensor in tensors.items():
@@ -225,7 +225,7 @@ class Memory:
         if self._fits(tensors):
             self._oldest().write(step, tensors, (skeletons, dict(meta)))
 
-    def _fits(self, tensors: Mapping[str, state_tree.Kept]) -> bool:
+    def _fits(self, tensors: state_tree.KeptTensors) -> bool:
         if self._allowed is None:
             # Only now, when everything that training needs has been taken.
             self._allowed = self._refuge.allowed()
@@ -345,7 +345,7 @@ class Memory:
             self._tell(interval.steps, f"a copy in memory {interval}")
 
 
-def _filled(rows: Mapping[_Row, Tensor], tree: Mapping[str, state_tree.Kept]) -> dict[str, state_tree.Kept] | None:
+def _filled(rows: Mapping[_Row, Tensor], tree: state_tree.KeptTensors) -> dict[str, state_tree.Kept] | None:
     """The parts' own tensors with what was kept; copies where a part has none yet; None where they differ."""
     filled: dict[str, state_tree.Kept] = {}
     for row, value in rows.items():

@@ -24,6 +24,9 @@ from espalier.recipe.serialization import Placeholder
 Kept = Tensor | Slice
 """What a hole stands for: a tensor (a DTensor where it is sharded evenly), or this rank's part of one."""
 
+KeptTensors = Mapping[str, Kept]
+"""By flat name."""
+
 SKELETON = "skeleton:"
 """Begins the flat name of a part's skeleton."""
 
@@ -88,7 +91,7 @@ class StagingBuffers:
     def __init__(self) -> None:
         self._buffers: dict[str, Tensor] = {}
 
-    def copy(self, tensors: Mapping[str, Kept], changing: bool = True) -> dict[str, Kept]:
+    def copy(self, tensors: KeptTensors, changing: bool = True) -> dict[str, Kept]:
         """Copies of `tensors` (of this rank's part where they are cut) that stay as they are until the next call; what
         is not in memory as it is. Not `changing`: nor is what is in this memory, as training waits."""
         copies: dict[str, Kept] = {}

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from espalier import recipe as config
 from espalier.graph import lookup
 from espalier.graph.data import kept_graph, sources
-from espalier.graph.data.graph import Array, Graph, divided, scaled, seen_in_training
+from espalier.graph.data.graph import Array, Graph, Signs, divided, scaled, seen_in_training
 from espalier.graph.networks import graph_plan
 from espalier.graph.networks.layer_work import Reach
 from espalier.graph.parts import partition_folder
@@ -59,7 +59,7 @@ class GraphWorkload(Plain):
         self.recipe, self.folder, self.sentences = recipe, folder, tuple(sentences)
         self.trained: tuple[int, Array | None] | None = None
         """Of the graph that the run was begun on, where it is another: see `kept_graph.other_nodes`."""
-        self.signs: tuple[bool | None, ...] = ()
+        self.signs: Signs = ()
         """See `Rounding.signs`; of the run, where it was begun before."""
         self.frozen: Path | None = None
         """Where the run keeps what it made of its graph."""

@@ -76,7 +76,7 @@ class CostInputs:
         return request.bytes_each * (2 * request.profile.trainable - one_moment) / max(1, request.profile.trainable)
 
     @property
-    def frozen(self) -> dict[str, Number]:
+    def frozen(self) -> Terms:
         """Bytes of what is not trained: of weights under adapters as they are stored; else of whole parameters, which
         our trainer neither shards nor copies into low precision."""
         request, layouts = self.request, self.layouts

@@ -300,6 +300,10 @@ def scaled(graph: Graph) -> Graph:
 _VALUES = 1 << 22  # of features looked at once: they may lie on disk
 
 
+Signs = tuple[bool | None, ...]
+"""`signed` of the features, where it is known."""
+
+
 def signed(features: Array) -> bool | None:
     """Whether features have negative values; None: each row has one value but 0 (bags of words). Of all rows, up to the
     first negative value."""

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from espalier.graph.data.graph import Graph
-from espalier.graph.networks.base import Forms, Kept, MessageBlock, Rows, dense, joined
+from espalier.graph.networks.base import Forms, Kept, MessageBlock, Rows, dense, joined, placement
 from espalier.graph.networks.gnn import Gnn
 from espalier.graph.parts import halo, partition_folder
 from espalier.graph.parts.partition_folder import Part
@@ -27,8 +26,7 @@ from espalier.recipe.offsets import offsets_of
 def infer_parts(model: Gnn, folder: Path, ranks: int, layers: int | None = None) -> Tensor:
     """[nodes, outputs] for all nodes of the graph whose parts are in `folder`; with `layers`, what the first ones give.
     Raises UserError as `partition_folder.read`."""
-    parameter = next(model.parameters())
-    placed: dict[str, Any] = {"device": parameter.device, "dtype": parameter.dtype}
+    placed = placement(model)
     rows: list[Rows] = []
     leaving: list[list[Rows]] = []
     owned: list[Tensor] = []

@@ -100,7 +100,7 @@ def again(request: Request) -> float:
     return 1.0 - (request.profile.tables > 1) * request.profile.outside / max(1, request.profile.trainable)
 
 
-def resident(away: Terms, sharded: Terms) -> dict[str, Number]:
+def resident(away: Terms, sharded: Terms) -> Terms:
     """Bytes of sharded states on the device, by kind: what does not wait elsewhere, and buffers of what does."""
     on_device = {name: 0.0 * size if name in away else size for name, size in sharded.items()}
     return {**on_device, "buffers": buffers(away)}

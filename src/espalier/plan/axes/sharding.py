@@ -18,7 +18,7 @@ import numpy as np
 from espalier.plan.axes.flat_layout import BUCKET, Arranged, BucketRule, Piece, arrange
 from espalier.plan.axes.placement import Placement, ShardFactors, inside, place
 from espalier.plan.axes.placement_plan import LOSSLESS, PIPED, ParameterGroup, groups
-from espalier.recipe.cost import Cost, Number, ring_bytes
+from espalier.recipe.cost import Cost, Number, Terms, ring_bytes
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -327,7 +327,7 @@ def exchanges(state_volumes: Sequence[Volume], division: Division, rounds: Numbe
         yield GroupTraffic("refresh", PARAMETERS, "all_gather", back / params, units, *home)
 
 
-def memory_bytes(states: StateSizes, division: Division, state_volumes: Sequence[Volume]) -> dict[str, Number]:
+def memory_bytes(states: StateSizes, division: Division, state_volumes: Sequence[Volume]) -> Terms:
     """Bytes on a rank by kind (AMSP, section 2.4): the states, where these are sharded two whole layers of parameters
     and of gradients on their way (the one at work and the next) and what is outside the layers, which stays from
     forward to backward, gradients in buckets, and what codecs keep back."""
