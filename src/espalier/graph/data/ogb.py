@@ -42,7 +42,8 @@ def load(folder: Path, *, undirected: bool, task: str = "node", target: str | No
         )
     sizes = _table(raw, "num-node-list", np.int64)
     edges = _table(raw, "edge", np.int64)
-    notes = [unused("file", path.name) for path in sorted(raw.iterdir()) if path.name not in _names(_FILES)]
+    known = {f"{name}.csv.gz" for name in _FILES}
+    notes = [unused("file", path.name) for path in sorted(raw.iterdir()) if path.name not in known]
     many, link_parts = len(sizes) > 1, None
     ends = edges.T
     if many:
@@ -79,10 +80,6 @@ def load(folder: Path, *, undirected: bool, task: str = "node", target: str | No
         origin=str(folder),
         notes=notes,
     )
-
-
-def _names(files: tuple[str, ...]) -> set[str]:
-    return {f"{name}.csv.gz" for name in files}
 
 
 def _file(raw: Path, name: str) -> Path:
