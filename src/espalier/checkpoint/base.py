@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Protocol, runtime_checkable
 
 
@@ -14,3 +15,7 @@ class Stateful(Protocol):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes back what `state_dict` gave, possibly from another number of ranks."""
+
+
+StatefulParts = Mapping[str, Stateful]
+"""What a checkpoint holds, by name."""

@@ -9,7 +9,7 @@ gradients do, for a checkpoint in the thread that writes it, so that training do
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 
 import numpy as np
@@ -32,7 +32,7 @@ def make() -> str:
     return f"{resource_limits.processor()} ({capability}, {threads} thread{'s' * (threads > 1)})"
 
 
-def digest(tensors: Mapping[str, state_tree.Kept], besides: Collection[str] = ()) -> tuple[int, ...]:
+def digest(tensors: state_tree.KeptTensors, besides: Collection[str] = ()) -> tuple[int, ...]:
     """[8] the XXH3-128 of this rank's elements of `tensors`, `besides` those of some names, in their order, as numbers
     of 16 bits."""
     hasher = xxhash.xxh3_128()
@@ -74,7 +74,7 @@ class Alike:
         self.good = True
         """False once ranks were found to differ: what they hold is not to be kept."""
 
-    def compare(self, tensors: Mapping[str, state_tree.Kept]) -> None:
+    def compare(self, tensors: state_tree.KeptTensors) -> None:
         """All ranks call it with what they hold after the same step.
 
         Raises:
@@ -87,7 +87,7 @@ class Alike:
         self._mean(digests)
         self._judge([tuple(row) for row in (digests * self._world).round().tolist()])
 
-    def agreed(self, team: Coordinator, tensors: Mapping[str, state_tree.Kept]) -> None:
+    def agreed(self, team: Coordinator, tensors: state_tree.KeptTensors) -> None:
         """As `compare`, but the ranks agree as `team`, which may be another thread's."""
         local_digest = partial(digest, tensors, self.besides)
         self._judge(team.agree("comparing what ranks hold", local_digest, lambda all_: [all_] * len(all_)))

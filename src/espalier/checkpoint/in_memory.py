@@ -24,7 +24,7 @@ from torch import Tensor
 
 from espalier.checkpoint import divergence_check, peer_copy, state_tree, young_daly
 from espalier.checkpoint import shared_memory as refuges
-from espalier.checkpoint.base import Stateful
+from espalier.checkpoint.base import StatefulParts
 from espalier.checkpoint.coordination import Coordinator
 from espalier.checkpoint.divergence_check import Alike
 from espalier.checkpoint.peer_copy import Partner
@@ -76,7 +76,7 @@ class CopySlot:
         if os.fstat(self.file).st_size:
             _HEADER.pack_into(self._mapped(), 0, _NONE, 0, 0, b"")
 
-    def write(self, step: int, tensors: Mapping[str, state_tree.Kept], rest: Any) -> None:
+    def write(self, step: int, tensors: state_tree.KeptTensors, rest: Any) -> None:
         """Copies the local parts of `tensors`, and `rest` (plain values). Killed on the way, it leaves no copy."""
         self.clear()
         rows, end = _layout(tensors)
@@ -129,7 +129,7 @@ class CopySlot:
         return self._map
 
 
-def _layout(tensors: Mapping[str, state_tree.Kept]) -> tuple[list[_Row], int]:
+def _layout(tensors: state_tree.KeptTensors) -> tuple[list[_Row], int]:
     """Where each tensor goes, and where the last one ends."""
     rows, first = [], _BEGIN
     for name, tensor in tensors.items():
@@ -193,9 +193,7 @@ class Memory:
         self._allowed: int | None = None
         self._newest = _NONE
 
-    def after(
-        self, step: int, parts: Callable[[], Mapping[str, Stateful]], meta: Mapping[str, Any], agree: Agree
-    ) -> None:
+    def after(self, step: int, parts: Callable[[], StatefulParts], meta: Mapping[str, Any], agree: Agree) -> None:
         """Copies the state after `step` steps, if one is due. All ranks call it after the same steps. Raises what
         `alike` does, with nothing copied."""
         if self._off:
@@ -218,7 +216,7 @@ class Memory:
         self._decide(step, *measured.tolist())
         self._last = (step, time.perf_counter())
 
-    def stay(self, step: int, parts: Callable[[], Mapping[str, Stateful]], meta: Mapping[str, Any]) -> None:
+    def stay(self, step: int, parts: Callable[[], StatefulParts], meta: Mapping[str, Any]) -> None:
         """Copies the state as it is, where another rank can take it up: one was lost, and this one stays."""
         spoilt = self._alike is not None and not self._alike.good
         if not self._stays or self._off or spoilt or step <= max(self._newest, 0):
@@ -227,7 +225,7 @@ class Memory:
         if self._fits(tensors):
             self._oldest().write(step, tensors, (skeletons, dict(meta)))
 
-    def _fits(self, tensors: Mapping[str, state_tree.Kept]) -> bool:
+    def _fits(self, tensors: state_tree.KeptTensors) -> bool:
         if self._allowed is None:
             # Only now, when everything that training needs has been taken.
             self._allowed = self._refuge.allowed()
@@ -264,7 +262,7 @@ class Memory:
             return ()
         return divergence_check.digest({row.name: part for row, part in slot.read()[0].items()}, self._alike.besides)
 
-    def take(self, step: int, parts: Mapping[str, Stateful]) -> dict[str, Any] | None:
+    def take(self, step: int, parts: StatefulParts) -> dict[str, Any] | None:
         """Gives `parts` their state of `step`; what was said of it, or None (and nothing done) where it does not fit.
         All ranks call it."""
         slot = next((slot for slot in self._slots if slot.step == step), None)
@@ -347,7 +345,7 @@ class Memory:
             self._tell(interval.steps, f"a copy in memory {interval}")
 
 
-def _filled(rows: Mapping[_Row, Tensor], tree: Mapping[str, state_tree.Kept]) -> dict[str, state_tree.Kept] | None:
+def _filled(rows: Mapping[_Row, Tensor], tree: state_tree.KeptTensors) -> dict[str, state_tree.Kept] | None:
     """The parts' own tensors with what was kept; copies where a part has none yet; None where they differ."""
     filled: dict[str, state_tree.Kept] = {}
     for row, value in rows.items():
@@ -366,7 +364,7 @@ def _filled(rows: Mapping[_Row, Tensor], tree: Mapping[str, state_tree.Kept]) ->
 
 
 def take_up(
-    memory: Memory | None, saved: Checkpoints, parts: Mapping[str, Stateful], most: int | None = None
+    memory: Memory | None, saved: Checkpoints, parts: StatefulParts, most: int | None = None
 ) -> tuple[Loaded | None, str]:
     """Restores `parts` from the newest good state, in memory or on disk; and where that was, in words.
 

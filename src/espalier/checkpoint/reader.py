@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.distributed.tensor import DTensor
 
 from espalier.checkpoint import dcp_metadata, state_tree
-from espalier.checkpoint.base import Stateful
+from espalier.checkpoint.base import Stateful, StatefulParts
 from espalier.checkpoint.dcp_planners import LoadPlanner
 from espalier.checkpoint.manifest import FileHash
 from espalier.checkpoint.storage import Storage
@@ -29,7 +29,7 @@ PICKLED = b"PK\x03\x04"
 
 
 def restore(
-    place: Storage, name: str, files: Mapping[str, FileHash], parts: Mapping[str, Stateful], trust: bool = False
+    place: Storage, name: str, files: Mapping[str, FileHash], parts: StatefulParts, trust: bool = False
 ) -> list[str]:
     """Reads checkpoint `name`, which has these `files`, into `parts`; names of the parts it does not have. This rank's
     share only, no waiting. `trust`: pickled skeletons, of the older format, are read too.

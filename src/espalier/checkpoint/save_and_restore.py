@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from espalier.checkpoint import manifest, run_identity, state_tree
-from espalier.checkpoint.base import Stateful
+from espalier.checkpoint.base import StatefulParts
 from espalier.checkpoint.coordination import Coordinator
 from espalier.checkpoint.divergence_check import Alike
 from espalier.checkpoint.run_identity import RunIdentity, RunStamp
@@ -40,12 +40,16 @@ NICE = 15
 3.4 % of a core that training wants whole, and all of one that is idle."""
 
 
+_Skipped = list[tuple[str, str]]
+"""Checkpoints that could not be used, each with the reason."""
+
+
 class Loaded(NamedTuple):
     """What `load` restored."""
 
     step: int
     meta: dict[str, Any]
-    skipped: list[tuple[str, str]]
+    skipped: _Skipped
     """Newer checkpoints that could not be used, each with the reason."""
     absent: list[str]
     """Parts that the checkpoint does not have; they were left as they are."""
@@ -123,7 +127,7 @@ class Checkpoints:
     def save(
         self,
         step: int,
-        parts: Mapping[str, Stateful],
+        parts: StatefulParts,
         meta: dict[str, Any],
         loss: float | None = None,
         wait: bool = False,
@@ -201,7 +205,7 @@ class Checkpoints:
         self.wait()
         self.team.agree("removing checkpoints", lambda: None, removed)
 
-    def load(self, parts: Mapping[str, Stateful], step: int | None = None, most: int | None = None) -> Loaded | None:
+    def load(self, parts: StatefulParts, step: int | None = None, most: int | None = None) -> Loaded | None:
         """Restores `parts` from the newest good checkpoint (of at most `most` steps), or from that of `step`; None when
         there is none at all.
 
@@ -216,7 +220,7 @@ class Checkpoints:
         candidates = self.team.agree(
             "listing checkpoints", lambda: None, lambda _: [self._wanted(step, most)] * self.team.world
         )
-        skipped: list[tuple[str, str]] = []
+        skipped: _Skipped = []
         for name in candidates:
             why = self.team.agree("checking a checkpoint", partial(self._damage, name), _first_reason)
             if why:
@@ -228,7 +232,7 @@ class Checkpoints:
             raise _nothing_good(skipped, self.place.path(""))
         return None
 
-    def _take(self, name: str, parts: Mapping[str, Stateful], skipped: list[tuple[str, str]]) -> Loaded:
+    def _take(self, name: str, parts: StatefulParts, skipped: _Skipped) -> Loaded:
         from espalier.checkpoint.reader import restore
 
         content = read_manifest(self.place, name)
@@ -276,7 +280,7 @@ class Checkpoints:
         foreign = run_identity.is_foreign(self.run, entry.run)
         return entry._replace(why=f"it belongs to {entry.run}") if foreign else entry
 
-    def _report(self, skipped: list[tuple[str, str]], taken: str) -> None:
+    def _report(self, skipped: _Skipped, taken: str) -> None:
         for name, why in skipped:
             what, lost = f"checkpoint {name} is unusable: {why}", (step_of(name) or 0) - (step_of(taken) or 0)
             action = f"took {taken}; {units.plural(lost, 'step')} {'is' if lost == 1 else 'are'} lost and made again"
@@ -350,7 +354,7 @@ def _ignore(event: str, **fields: Any) -> None:
     """Where events go when nobody listens."""
 
 
-def _nothing_good(skipped: list[tuple[str, str]], where: str) -> UserError:
+def _nothing_good(skipped: _Skipped, where: str) -> UserError:
     return UserError(
         f"No checkpoint at {where} can be used.",
         why="; ".join(f"{name}: {why}" for name, why in skipped),

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from espalier.checkpoint.base import Stateful
+from espalier.checkpoint.base import StatefulParts
 from espalier.checkpoint.stored_slice import StoredSlice
 from espalier.checkpoint.tensor_slice import Slice
 from espalier.kernels import accelerator
@@ -24,11 +24,14 @@ from espalier.recipe.serialization import Placeholder
 Kept = Tensor | Slice
 """What a hole stands for: a tensor (a DTensor where it is sharded evenly), or this rank's part of one."""
 
+KeptTensors = Mapping[str, Kept]
+"""By flat name."""
+
 SKELETON = "skeleton:"
 """Begins the flat name of a part's skeleton."""
 
 
-def flatten(parts: Mapping[str, Stateful]) -> tuple[dict[str, Kept], dict[str, bytes]]:
+def flatten(parts: StatefulParts) -> tuple[dict[str, Kept], dict[str, bytes]]:
     """(tensors by flat name, encoded skeletons by `SKELETON` + part) of what `parts` hold now.
 
     The tensors are the parts' own; the skeletons are copies, so a part may go on changing its lists and tables.
@@ -88,7 +91,7 @@ class StagingBuffers:
     def __init__(self) -> None:
         self._buffers: dict[str, Tensor] = {}
 
-    def copy(self, tensors: Mapping[str, Kept], changing: bool = True) -> dict[str, Kept]:
+    def copy(self, tensors: KeptTensors, changing: bool = True) -> dict[str, Kept]:
         """Copies of `tensors` (of this rank's part where they are cut) that stay as they are until the next call; what
         is not in memory as it is. Not `changing`: nor is what is in this memory, as training waits."""
         copies: dict[str, Kept] = {}

@@ -162,7 +162,7 @@ def _spans(plan: Plan, predicted: Predicted) -> list[TimetableBar]:
     """The passes of the first pipeline, on the first rank of each stage, or what a system draws; none of one stage."""
     if spans := [span for state in plan.choices.values() for span in state.spans()]:
         return spans
-    stages = sorted((stage for stage in plan.stages if stage.pipeline == 0), key=lambda stage: stage.layers)
+    stages = plan.pipelines.get(0, [])
     if len(stages) < 2:
         return []
     count = min(stages[0].micro_batches, max(1, DRAWN // (3 * len(stages))))

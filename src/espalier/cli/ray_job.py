@@ -217,7 +217,7 @@ def _attempts(ray: Any, actors: Sequence[Any], job: RayJob) -> int:
 
 def _attempt(ray: Any, actors: Sequence[Any], job: RayJob, number: int, follow: LogFollower) -> list[int]:
     """The exit codes of all ranks; -1 of one whose actor was lost."""
-    places = _places(ray, actors)
+    places = [_asked(ray, actor.place.remote) for actor in actors]
     (host, _), port = places[0], _asked(ray, actors[0].free_port.remote)
     seen: dict[str, int] = {}
     locals_ = [seen[node] for _, node in places if seen.update({node: seen.get(node, -1) + 1}) is None]
@@ -266,11 +266,6 @@ def _stop(ray: Any, actors: Sequence[Any], number: int) -> None:
     for actor in actors:
         with contextlib.suppress(ray.exceptions.RayError):
             actor.signalled.remote(int(number))
-
-
-def _places(ray: Any, actors: Sequence[Any]) -> list[tuple[str, str]]:
-    """(address, node) of each actor."""
-    return [_asked(ray, actor.place.remote) for actor in actors]
 
 
 def _asked(ray: Any, ask: Callable[[], Any]) -> Any:

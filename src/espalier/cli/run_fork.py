@@ -49,7 +49,7 @@ def fork(arguments: argparse.Namespace) -> None:
     if path.exists():
         _refuse_other(path, parent.run)
         return
-    if source.plan.exists() and any(rank.role == "optimizer" for rank in plans.read(source.plan).ranks):
+    if source.plan.exists() and plans.read(source.plan).optimizer_nodes:
         raise UserError(
             f"The state of {source.path} is with its optimizer nodes, and cannot be forked.",
             do=f"espalier export {source.path}, and model.initial = that folder",

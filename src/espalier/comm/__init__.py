@@ -21,24 +21,15 @@ if TYPE_CHECKING:
     from espalier.comm.rendezvous import disconnect as disconnect
     from espalier.comm.rendezvous import phase as phase
 
-_HOME = {
-    "Codec": "base",
-    "Ledger": "base",
-    "Traffic": "base",
-    "current_traffic": "base",
-    "feedback": "base",
-    "sent_bytes": "base",
-    "traffic": "base",
-    "Channel": "channel",
-    "codec": "codecs",
-    "ddp_hook": "ddp",
-    "EXACT": "exact",
-    "Exact": "exact",
-    "Hierarchy": "hierarchical_all_reduce",
-    "connect": "rendezvous",
-    "disconnect": "rendezvous",
-    "phase": "rendezvous",
-}
-
-
-__getattr__ = lazy_names(__name__, {name: f"espalier.comm.{module}" for name, module in _HOME.items()})
+__getattr__ = lazy_names(
+    __name__,
+    {
+        ".base": "Codec Ledger Traffic current_traffic feedback sent_bytes traffic",
+        ".channel": "Channel",
+        ".codecs": "codec",
+        ".ddp": "ddp_hook",
+        ".exact": "EXACT Exact",
+        ".hierarchical_all_reduce": "Hierarchy",
+        ".rendezvous": "connect disconnect phase",
+    },
+)

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from espalier.comm.base import Codec, unbooked
@@ -28,7 +29,7 @@ TIMEOUT = 60.0
 POLL = 50e-6
 """Seconds between two looks at what is under way: MPI moves large messages only while somebody asks."""
 
-Array = np.ndarray[Any, Any]
+Array = NDArray[Any]
 
 
 def allreduce(comm: Any, array: Array, codec: str | Codec = "int8", residual: Array | None = None) -> Array:

@@ -45,7 +45,7 @@ def probe_ranks(group: dist.ProcessGroup, local_rank: int, measure: Callable[[],
     first: list[int] = []
     for number, cluster in enumerate(clusters_of_hosts):
         first.append(sum(node.devices for node in nodes))
-        nodes += [_named(node, f"host {number} ({names[number].split('|')[0]})") for node in cluster.nodes]
+        nodes += [node.changed(name=f"host {number} ({names[number].split('|')[0]})") for node in cluster.nodes]
     devices = _devices(hosts, names, first, plain_collectives.all_gather(local_rank, group), clusters_of_hosts)
     measured = [pair for pair in matrix.pairs(devices) if pair.a != pair.b]
     pairs = {frozenset((pair.a, pair.b)): pair for pair in reversed(measured)}
@@ -90,10 +90,6 @@ def host() -> str:
     except OSError:
         boot = ""
     return f"{socket.gethostname()}|{boot}|{os.stat('/proc/self/ns/net').st_ino}"
-
-
-def _named(node: Node, name: str) -> Node:
-    return node.changed(name=name)
 
 
 def _devices(

@@ -11,9 +11,9 @@ from itertools import takewhile
 from typing import Any
 
 from espalier.evaluate.multiple_choice import loglikelihoods
-from espalier.evaluate.tasks import Sums
 from espalier.language import generate, gpt
 from espalier.language.tokenizer import Tokenizer
+from espalier.parallel.workload import Sums
 from espalier.recipe.errors import missing_extra
 
 TOKENS = 256

@@ -13,10 +13,10 @@ import msgspec
 import torch
 import xxhash
 
-from espalier.evaluate.tasks import Sums
 from espalier.language import gpt, row_files
 from espalier.language.row_files import Row, SourceFile
 from espalier.language.tokenizer import Tokenizer
+from espalier.parallel.workload import Sums
 from espalier.recipe.errors import UserError
 from espalier.recipe.foreign_files import Fields, FieldUse, parsing, printable
 

@@ -12,13 +12,10 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from espalier.parallel.workload import Shard, Workload
+from espalier.parallel.workload import Shard, Sums, Workload
 
 WINDOWS = 16
 """Held-out samples in one record: as many as `espalier eval` gives the model at once."""
-
-Sums = Mapping[str, tuple[float, float]]
-"""Metric to (sum, weight)."""
 
 
 class EvaluationTask(Protocol):

@@ -34,7 +34,8 @@ import torch
 from torch import nn
 
 from espalier.evaluate.shared_model import Source, attach
-from espalier.evaluate.tasks import EvaluationTask, Sums, means
+from espalier.evaluate.tasks import EvaluationTask, means
+from espalier.parallel.workload import Sums
 from espalier.recipe.errors import RunFailed
 
 T = TypeVar("T")

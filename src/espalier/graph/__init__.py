@@ -5,10 +5,11 @@ from espalier.recipe.lazy_names import lazy_names
 
 __all__ = ["Additions", "Graph", "Pattern", "attention", "pattern"]
 
-_LAZY = {"attention": "attention", "Additions": "pattern", "Pattern": "pattern", "pattern": "pattern"}
-"""What loads torch, and the module of `pattern_attention` that has it: costs of graphs are planned without."""
-
-
+# What loads torch: costs of graphs are planned without.
 __getattr__ = lazy_names(
-    __name__, {name: f"espalier.mechanisms.pattern_attention.{module}" for name, module in _LAZY.items()}
+    __name__,
+    {
+        "espalier.mechanisms.pattern_attention.attention": "attention",
+        "espalier.mechanisms.pattern_attention.pattern": "Additions Pattern pattern",
+    },
 )

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-    from espalier.graph.data.graph import Array, Graph
+    from espalier.graph.data.graph import Array, Graph, Signs
     from espalier.graph.networks.base import MessageBlock
     from espalier.graph.networks.gnn import Gnn
     from espalier.graph.networks.layer_work import Reach
@@ -43,7 +43,7 @@ class GraphRun(Protocol):
     folder: str | Path | None
     frozen: Path | None
     trained: tuple[int, Array | None] | None
-    signs: tuple[bool | None, ...]
+    signs: Signs
     global_batch: int
     nominal_weight: float
     network: NetworkAdapter
@@ -84,7 +84,7 @@ class Rounding:
         self.run = run
 
     @property
-    def signs(self) -> tuple[bool | None, ...]:
+    def signs(self) -> Signs:
         """What a run keeps of a network that rounds: `data.signed` of the features that it was trained on."""
         return ()
 

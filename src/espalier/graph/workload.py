@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from espalier import recipe as config
 from espalier.graph import lookup
 from espalier.graph.data import kept_graph, sources
-from espalier.graph.data.graph import Array, Graph, divided, scaled, seen_in_training
+from espalier.graph.data.graph import Array, Graph, Signs, divided, scaled, seen_in_training
 from espalier.graph.networks import graph_plan
 from espalier.graph.networks.layer_work import Reach
 from espalier.graph.parts import partition_folder
@@ -26,7 +26,7 @@ from espalier.graph.tasks import answers, link_prediction, metrics
 from espalier.graph.tasks.graph_classification import GraphTask
 from espalier.graph.tasks.link_prediction import Links, LinkTask
 from espalier.graph.tasks.node_classification import NodeTask
-from espalier.parallel.workload import ALONE, PackStart, Plain, Progress, Shard, to_device
+from espalier.parallel.workload import ALONE, PackStart, Plain, Progress, Shard, Sums, to_device
 from espalier.recipe import Recipe
 from espalier.recipe.cost import Work
 from espalier.recipe.errors import UserError
@@ -59,7 +59,7 @@ class GraphWorkload(Plain):
         self.recipe, self.folder, self.sentences = recipe, folder, tuple(sentences)
         self.trained: tuple[int, Array | None] | None = None
         """Of the graph that the run was begun on, where it is another: see `kept_graph.other_nodes`."""
-        self.signs: tuple[bool | None, ...] = ()
+        self.signs: Signs = ()
         """See `Rounding.signs`; of the run, where it was begun before."""
         self.frozen: Path | None = None
         """Where the run keeps what it made of its graph."""
@@ -152,7 +152,7 @@ class GraphWorkload(Plain):
         """Held-out nodes, links or graphs."""
         return self.task.validation
 
-    def evaluate(self, model: nn.Module, shard: Shard) -> Mapping[str, tuple[float, float]]:
+    def evaluate(self, model: nn.Module, shard: Shard) -> Sums:
         """The task's figures with all neighbours; under `test_` those of the test part, which chooses nothing."""
         return self.batching.evaluate(model, shard)
 

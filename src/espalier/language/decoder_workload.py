@@ -16,7 +16,7 @@ from espalier.language.tokenizer import Tokenizer
 from espalier.parallel.attend import Where
 from espalier.parallel.sequence_slots import SequenceSlots, shares_of
 from espalier.parallel.workload import Pieces, Plain, Role, Shard, Skeleton
-from espalier.recipe import Gpt, Moe, Recipe
+from espalier.recipe import Decoder, Gpt, Moe, Recipe
 from espalier.recipe.cost import Anatomy, Work
 from espalier.recipe.decoder_shapes import sizes
 from espalier.recipe.errors import UserError
@@ -52,7 +52,7 @@ class DecoderWorkload(Plain):
     """The answers of the Workload Protocol that know of the model only. `recipe` is resolved."""
 
     def __init__(self, recipe: Recipe, tokenizer: Tokenizer) -> None:
-        assert isinstance(recipe.model, Gpt | Moe)
+        assert isinstance(recipe.model, Decoder)
         assert recipe.train.sequence is not None
         assert recipe.train.batch_tokens is not None
         self.recipe = recipe
@@ -147,7 +147,7 @@ class DecoderWorkload(Plain):
         return work_of(self.options)(load).whole
 
 
-def work_of(options: Gpt | Moe) -> Callable[[DecoderLoad], Anatomy]:
+def work_of(options: Decoder) -> Callable[[DecoderLoad], Anatomy]:
     """What counts the work of a decoder of `options`."""
     if isinstance(options, Gpt):
         return gpt.work
@@ -156,7 +156,7 @@ def work_of(options: Gpt | Moe) -> Callable[[DecoderLoad], Anatomy]:
     return moe.work
 
 
-def new_model(options: Gpt | Moe, seed: int, device: torch.device) -> gpt.GPT:
+def new_model(options: Decoder, seed: int, device: torch.device) -> gpt.GPT:
     """The decoder of resolved `options`; its weights are filled from `seed` unless `device` is meta."""
     make = gpt.GPT
     if isinstance(options, Moe):

@@ -198,7 +198,7 @@ class Given(NamedTuple):
 class GPT(nn.Module):
     """The decoder of `options` (resolved). Weights are those of `nn.Linear` until `initialise` is called."""
 
-    def __init__(self, options: config.Gpt | config.Moe) -> None:
+    def __init__(self, options: config.Decoder) -> None:
         super().__init__()
         self.size = size = sizes(options)
         # Given empty: on the meta device torch's own filling would first import a second of decompositions.

@@ -161,7 +161,7 @@ def _compare(folder: Path, tensors: Mapping[str, Tensor]) -> None:
 # --- in ----------------------------------------------------------------------------------------------------------
 
 
-def load(folder: str | Path, dtype: torch.dtype) -> tuple[config.Gpt | config.Moe, dict[str, Tensor]]:
+def load(folder: str | Path, dtype: torch.dtype) -> tuple[config.Decoder, dict[str, Tensor]]:
     """The options that a folder of one of `hf_config.FAMILIES` stands for, and its weights under our names, as `dtype`.
 
     Raises UserError naming the file, setting or tensor that this decoder cannot take over.
@@ -196,7 +196,7 @@ def weights_of(model: GPT, folder: Path) -> Callable[[str], Tensor]:
     return value
 
 
-def _wanted(tensors: Mapping[str, StoredTensor], model: config.Gpt | config.Moe) -> dict[str, StoredTensor]:
+def _wanted(tensors: Mapping[str, StoredTensor], model: config.Decoder) -> dict[str, StoredTensor]:
     """Those that the model has. A head that is the table, and buffers that are computed, are none of it."""
     return {
         name: tensor
@@ -205,7 +205,7 @@ def _wanted(tensors: Mapping[str, StoredTensor], model: config.Gpt | config.Moe)
     }
 
 
-def require_same(wanted: config.Gpt | config.Moe, stored: config.Gpt | config.Moe, origin: str) -> None:
+def require_same(wanted: config.Decoder, stored: config.Decoder, origin: str) -> None:
     """Raises UserError naming each option of `wanted` (open ones left out) that the weights in `origin` contradict.
 
     The context may differ: nothing in the weights depends on it.
@@ -224,7 +224,7 @@ def require_same(wanted: config.Gpt | config.Moe, stored: config.Gpt | config.Mo
         raise UserError(f"The weights in {origin} do not fit the model.", why="; ".join(differing), do=do)
 
 
-def options(folder: str | Path) -> config.Gpt | config.Moe:
+def options(folder: str | Path) -> config.Decoder:
     """The model options that the `config.json` in `folder` says, every one of them set; a head that differs from the
     table is one of its own, whatever `tie_word_embeddings` says.
 
@@ -267,7 +267,7 @@ def _own_head(tensors: Mapping[str, StoredTensor]) -> bool:
     return not torch.equal(*(weight_files.value(name, tensors[name]).float() for name in (_HEAD, _TABLE)))
 
 
-def _refuse_differing(folder: str | Path, model: config.Gpt | config.Moe, tensors: Mapping[str, StoredTensor]) -> None:
+def _refuse_differing(folder: str | Path, model: config.Decoder, tensors: Mapping[str, StoredTensor]) -> None:
     """Raises UserError where the names or shapes of `tensors` are not those of the model. Its layers are alike, so one
     of them is built, without values."""
     if isinstance(model, config.Moe) and model.experts > len(tensors):
@@ -338,7 +338,7 @@ def tokenizer_of(folder: str | Path) -> Path | None:
     return file if file.is_file() else None
 
 
-def options_of(size: DecoderSizes) -> config.Gpt | config.Moe:
+def options_of(size: DecoderSizes) -> config.Decoder:
     """The model options that say `size`."""
     names = (
         "width",

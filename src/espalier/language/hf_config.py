@@ -89,7 +89,7 @@ def table_of(size: DecoderSizes, token_ids: Mapping[str, Any], dtype: str) -> di
     return table
 
 
-def kind_of(size: DecoderSizes | config.Gpt | config.Moe) -> str:
+def kind_of(size: DecoderSizes | config.Decoder) -> str:
     """The `model_type` of a decoder: mixtures are Mixtral's or Qwen's."""
     if getattr(size, "experts", 1) == 1:
         return size.family
@@ -160,7 +160,7 @@ def _whole(table: Mapping[str, Any], name: str) -> int:
     return int(_typed(Whole, name, table[name]))
 
 
-def options(table: Mapping[str, Any], folder: str) -> config.Gpt | config.Moe:
+def options(table: Mapping[str, Any], folder: str) -> config.Decoder:
     """The model options that `table` says, every one of them set; its `model_type` is one of `FAMILIES`.
 
     Raises UserError naming a setting that this decoder does not have.

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from espalier.kernels.split_mix import mixed
 from espalier.language.token_store import TokenSplit
 from espalier.recipe.errors import UserError
 
@@ -207,9 +208,6 @@ def _feistel(word: _Word, bits: int, key: _Word) -> _Word:
     return (high << low_bits) | low
 
 
-def _mix(word: Any) -> _Word:
+def _mix(word: Any) -> Any:
     """splitmix64's finalizer: every output bit depends on every input bit. Arrays only: scalars warn on overflow."""
-    word = word + np.uint64(_GOLDEN)
-    word = (word ^ (word >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    word = (word ^ (word >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return word ^ (word >> np.uint64(31))
+    return mixed(word + np.uint64(_GOLDEN))

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from espalier.recipe.cost import VALUE_BYTES, WHOLE, Anatomy, Cut, Number, Product, Work
+from espalier.recipe.cost import VALUE_BYTES, WHOLE, Anatomy, Cut, Number, Product, Terms, Work
 from espalier.recipe.decoder_shapes import DecoderSizes
 
 
@@ -100,7 +100,7 @@ def decoder_work(setting: DecoderLoad, feed: Feed) -> Anatomy:
     return Anatomy(size.layers, layer, rest)
 
 
-def _kept(setting: DecoderLoad, feed: Feed) -> dict[str, Number]:
+def _kept(setting: DecoderLoad, feed: Feed) -> Terms:
     """Bytes per token that one layer keeps in each mode of recomputation."""
     size, whole, compute, tensor = setting.size, setting.whole, setting.compute, setting.cut.tensor
     norms = 2 * ((size.width + 1) * whole + size.width * compute)  # input, scale, output of both

@@ -244,9 +244,11 @@ def _is_rows(value: Any) -> bool:
 
 
 Row = Mapping[str, Any]
+NamedRows = Iterator[tuple[str, Row]]
+"""Each row with its file and number."""
 
 
-def rows(entry: SourceFile, form: Form) -> Iterator[tuple[str, Row]]:
+def rows(entry: SourceFile, form: Form) -> NamedRows:
     """(name, row) of each row, `file:number` from 1 (lines by their line). Raises UserError for what is malformed."""
     if form == "lines":
         return _line_rows(entry)
@@ -256,7 +258,7 @@ def rows(entry: SourceFile, form: Form) -> Iterator[tuple[str, Row]]:
     return _numbered(entry, read(entry))
 
 
-def _numbered(entry: SourceFile, values: Iterator[Row]) -> Iterator[tuple[str, Row]]:
+def _numbered(entry: SourceFile, values: Iterator[Row]) -> NamedRows:
     return ((f"{entry.name}:{number}", row) for number, row in enumerate(values, start=1))
 
 
@@ -268,7 +270,7 @@ def numbered_lines(stream: RowStream) -> Iterator[tuple[int, bytes]]:
     yield from ((number, line) for number, line in enumerate(stream.content, start=2) if not line.isspace())
 
 
-def _line_rows(entry: SourceFile) -> Iterator[tuple[str, Row]]:
+def _line_rows(entry: SourceFile) -> NamedRows:
     decode = msgspec.json.Decoder(dict[str, Any]).decode
     with opened(entry) as stream:
         for number, line in numbered_lines(stream):

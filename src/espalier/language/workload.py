@@ -17,7 +17,7 @@ from torch import Tensor
 from espalier.language import gpt, mixture, row_files, text_sources, token_store
 from espalier.language.decoder_workload import DecoderWorkload, RowBatch, TokenWindows
 from espalier.language.tokenizer import Tokenizer, kept_tokenizer
-from espalier.parallel.workload import Progress, Shard, to_device
+from espalier.parallel.workload import Progress, Shard, Sums, to_device
 from espalier.recipe import Recipe, data_hash
 from espalier.recipe.errors import UserError
 from espalier.recipe.units import plural
@@ -92,7 +92,7 @@ class LanguageWorkload(DecoderWorkload):
         """Held-out windows."""
         return len(self.held_out if self._kept is None else self._kept.windows)
 
-    def evaluate(self, model: gpt.GPT, shard: Shard) -> Mapping[str, tuple[float, float]]:
+    def evaluate(self, model: gpt.GPT, shard: Shard) -> Sums:
         """`loss` in nats per token, and `nats_per_byte`: the same sum over the bytes those tokens stand for."""
         device = next(model.parameters()).device
         nats = count = length = 0.0

@@ -16,7 +16,7 @@ from espalier.language.decoder_workload import DecoderWorkload, embeddings, new_
 from espalier.language.operation_counts import DecoderLoad
 from espalier.language.tokenizer import Tokenizer, kept_tokenizer, open_tokenizer, prefix_note
 from espalier.language.workload import LanguageWorkload, open_language, thaw
-from espalier.recipe import Adapters, Dpo, Gpt, Moe, Recipe, decoder_shapes, defaults
+from espalier.recipe import Adapters, Decoder, Dpo, Moe, Recipe, decoder_shapes, defaults
 from espalier.recipe.base import Derivation
 from espalier.recipe.cost import Anatomy, Cut, ExpertSizes, Profile
 from espalier.recipe.errors import UserError
@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from espalier.language.tune.workload import TuneWorkload
 
 
-def _options(recipe: Recipe) -> Gpt | Moe:
-    assert isinstance(recipe.model, Gpt | Moe)
+def _options(recipe: Recipe) -> Decoder:
+    assert isinstance(recipe.model, Decoder)
     return recipe.model
 
 

@@ -158,11 +158,11 @@ def save(cluster: Cluster, folder: Path | None = None, *, say: Say | None = None
     return file
 
 
-def forget_busy(folder: Path | None = None) -> None:
+def forget_busy() -> None:
     """Has this machine measured anew when it is asked about the next time, if it was busy when it was measured."""
-    cluster = cached(folder)
+    cluster = cached()
     if cluster is not None and cluster.busy > BUSY:
-        cache_file(folder).unlink(missing_ok=True)
+        cache_file().unlink(missing_ok=True)
 
 
 # --- the measuring program ---------------------------------------------------------------------------------------

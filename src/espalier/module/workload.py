@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from espalier.module.parts import (
@@ -34,15 +35,7 @@ from espalier.module.parts import (
     trial,
 )
 from espalier.parallel.tensor_roles import OWN_PLAN, check_ranks
-from espalier.parallel.workload import (
-    Phase,
-    Pieces,
-    Plain,
-    Shard,
-    Tagged,
-    in_sequence,
-    to_device,
-)
+from espalier.parallel.workload import Phase, Pieces, Plain, Shard, Sums, Tagged, in_sequence, to_device
 from espalier.recipe import Module as Options
 from espalier.recipe import Recipe
 from espalier.recipe.cost import VALUE_BYTES, Product, Profile, Work
@@ -70,7 +63,7 @@ class ModuleWorkload(Plain):
         self.size = min(length(task.dataset) for task in self._tasks.values()) if has_data(parts) else 0
         self.global_batch = recipe.train.batch_tokens or min(32, self.size)
         self.nominal_weight = float(self.global_batch * len(self._tasks))
-        self._orders: dict[int, tuple[int, np.ndarray[Any, np.dtype[np.int64]]]] = {}
+        self._orders: dict[int, tuple[int, NDArray[np.int64]]] = {}
         self._dtype = torch.float32
         self._given = copy.deepcopy(parts.model.state_dict())
 
@@ -142,7 +135,7 @@ class ModuleWorkload(Plain):
             indices.append(int(self._permutation(task, epoch, size)[place]))
         return indices
 
-    def _permutation(self, task: int, epoch: int, size: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+    def _permutation(self, task: int, epoch: int, size: int) -> NDArray[np.int64]:
         known = self._orders.get(task)
         if known is None or known[0] != epoch:
             seeds = [self.recipe.train.seed, epoch, *([task] if task else [])]
@@ -155,7 +148,7 @@ class ModuleWorkload(Plain):
         with self.author.answers("in its loss"):
             return self._numbered()[task][1].loss(model, to_device(batch, dtype=self._dtype))
 
-    def evaluate(self, model: nn.Module, shard: Shard) -> Mapping[str, tuple[float, float]]:
+    def evaluate(self, model: nn.Module, shard: Shard) -> Sums:
         """Loss and metrics on the held-out samples of `shard`, and the loss of each task where there are several."""
         sums = {key: torch.zeros(2, dtype=torch.float64) for key in self._figures()}
         device = next(model.parameters()).device

@@ -9,4 +9,4 @@ from espalier.recipe.lazy_names import lazy_names
 __all__ = ["Diagnosis", "EvidenceLine", "diagnose", "restart_helps"]
 
 
-__getattr__ = lazy_names(__name__, {"diagnose": "espalier.ops.diagnosis"})
+__getattr__ = lazy_names(__name__, {".diagnosis": "diagnose"})

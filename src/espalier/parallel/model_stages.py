@@ -34,8 +34,7 @@ def pipelines(plan: Plan, tasks: int = 1) -> list[Placed]:
     """What the plan's stages say: a pipeline for each part of the samples, in the order of the plan. Raises UserError
     where a boundary would cut sequences anew."""
     placed = []
-    for number in sorted({stage.pipeline for stage in plan.stages}):
-        stages = sorted((stage for stage in plan.stages if stage.pipeline == number), key=lambda stage: stage.layers)
+    for number, stages in plan.pipelines.items():
         widths = [stage.tensor * stage.sequence for stage in stages]
         if len({(stage.sequence, stage.speeds) for stage in stages}) > 1:
             raise UserError(
@@ -52,12 +51,12 @@ def pipelines(plan: Plan, tasks: int = 1) -> list[Placed]:
     return placed
 
 
-def check_layers(placed: Sequence[Placed], layers: int, origin: str = "plan.json") -> None:
+def check_layers(placed: Sequence[Placed], layers: int) -> None:
     """Raises UserError unless the stages of each pipeline hold all `layers` once, in order."""
     for _, spans in placed:
         if len(spans) > layers:
             raise UserError(
-                f"{origin} has {len(spans)} stages for {layers} layers.",
+                f"plan.json has {len(spans)} stages for {layers} layers.",
                 why="each stage holds a layer at least",
                 do=f"plan.pin.pp={layers}",
             )
@@ -65,9 +64,9 @@ def check_layers(placed: Sequence[Placed], layers: int, origin: str = "plan.json
         if [first for first, _ in spans] != ends[:-1] or ends != sorted(set(ends)) or ends[-1] != layers:
             shown = ", ".join(f"{first} to {last}" for first, last in spans)
             raise UserError(
-                f"{origin} cannot be run: its stages hold layers {shown}.",
+                f"plan.json cannot be run: its stages hold layers {shown}.",
                 why=f"the stages of a pipeline hold each of the {layers} layers once",
-                do=f"delete {origin}; it is then planned again",
+                do="delete plan.json; it is then planned again",
             )
 
 

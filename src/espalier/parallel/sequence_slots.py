@@ -19,6 +19,7 @@ from espalier.recipe.errors import UserError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from numpy.typing import NDArray
     from torch import Tensor
 
 Ranges = tuple[tuple[int, int], ...]
@@ -90,7 +91,7 @@ class SequenceSlots:
         ends = divided(self.tokens(slot), self.head_shares or (1.0,) * self.heads)
         return [stop - start for start, stop in pairwise(ends)]
 
-    def index(self, number: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+    def index(self, number: int) -> NDArray[np.int64]:
         """The positions of the tokens that rank `number` holds, in its order."""
         slot, piece = divmod(number, self.heads)
         whole = np.concatenate([np.arange(start, stop) for start, stop in self.ranges(slot)])
@@ -174,11 +175,11 @@ class Runs(NamedTuple):
         start, last: the positions of its first and last token in the sequence; last is -1 where it has none.
     """
 
-    parts: np.ndarray[Any, Any]
-    first: np.ndarray[Any, Any]
-    size: np.ndarray[Any, Any]
-    start: np.ndarray[Any, Any]
-    last: np.ndarray[Any, Any]
+    parts: NDArray[Any]
+    first: NDArray[Any]
+    size: NDArray[Any]
+    start: NDArray[Any]
+    last: NDArray[Any]
 
     def before(self, document: int, position: int) -> int:
         """How many tokens of the run stand before `position` of the sequence, which is in none of its parts."""

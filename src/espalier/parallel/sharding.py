@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from espalier.checkpoint.base import Stateful
+    from espalier.checkpoint.base import StatefulParts
     from espalier.optim.base import Optimizer, Owned
 
 
@@ -69,7 +69,7 @@ class Sharding(Protocol):
     def bytes_held(self) -> Mapping[str, int]:
         """Bytes this rank holds, by state: `params`, `grads`, `masters`."""
 
-    def parts(self, optimizer: Optimizer) -> Mapping[str, Stateful]:
+    def parts(self, optimizer: Optimizer) -> StatefulParts:
         """`model` and `optimizer` for a checkpoint: whole tensors by name, of which each rank writes and reads its
         own share; they resume under any other sharding."""
 

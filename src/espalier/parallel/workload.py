@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 Progress = Callable[[int, int], None]
 """Called with (done, total) while data is read."""
 
+Sums = Mapping[str, tuple[float, float]]
+"""Metric to (sum, weight)."""
+
 Batch = Any  # what `batches` yields and `loss` takes: a NamedTuple of tensors
 
 
@@ -223,7 +226,7 @@ class Workload(Protocol):
     def loss(self, model: Any, batch: Batch) -> tuple[Tensor, Tensor]:
         """(sum of losses, weight): scalars; never a mean. Their totals over the global batch give the loss."""
 
-    def evaluate(self, model: Any, shard: Shard) -> Mapping[str, tuple[float, float]]:
+    def evaluate(self, model: Any, shard: Shard) -> Sums:
         """Held-out figures of this shard as name to (sum, weight); ranks add them up before dividing. Calls the model
         once for each of the shard's `cuts`."""
 

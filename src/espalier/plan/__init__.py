@@ -5,25 +5,15 @@ edited. `estimate` and `calibrate` are for whoever plans by hand; `place` puts a
 devices, `waves` several tasks on groups of them.
 """
 
-from __future__ import annotations
-
-from importlib import import_module
-from typing import Any
+from espalier.recipe.lazy_names import lazy_names
 
 _HOME = {
-    "Calibration": "espalier.plan.calibration",
-    "Estimate": "espalier.train.library_request",
-    "Measurement": "espalier.plan.calibration",
-    "calibrate": "espalier.plan.calibration",
-    "estimate": "espalier.train.library_request",
-    "place": "espalier.mechanisms.unequal_pipelines.pipeline_search",
-    "waves": "espalier.mechanisms.task_waves.wave_search",
+    ".calibration": "Calibration Measurement calibrate",
+    "espalier.train.library_request": "Estimate estimate",
+    "espalier.mechanisms.unequal_pipelines.pipeline_search": "place",
+    "espalier.mechanisms.task_waves.wave_search": "waves",
 }
 
-__all__ = list(_HOME)
+__all__ = list(" ".join(_HOME.values()).split())
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module 'espalier.plan' has no attribute {name!r}")
-    return getattr(import_module(_HOME[name]), name)
+__getattr__ = lazy_names(__name__, _HOME)

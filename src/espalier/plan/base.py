@@ -384,6 +384,19 @@ class Plan(PlanStruct, frozen=True):
         return [rank for rank in self.ranks if rank.role == "trainer"]
 
     @property
+    def optimizer_nodes(self) -> list[Rank]:
+        """The ranks that hold the model for the others."""
+        return [rank for rank in self.ranks if rank.role == "optimizer"]
+
+    @property
+    def pipelines(self) -> dict[int, list[Stage]]:
+        """The stages of each pipeline, in the order of their layers."""
+        pipelines: dict[int, list[Stage]] = {}
+        for stage in sorted(self.stages, key=lambda stage: (stage.pipeline, stage.layers)):
+            pipelines.setdefault(stage.pipeline, []).append(stage)
+        return pipelines
+
+    @property
     def step_seconds(self) -> float:
         """Of a step, as predicted; 0 where nothing is."""
         return self.predicted.step_seconds if self.predicted is not None else 0.0

@@ -98,7 +98,7 @@ def _ranks(request: Request, option: Option) -> tuple[Rank, ...]:
     places = seats(option.cluster, int(layout.world))
     return tuple(
         Rank(
-            device="cpu" if place.table.device.kind == "cpu" else f"cuda:{place.slot}",
+            device=place.device_name,
             node=option.nodes[place.node] if option.nodes else place.node,
             threads=layout.threads,
             share=cuts[index // replica % layout.dp],

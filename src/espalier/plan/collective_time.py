@@ -118,11 +118,7 @@ def devices(cluster: Cluster, ranks: int) -> dict[int, Device]:
 def used(cluster: Cluster, plan: Plan) -> list[Device]:
     """The devices of a plan's ranks."""
     there = {(rank.node, rank.device) for rank in plan.ranks}
-    return [
-        place.table.device
-        for place in cluster.devices()
-        if (place.node, "cpu" if place.table.device.kind == "cpu" else f"cuda:{place.slot}") in there
-    ]
+    return [place.table.device for place in cluster.devices() if (place.node, place.device_name) in there]
 
 
 def gpus(cluster: Cluster) -> int:

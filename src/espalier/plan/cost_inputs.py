@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -23,7 +22,7 @@ from espalier.plan.collective_time import DeviceGroup, Fleet
 from espalier.plan.layouts import Layouts
 from espalier.plan.request import Request
 from espalier.recipe import units
-from espalier.recipe.cost import Cost, Cut, Number
+from espalier.recipe.cost import Cost, Cut, Number, Terms
 
 TURN = 3e-3
 """Seconds that each further rank on a core keeps a rank from it: what the scheduler gives at once. Four ranks on two
@@ -77,7 +76,7 @@ class CostInputs:
         return request.bytes_each * (2 * request.profile.trainable - one_moment) / max(1, request.profile.trainable)
 
     @property
-    def frozen(self) -> dict[str, Number]:
+    def frozen(self) -> Terms:
         """Bytes of what is not trained: of weights under adapters as they are stored; else of whole parameters, which
         our trainer neither shards nor copies into low precision."""
         request, layouts = self.request, self.layouts
@@ -223,12 +222,12 @@ class CostInputs:
         return sequence_cost(load, grid, wire=self.awaited)
 
     @cached_property
-    def sharded(self) -> Mapping[str, Number]:
+    def sharded(self) -> Terms:
         """Bytes of sharded states by kind, wherever they are."""
         return cost(self.states, self.division).memory_bytes
 
     @cached_property
-    def waiting(self) -> Mapping[str, Number]:
+    def waiting(self) -> Terms:
         """Bytes of sharded states that wait outside the device, by kind."""
         waiting = offload.waiting(self.request.offload, self.sharded)
         if self.request.offload.parameters in ("host", "disk"):  # each rank has a share of all
@@ -247,7 +246,7 @@ class CostInputs:
         return offload.lacking(over, self.waiting, self.kind, self.request)
 
     @property
-    def _resident(self) -> Mapping[str, Number]:
+    def _resident(self) -> Terms:
         """Bytes of sharded states by kind, without those that wait."""
         way, sizes = self.request.offload, self.sharded
         if offload.windowed(way):
@@ -259,7 +258,7 @@ class CostInputs:
         return {**resident, "optimizer": resident["optimizer"] + self.resident_optimizer}
 
     @cached_property
-    def device_states(self) -> Mapping[str, Number]:
+    def device_states(self) -> Terms:
         """Bytes of sharded states on a rank by kind, with what rounds keep beside them."""
         sizes = self._resident if self.request.offload != RESIDENT else cost(self.states, self.division).memory_bytes
         if not self.request.outer:

@@ -25,7 +25,7 @@ from espalier.plan.collective_time import Fleet, devices, seats
 from espalier.plan.cost_inputs import CostInputs
 from espalier.plan.layouts import Layouts
 from espalier.plan.request import Request, exchanges
-from espalier.recipe.cost import Number, ring_bytes
+from espalier.recipe.cost import Number, Terms, ring_bytes
 
 
 @dataclass(frozen=True)
@@ -49,14 +49,14 @@ UNCOUNTED = {"device": (), "reserved": ("runtime",), "allocated": ("runtime", "s
 class Priced:
     """Layouts priced on one kind of rank, each value [n]."""
 
-    seconds: Mapping[str, Number]
-    memory_bytes: Mapping[str, Number]
+    seconds: Terms
+    memory_bytes: Terms
     limit: float
     peak: Number
     """Bytes at the worst moment."""
     over: Number
     """Bytes beyond what the rank and its machine may hold; negative: room left."""
-    waiting: Mapping[str, Number] = field(default_factory=dict)
+    waiting: Terms = field(default_factory=dict)
     """Bytes outside the device, by kind."""
 
     @property

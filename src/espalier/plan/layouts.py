@@ -16,6 +16,7 @@ from functools import cache
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from espalier.plan.axes.placement import ShardFactors
 from espalier.plan.base import Layout, Placement
@@ -170,7 +171,7 @@ def divisors(number: int) -> tuple[int, ...]:
 
 
 @cache
-def chains(ranks: int, per_node: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+def chains(ranks: int, per_node: int) -> NDArray[np.int64]:
     """All nested (params, grads, optimizer) factors of `ranks` [n, 3].
 
     Candidates (AMSP, section 2.2 of its reading): divisors of a node's `per_node` ranks, those times a divisor of the
@@ -192,7 +193,7 @@ def chains(ranks: int, per_node: int) -> np.ndarray[Any, np.dtype[np.int64]]:
 
 def grid(algorithm: str, world: int, per_node: int, limits: Limits) -> Iterator[Layouts]:
     """All layouts of an algorithm on `world` ranks, one batch of arrays for each recomputation."""
-    rows: list[np.ndarray[Any, Any]] = []
+    rows: list[NDArray[Any]] = []
     for pp in limits.stages(world):
         for tp, hp, cp, window in limits.cuts(algorithm, world // pp):
             sp = hp * cp
@@ -344,7 +345,7 @@ class Limits:
             sizes = sorted({*(2**k for k in range(share.bit_length()) if 2**k <= share), share})
         return [size for size in sizes if rounds is None or -(-share // size) == rounds]
 
-    def factors(self, factors: np.ndarray[Any, Any], ranks: int) -> np.ndarray[Any, Any]:
+    def factors(self, factors: NDArray[Any], ranks: int) -> NDArray[Any]:
         """Of nested factors those that pins and redundancy allow."""
         keep = ranks // factors[:, 2] >= self.redundancy
         if self.experts > 1:

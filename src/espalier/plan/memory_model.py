@@ -19,7 +19,7 @@ from espalier.plan.cost_inputs import CostInputs
 from espalier.plan.layouts import Layouts
 from espalier.plan.request import Request
 from espalier.recipe import units
-from espalier.recipe.cost import Anatomy, Number
+from espalier.recipe.cost import Anatomy, Number, Terms
 
 CUDA_RUNTIME = 800 * 2**20
 """Bytes on a GPU that hold nothing of the model: the context (300 MB with kernels loaded when needed, as CUDA does
@@ -52,7 +52,7 @@ def limit(kind: DeviceGroup, request: Request) -> float:
     return usable if allowed is None else min(usable, float(units.size(allowed, "plan.memory")))
 
 
-def memory_bytes(step: CostInputs, size: Number, in_flight: Number) -> dict[str, Number]:
+def memory_bytes(step: CostInputs, size: Number, in_flight: Number) -> Terms:
     """Bytes by kind on the fullest stage; their sum is the peak.
 
     Args:
@@ -64,7 +64,7 @@ def memory_bytes(step: CostInputs, size: Number, in_flight: Number) -> dict[str,
     return first if last is first else {name: np.where(fuller, first[name], last[name]) for name in first}
 
 
-def ends(step: CostInputs, size: Number, in_flight: Number) -> tuple[dict[str, Number], dict[str, Number]]:
+def ends(step: CostInputs, size: Number, in_flight: Number) -> tuple[Terms, Terms]:
     """Bytes by kind on the first stage and on the last; the same object where no layout has more than one."""
     anatomy = step.request.profile.anatomy(size, step.layouts.recompute, step.request.precision, step.cut)
     first = stage(step, anatomy, in_flight, is_first=True)
@@ -73,7 +73,7 @@ def ends(step: CostInputs, size: Number, in_flight: Number) -> tuple[dict[str, N
     return first, stage(step, anatomy, in_flight, is_first=False)
 
 
-def stage(step: CostInputs, anatomy: Anatomy, micro_batches: Number, is_first: bool) -> dict[str, Number]:
+def stage(step: CostInputs, anatomy: Anatomy, micro_batches: Number, is_first: bool) -> Terms:
     """Of the first stage (or the last), with so many micro-batches in a step."""
     request, layouts, factors = step.request, step.layouts, step.on.factors
     pp, device = np.asarray(layouts.pp), step.kind.table.device

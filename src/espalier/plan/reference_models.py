@@ -13,7 +13,7 @@ import numpy as np
 
 from espalier.plan.axes.sharding import StateBytes
 from espalier.plan.request import Request, TrainingSystem
-from espalier.recipe.cost import VALUE_BYTES, Anatomy, Cut, Number, Product, Profile, Work
+from espalier.recipe.cost import VALUE_BYTES, Anatomy, Cut, Number, Product, Profile, Terms, Work
 from espalier.recipe.decoder_shapes import DecoderSizes
 
 MIXED = StateBytes(2, 2, 12)
@@ -122,7 +122,7 @@ class ReferenceDecoder:
         """Full-precision values of each logit that its loss needs."""
         return LOSSES[self.loss] if self.loss else np.where(np.asarray(tensor) > 1, LOSSES["parallel"], LOSSES["plain"])
 
-    def _saved(self, value: int, cut: Cut) -> dict[str, Number]:
+    def _saved(self, value: int, cut: Cut) -> Terms:
         """Bytes per token that one layer keeps, by recomputation."""
         size, tensor = self.size, cut.tensor
         scale, width, kv = value / 2, size.width, size.kv_width

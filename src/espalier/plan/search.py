@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -30,7 +30,7 @@ from espalier.plan.base import RESIDENT
 from espalier.plan.calibration import DATASHEET, LEAST, Calibration
 from espalier.plan.collective_time import gpus
 from espalier.plan.cost_inputs import CostInputs
-from espalier.plan.layout_estimate import Shares, price, samples_each, slowest
+from espalier.plan.layout_estimate import Priced, Shares, price, samples_each, slowest
 from espalier.plan.layouts import ALGORITHMS, MODES, Layouts, Limits
 from espalier.plan.request import Request
 from espalier.plan.step_time import compute
@@ -191,15 +191,12 @@ def elsewhere(
         return request, resident
     if not fitting:
         return min(
-            attempts, key=lambda attempt: _lacking(attempt[1]), default=(request, SearchResult((), None, 0, TIE))
+            attempts,
+            key=lambda attempt: math.inf if attempt[1].closest is None else attempt[1].closest.over,
+            default=(request, SearchResult((), None, 0, TIE)),
         )
     fastest = min(result.options[0].seconds for _, result in fitting)
     return next(attempt for attempt in fitting if attempt[1].options[0].seconds <= fastest * (1 + attempt[1].tie))
-
-
-def _lacking(result: SearchResult) -> float:
-    """Bytes that the least violating layout lacks."""
-    return math.inf if result.closest is None else result.closest.over
 
 
 def _in_order(options: list[Option], cluster: Cluster) -> tuple[Option, ...]:
@@ -466,8 +463,7 @@ def by_speed(request: Request, part: Cluster, on: collective_time.Fleet, layouts
     exact = _in_proportion(request.profile.global_batch, rates, np.array([kind.ranks for kind in on.kinds]))
     shares = np.ceil(exact - 1e-9).astype(int)
     costs = price(request, on, layouts, Shares(np.maximum(1, shares)))
-    seconds, peak = (np.max([getattr(priced, name) for priced in costs], axis=0) for name in ("step", "peak"))
-    over = np.max([priced.over for priced in costs], axis=0)
+    seconds, peak, over = _worst(costs)
     least = np.where(np.asarray(layouts.grads) > 1, -(-shares.max(axis=0) // layouts.micro_batch), 1)
     wins = np.flatnonzero((exact.astype(int).min(axis=0) >= least) & (over <= 0) & (seconds < equal))
     values = (seconds[wins].tolist(), peak[wins].tolist(), over[wins].tolist(), map(tuple, shares[:, wins].T.tolist()))
@@ -489,14 +485,18 @@ def slots_by_speed(
     rates, ranks = _rates(request, on, layouts), np.array([kind.ranks for kind in on.kinds])
     speeds = rates * ranks.sum() / (rates * ranks[:, None]).sum(0)
     costs = price(request, on, layouts, Shares(speeds=speeds))
-    seconds, peak = (np.max([getattr(priced, name) for priced in costs], axis=0) for name in ("step", "peak"))
-    over = np.max([priced.over for priced in costs], axis=0)
+    seconds, peak, over = _worst(costs)
     wins = np.flatnonzero((over <= 0) & (seconds < equal))
     values = (seconds[wins].tolist(), peak[wins].tolist(), over[wins].tolist(), map(tuple, speeds[:, wins].T.tolist()))
     return [
         Option(layout, part, taken, most, beyond, speeds=each)
         for layout, taken, most, beyond, each in zip(layouts.each(wins), *values, strict=True)
     ]
+
+
+def _worst(costs: Sequence[Priced]) -> tuple[Any, ...]:
+    """Seconds, peak and the bytes beyond the limit [layouts], of the kind of rank that has most of each."""
+    return tuple(np.max([getattr(priced, name) for priced in costs], axis=0) for name in ("step", "peak", "over"))
 
 
 def _rates(request: Request, on: collective_time.Fleet, layouts: Layouts) -> Any:

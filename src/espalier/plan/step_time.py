@@ -7,7 +7,7 @@ complete nor free, and the optimizer's own time.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from typing import Any
@@ -24,7 +24,7 @@ from espalier.plan.axes.placement_plan import Prefetch
 from espalier.plan.axes.sharding import cost, volumes
 from espalier.plan.base import RESIDENT
 from espalier.plan.cost_inputs import CostInputs
-from espalier.recipe.cost import Anatomy, Cost, Number, Product, Work
+from espalier.recipe.cost import Anatomy, Cost, Number, Product, Terms, Work
 
 OPERATIONS = 6.0
 """Operations issued per matrix product in an eager forward pass where the workload does not count them: a decoder block
@@ -76,11 +76,11 @@ class Pass:
         return sum(self.parts.values())
 
     @property
-    def parts(self) -> dict[str, Number]:
+    def parts(self) -> Terms:
         return {name: value for name, value in vars(self).items() if name != "weight"}
 
 
-def step_seconds(step: CostInputs, samples: Number) -> dict[str, Number]:
+def step_seconds(step: CostInputs, samples: Number) -> Terms:
     """Seconds by part of a step in which each replica has `samples` samples; they add up to the whole."""
     layouts = step.layouts
     size = np.minimum(np.maximum(1, np.asarray(layouts.micro_batch)), samples)
@@ -108,7 +108,7 @@ def step_seconds(step: CostInputs, samples: Number) -> dict[str, Number]:
     return terms
 
 
-def _elsewhere(step: CostInputs, terms: Mapping[str, Number], rounds: Number) -> dict[str, Number]:
+def _elsewhere(step: CostInputs, terms: Terms, rounds: Number) -> Terms:
     """The terms that are others where states or activations wait outside the devices."""
     passes = terms["forward"] + terms["backward"] + terms["recompute"]
     if step.request.offload == offload.NODE:
@@ -260,7 +260,7 @@ def sequence_seconds(step: CostInputs, work: Work) -> Number:
     return sum(step.sequence(work.tokens, attention).seconds.values())
 
 
-def weights(step: CostInputs, parameters: Number) -> Mapping[str, Number]:
+def weights(step: CostInputs, parameters: Number) -> Terms:
     """Seconds of gathering `parameters` parameters of one layer once, and of scattering their gradients, in every
     micro-batch."""
     layer = replace(step.states, sizes=(), elements=parameters, layers=1, layer=0, outside=0, largest=0)
@@ -376,7 +376,7 @@ def pipeline(
     return stages_cost(load)
 
 
-def _once(step: CostInputs, last: Mapping[str, Number]) -> dict[str, Number]:
+def _once(step: CostInputs, last: Terms) -> Terms:
     """Gradients, optimizer and refreshed parameters: what happens once a step, on the last micro-batch."""
     backward = last["backward"] + last["recompute"]
     summed = gradients(step)
@@ -390,7 +390,7 @@ def _once(step: CostInputs, last: Mapping[str, Number]) -> dict[str, Number]:
     }
 
 
-def gradients(step: CostInputs) -> dict[str, Number]:
+def gradients(step: CostInputs) -> Terms:
     """Seconds of summing a step's gradients, and the units in which they become ready (AMSP, section 2.5): scattered
     from the gradients' shards to the optimizer's, then summed over that shard's replicas."""
     layouts = step.layouts

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from espalier.comm import sparse_blocks
 from espalier.kernels import counts
-from espalier.parallel.workload import Phase, Plain, Shard
+from espalier.parallel.workload import Phase, Plain, Shard, Sums
 from espalier.radiance import energy, spikingnerf
 from espalier.radiance.rays import Lens, Rays
 from espalier.radiance.scenes import Scene
@@ -182,7 +182,7 @@ class RadianceWorkload(Plain):
         return min(len(self._held) * self._pixels, self.recipe.train.validate_tokens)
 
     @torch.no_grad()
-    def evaluate(self, model: nn.Module, shard: Shard) -> Mapping[str, tuple[float, float]]:
+    def evaluate(self, model: nn.Module, shard: Shard) -> Sums:
         """Squared error; and of rays spikes, and joules of the colour network with all of an image's rays."""
         every, samples = len(self._held) * self._pixels, self.validation_samples()
         names = ["loss", *(self._figures() if self.stage == "fine" else [])]

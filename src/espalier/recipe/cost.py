@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 Number = Any  # float or numpy array of floats, broadcast together
 Terms = Mapping[str, Number]
+"""Amounts by what they are of."""
 
 VALUE_BYTES = {"fp64": 8, "fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2}
 """Bytes of a value that products read and write, by precision."""

@@ -9,7 +9,7 @@ import math
 from typing import Any
 
 from espalier.recipe.base import Draft, ModelKind, RecipeBase
-from espalier.recipe.decoder_shapes import Gpt, Moe, active_parameter_count, parameter_count, published
+from espalier.recipe.decoder_shapes import Decoder, Gpt, Moe, active_parameter_count, parameter_count, published
 from espalier.recipe.errors import UserError
 from espalier.recipe.sections import Adapters, Dpo, Lora
 
@@ -46,7 +46,7 @@ def _fill(draft: Draft) -> None:
         draft.rates(rate, falling, FINE_TUNING, "; a tenth of it, as training goes on from model.initial")
     if draft.get("model.vocabulary") is None:
         return
-    assert isinstance(draft.recipe.model, Gpt | Moe)
+    assert isinstance(draft.recipe.model, Decoder)
     parameters = active_parameter_count(draft.recipe.model)
     _batch(draft, parameters)
     tokens = TOKENS_PER_PARAMETER * parameters
@@ -79,7 +79,7 @@ def _model(draft: Draft) -> None:
     draft.fill("model.context", draft.get("train.sequence"), "as long as the sequences it is trained on")
     if draft.get("model.vocabulary") is None:
         return
-    assert isinstance(draft.recipe.model, Gpt | Moe)
+    assert isinstance(draft.recipe.model, Decoder)
     untied = draft.recipe.model.changed(tied=False)
     share = draft.get("model.vocabulary") * width / parameter_count(untied)
     if share > 0.1:
@@ -147,7 +147,7 @@ def _batch(draft: Draft, parameters: int) -> None:
 
 def _check(recipe: RecipeBase) -> None:
     model = recipe.model
-    assert isinstance(model, Gpt | Moe)
+    assert isinstance(model, Decoder)
     if model.width and model.heads and model.width % model.heads:
         why = f"model.width = {model.width} is not a multiple of it"
         raise UserError(f"model.heads = {model.heads} does not divide the width.", why=why, do=_divisors(model.width))
@@ -180,7 +180,7 @@ def _check(recipe: RecipeBase) -> None:
         )
 
 
-def _adapters(tune: Adapters, model: Gpt | Moe) -> None:
+def _adapters(tune: Adapters, model: Decoder) -> None:
     kind = type(tune).__struct_config__.tag
     if isinstance(model, Moe):
         raise UserError(f'tune.kind = "{kind}" is not possible with experts.', do='tune.kind = "full"')

@@ -166,7 +166,7 @@ class DecoderSizes:
         return self.kv_heads * self.head_size
 
 
-def sizes(model: Gpt | Moe) -> DecoderSizes:
+def sizes(model: Decoder) -> DecoderSizes:
     """The sizes of a resolved decoder. An option still None is our bug: `recipe.defaults.resolve` comes first."""
     names = ("depth", "width", "heads", "kv_heads", "feed_forward", "vocabulary", "context", "tied")
     values: dict[str, Any] = {name: getattr(model, name) for name in names}
@@ -182,12 +182,12 @@ def sizes(model: Gpt | Moe) -> DecoderSizes:
     return replace(dense, **routing, bias=model.balancing == "bias")
 
 
-def parameter_count(model: Gpt | Moe) -> int:
+def parameter_count(model: Decoder) -> int:
     """Parameters of a resolved decoder (tied embeddings counted once)."""
     return _count(sizes(model), every_expert=True)
 
 
-def active_parameter_count(model: Gpt | Moe) -> int:
+def active_parameter_count(model: Decoder) -> int:
     """Parameters one token passes through: `active` of the experts, everything else."""
     return _count(sizes(model), every_expert=False)
 

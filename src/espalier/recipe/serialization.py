@@ -147,11 +147,7 @@ def _dtype_name(dtype: Any) -> str:
 # --- decoding --------------------------------------------------------------------------------------------------------
 
 
-def _extension(code: int, data: memoryview) -> Any:
-    return _READ[code](data)
-
-
-_DECODER = msgspec.msgpack.Decoder(ext_hook=_extension)
+_DECODER = msgspec.msgpack.Decoder(ext_hook=lambda code, data: _READ[code](data))
 _decode = _DECODER.decode
 
 

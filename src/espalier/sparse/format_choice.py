@@ -9,6 +9,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -70,14 +71,10 @@ def _measured(adjacency: CSR, width: int, others: dict[str, Callable[[], Tensor]
     if not others and len(matrices) == 1:
         return FormatChoice("csr", adjacency, {})
     x = torch.rand(adjacency.shape[1], width, generator=torch.Generator().manual_seed(0)).requires_grad_()
-    runs: dict[str, Callable[[], Tensor]] = {name: _product(matrix, x) for name, matrix in matrices.items()}
+    runs: dict[str, Callable[[], Tensor]] = {name: partial(matmul, matrix, x) for name, matrix in matrices.items()}
     seconds = _interleaved({**runs, **others})
     name: Any = min(seconds, key=lambda candidate: seconds[candidate] * (1.0 if candidate == "csr" else MARGIN))
     return FormatChoice(name, matrices.get(name, adjacency), seconds)
-
-
-def _product(matrix: CSR | CBM, x: Tensor) -> Callable[[], Tensor]:
-    return lambda: matmul(matrix, x)
 
 
 def _interleaved(runs: dict[str, Callable[[], Tensor]]) -> dict[str, float]:

@@ -3,14 +3,10 @@
 The names load on first use: `espalier.store.cost` needs no torch.
 """
 
-from __future__ import annotations
-
-from importlib import import_module
+from espalier.recipe.lazy_names import lazy_names
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from typing import Any
-
     from espalier.recipe.cache_dir import DiskFull as DiskFull
     from espalier.store.base import Rows as Rows
     from espalier.store.budget import Budget as Budget
@@ -41,27 +37,21 @@ if TYPE_CHECKING:
     from espalier.store.tiers import place_rows as place_rows
 
 _HOME = {
-    "base": "Rows",
-    "budget": "Budget",
-    "cost": "PAGE pages",
-    "direct_io": "DirectFile DiskFull File StripedFile aligned check_room",
-    "extents": "DamagedExtent ExtentFile ExtentWriter",
-    "generations": "Generations",
-    "io_queue": "IoQueue",
-    "memory": "MemoryRows",
-    "page_cache": "PageCache",
-    "prefetch": "PrefetchPipeline",
-    "rows": "RowFile RowLayout RowWriter padded",
-    "tiers": "ExtentTier MemoryTier PageTier Tier TierRows place_rows",
+    ".base": "Rows",
+    ".budget": "Budget",
+    ".cost": "PAGE pages",
+    ".direct_io": "DirectFile DiskFull File StripedFile aligned check_room",
+    ".extents": "DamagedExtent ExtentFile ExtentWriter",
+    ".generations": "Generations",
+    ".io_queue": "IoQueue",
+    ".memory": "MemoryRows",
+    ".page_cache": "PageCache",
+    ".prefetch": "PrefetchPipeline",
+    ".rows": "RowFile RowLayout RowWriter padded",
+    ".tiers": "ExtentTier MemoryTier PageTier Tier TierRows place_rows",
 }
-_MODULE = {name: module for module, names in _HOME.items() for name in names.split()}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULE:
-        raise AttributeError(f"module 'espalier.store' has no attribute {name!r}")
-    return getattr(import_module(f"espalier.store.{_MODULE[name]}"), name)
+__getattr__ = lazy_names(__name__, _HOME)
 
 
 def __dir__() -> list[str]:
-    return sorted(_MODULE)
+    return sorted(" ".join(_HOME.values()).split())

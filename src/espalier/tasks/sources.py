@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset, Subset
 
@@ -47,7 +48,7 @@ _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 class ArrayDataset(Dataset[Sample]):
     """Samples that are rows of arrays of equal length."""
 
-    def __init__(self, **fields: np.ndarray[Any, Any]) -> None:
+    def __init__(self, **fields: NDArray[Any]) -> None:
         self.fields = fields
         self.notes: tuple[str, ...] = ()
 
@@ -233,7 +234,7 @@ def glyphs(length: int, faces: int = 8) -> ArrayDataset:
     return ArrayDataset(image=images, text=np.frombuffer(b"".join(names), np.uint8).reshape(-1, length))
 
 
-def _drawn(files: Sequence[Path]) -> Iterator[tuple[np.ndarray[Any, Any], int]]:
+def _drawn(files: Sequence[Path]) -> Iterator[tuple[NDArray[Any], int]]:
     """(picture, character) of each character that has a name and a glyph of its own, character by character."""
     try:
         from PIL import Image, ImageDraw, ImageFont

@@ -59,7 +59,7 @@ def render(run: RunTables, live: bool = False) -> str:
 
 
 def _context(run: RunTables) -> dict[str, Any]:
-    predicted = _predicted(run)
+    predicted = run.plan.get("predicted") or {}
     return {
         "title": run.start.get("name") or run.recipe.get("name") or run.folder.absolute().name,
         "kind": run.state,
@@ -87,10 +87,6 @@ def _context(run: RunTables) -> dict[str, Any]:
         "about": {**(run.start.get("versions") or {}), **(run.start.get("host") or {})},
         "recipe": flat(run.recipe),
     }
-
-
-def _predicted(run: RunTables) -> dict[str, Any]:
-    return run.plan.get("predicted") or {}
 
 
 def _subtitle(run: RunTables) -> list[str]:

@@ -21,7 +21,7 @@ from espalier.recipe.errors import Interrupted, UserError
 from espalier.train.mechanism import Build, Mechanism
 
 if TYPE_CHECKING:
-    from espalier.checkpoint.base import Stateful
+    from espalier.checkpoint.base import StatefulParts
     from espalier.optim.base import Optimizer
     from espalier.parallel.agreement import Agreement
     from espalier.parallel.mesh import ProcessMesh
@@ -145,7 +145,7 @@ class Fp16(Mechanism):
         context.forward = partial(torch.autocast, context.device.type, torch.float16)
         context.loss_scale = LossScale()
 
-    def state(self, context: Build, parts: Mapping[str, Stateful]) -> Mapping[str, Stateful]:
+    def state(self, context: Build, parts: StatefulParts) -> StatefulParts:
         assert context.loss_scale is not None
         return {**parts, "loss scale": context.loss_scale}
 
@@ -211,7 +211,7 @@ class Built(NamedTuple):
     context: Build
     mechanisms: Sequence[Mechanism]
 
-    def parts(self) -> Mapping[str, Stateful]:
+    def parts(self) -> StatefulParts:
         """Everything that has state, by name."""
         parts = self.sharding.parts(self.optimizer)
         for mechanism in self.mechanisms:

@@ -143,22 +143,25 @@ class Pulses:
         self._all = memoryview(self._memory).cast("q")
         self._world = world
 
+    def _cells_of(self, rank: int) -> memoryview:
+        return self._all[rank * _CELLS : (rank + 1) * _CELLS]
+
     def of(self, rank: int) -> Pulse:
         """The part that `rank` writes."""
-        return Pulse(self._all[rank * _CELLS : (rank + 1) * _CELLS], self._every)
+        return Pulse(self._cells_of(rank), self._every)
 
     def read(self) -> list[Sign]:
         """What each rank showed last."""
-        return [self._sign(self._all[rank * _CELLS : (rank + 1) * _CELLS].tolist()) for rank in range(self._world)]
+        return [self._sign(self._cells_of(rank).tolist()) for rank in range(self._world)]
 
     def begin(self, now: float) -> None:
         """An attempt does at `now`, of ranks that are new and of ranks that stay."""
         for rank in range(self._world):
-            _begin(self._all[rank * _CELLS : (rank + 1) * _CELLS], "starting", round(1e9 * now))
+            _begin(self._cells_of(rank), "starting", round(1e9 * now))
 
     def show(self, rank: int, sign: Sign) -> None:
         """What `rank` showed elsewhere, its times by the clock here."""
-        cells = self._all[rank * _CELLS : (rank + 1) * _CELLS]
+        cells = self._cells_of(rank)
         for cell, seconds in (
             (_BEAT, sign.beat), (_MOVED, sign.moved), (_USUAL, sign.usual), (_FIRST, sign.first), (_ASKED, sign.asked),
             (_WAITED, sign.waited),

@@ -6,7 +6,7 @@ there what it makes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from espalier.checkpoint.base import Stateful
+    from espalier.checkpoint.base import StatefulParts
     from espalier.optim.base import MakeGroup, Optimizer
     from espalier.optim.loss_scale import LossScale
     from espalier.parallel.agreement import Agreement
@@ -100,7 +100,7 @@ class Mechanism:
     def wrap(self, context: Build) -> None:
         """Does its part in `context`. Called once, after all that it needs."""
 
-    def state(self, context: Build, parts: Mapping[str, Stateful]) -> Mapping[str, Stateful]:
+    def state(self, context: Build, parts: StatefulParts) -> StatefulParts:
         """What a checkpoint holds, given the `parts` that earlier mechanisms have named."""
         return parts
 

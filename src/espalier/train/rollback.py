@@ -108,7 +108,7 @@ class Healing:
         self.saved.hold = None if since is None else since - 1
 
     def _put_back(self, verdict: Verdict) -> None:
-        if any(rank.role == "optimizer" for rank in self.setting.plan.ranks):
+        if self.setting.plan.optimizer_nodes:
             raise UserError(
                 f"The {verdict.what} rose at step {verdict.first} and did not recover.",
                 why="the run cannot be put back: an optimizer node's files hold its newest step only",

@@ -143,7 +143,7 @@ def _sequences(recipe: Recipe, plan: Plan) -> bool:
 
 
 def _node(recipe: Recipe, plan: Plan) -> bool:
-    return any(rank.role == "optimizer" for rank in plan.ranks)
+    return bool(plan.optimizer_nodes)
 
 
 def _parameters_away(recipe: Recipe, plan: Plan) -> bool:

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from espalier.graph.data.graph import Array
 from espalier.graph.sampling.neighbor_sampler import NeighborSampling
+from espalier.recipe.offsets import offsets_of
 from espalier.store import base
 from espalier.store.cost import PAGE, pages
 from espalier.store.direct_io import DirectFile, aligned, bytes_of
@@ -115,7 +116,7 @@ class CondensedLayout:
     def offsets(self) -> Array:
         """int64 [ranges + 1]: where each extent begins, and the bytes of all."""
         rows = np.diff(self.starts) + np.diff(self.bounds)
-        return np.concatenate([[0], np.cumsum(-(-rows * self.row_bytes // PAGE) * PAGE)])
+        return offsets_of(-(-rows * self.row_bytes // PAGE) * PAGE)
 
     def outside(self, at: int) -> Array:
         """Outside sources of a range."""

@@ -18,6 +18,7 @@ import xxhash
 from espalier.graph.data import targets as target_kinds
 from espalier.graph.data.targets import Scale, as_array
 from espalier.recipe.errors import UserError, nearest
+from espalier.recipe.offsets import offsets_of
 
 if TYPE_CHECKING:
     from espalier.parallel.workload import Shard
@@ -299,6 +300,10 @@ def scaled(graph: Graph) -> Graph:
 _VALUES = 1 << 22  # of features looked at once: they may lie on disk
 
 
+Signs = tuple[bool | None, ...]
+"""`signed` of the features, where it is known."""
+
+
 def signed(features: Array) -> bool | None:
     """Whether features have negative values; None: each row has one value but 0 (bags of words). Of all rows, up to the
     first negative value."""
@@ -518,7 +523,7 @@ def without_edges(graph: Graph, gone: Array) -> Graph:
     counts = np.bincount(graph.targets()[~gone], minlength=graph.nodes)
     return replace(
         graph,
-        indptr=np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
+        indptr=offsets_of(counts),
         indices=graph.indices[~gone],
         weights=None if graph.weights is None else graph.weights[~gone],
         edge_features=None if graph.edge_features is None else graph.edge_features[~gone],
@@ -535,7 +540,7 @@ def relabelled(graph: Graph, permutation: Array) -> Graph:
     labels, parts, numbers = graph.labels, graph.parts, graph.numbers
     return replace(
         graph,
-        indptr=np.concatenate([[0], np.cumsum(np.bincount(targets, minlength=nodes))]).astype(np.int64),
+        indptr=offsets_of(np.bincount(targets, minlength=nodes)),
         indices=sources[order].astype(graph.indices.dtype),
         features=np.ascontiguousarray(graph.features[permutation]),
         labels=None if labels is None else np.ascontiguousarray(labels[permutation]),

@@ -137,7 +137,7 @@ def _read(modules: list[SourceModule], progress: Progress | None) -> dict[str, A
         except OSError:
             continue  # not readable: a module without words and imports
         for imported in _imported(module, text):
-            if (other := _nearest(imported, known)) is not None and other != at:
+            if (other := known.get(imported)) is not None and other != at:  # else a name in a module
                 sources.append(other)
                 targets.append(at)
         count_words(text[:READ], counted[at], column)
@@ -169,11 +169,6 @@ def _absolute(module: SourceModule, base: str) -> str | None:
     parts = module.name.split(".")
     depth = len(parts) - level + (1 if module.package else 0)
     return ".".join([*parts[:depth], *([rest] if rest else [])]) if depth > 0 else None
-
-
-def _nearest(name: str, known: dict[str, int]) -> int | None:
-    """The module called `name`, else nothing: `a.b` of `from a import b` may be a function."""
-    return known.get(name)
 
 
 def kept_arrays(name: str, make: Callable[[], dict[str, Array]]) -> dict[str, Array]:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from espalier.graph.data import graph as graphs
-from espalier.graph.data.graph import IGNORED, Array, DataSplit, Graph, parted
+from espalier.graph.data.graph import IGNORED, Array, DataSplit, Graph, Signs, parted
 from espalier.graph.data.targets import Scale
 from espalier.graph.tasks import link_prediction
 from espalier.graph.tasks.link_prediction import Links
@@ -46,7 +46,7 @@ class KeptGraph:
     outputs: int
     widths: tuple[int, int]
     weighted: bool
-    signs: tuple[bool | None, ...] = ()
+    signs: Signs = ()
 
     def outlined(self) -> Graph:
         """A graph of the run's sizes whose features are zeros without memory, and which has no edges: enough to build
@@ -58,7 +58,7 @@ class KeptGraph:
         return replace(self.graph, **known)
 
 
-def write(folder: Path, graph: Graph, links: Links | None, signs: tuple[bool | None, ...] = ()) -> None:
+def write(folder: Path, graph: Graph, links: Links | None, signs: Signs = ()) -> None:
     """Keeps `graph` and its split in `folder`."""
     arrays = {name: getattr(graph, name) for name in _LARGE}
     whole = sum(0 if array is None else array.nbytes for array in arrays.values()) <= LIMIT and graph.partition is None

@@ -17,6 +17,7 @@ from espalier.graph.data.array_file import refuse_far_ids
 from espalier.graph.data.graph import Array, DataSplit, Graph
 from espalier.recipe.errors import UserError
 from espalier.recipe.foreign_files import Fields, FieldUse, parsing, printable, unused
+from espalier.recipe.offsets import offsets_of
 
 _DO = "unpack the data set anew"
 _FILES = ("edge", "num-node-list", "num-edge-list", "node-label", "graph-label", "node-feat", "edge-feat")
@@ -41,12 +42,13 @@ def load(folder: Path, *, undirected: bool, task: str = "node", target: str | No
         )
     sizes = _table(raw, "num-node-list", np.int64)
     edges = _table(raw, "edge", np.int64)
-    notes = [unused("file", path.name) for path in sorted(raw.iterdir()) if path.name not in _names(_FILES)]
+    known = {f"{name}.csv.gz" for name in _FILES}
+    notes = [unused("file", path.name) for path in sorted(raw.iterdir()) if path.name not in known]
     many, link_parts = len(sizes) > 1, None
     ends = edges.T
     if many:
         per_graph = _table(raw, "num-edge-list", np.int64)[:, 0]
-        starts = np.concatenate([[0], np.cumsum(sizes[:, 0])])
+        starts = offsets_of(sizes[:, 0])
         ends = ends + np.repeat(starts[:-1], per_graph)
     nodes, name = int(sizes.sum()), "graph-label" if many else "node-label"
     labels = _table(raw, name, np.float64) if _file(raw, name).exists() else None
@@ -78,10 +80,6 @@ def load(folder: Path, *, undirected: bool, task: str = "node", target: str | No
         origin=str(folder),
         notes=notes,
     )
-
-
-def _names(files: tuple[str, ...]) -> set[str]:
-    return {f"{name}.csv.gz" for name in files}
 
 
 def _file(raw: Path, name: str) -> Path:

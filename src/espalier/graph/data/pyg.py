@@ -22,6 +22,7 @@ from espalier.graph.data.targets import as_array, of_graphs
 from espalier.recipe.errors import UserError, missing_extra
 from espalier.recipe.foreign_files import FieldUse, parsing
 from espalier.recipe.import_function import function
+from espalier.recipe.offsets import offsets_of
 
 
 def from_pyg(data: Any, *, undirected: bool = False, origin: str = "Data", target: str | None = None) -> Graph:
@@ -55,7 +56,7 @@ def from_many(items: Any, *, undirected: bool = False, origin: str, target: str 
     if not items:
         raise UserError(f"{origin} holds no graphs.", do="give one Data object, or a list of them")
     widths = [_features(item, origin) for item in items]
-    starts = np.concatenate([[0], np.cumsum([len(features) for features in widths])]).astype(np.int64)
+    starts = offsets_of([len(features) for features in widths])
     edges = [_shifted(item, starts[at : at + 2], f"{origin}, item {at}") for at, item in enumerate(items)]
     labels = [getattr(item, "y", None) for item in items]
     known = [label for label in labels if label is not None]

@@ -26,6 +26,7 @@ from espalier.graph.data.graph import Array, DataSplit, Graph
 from espalier.recipe.cache_dir import writing
 from espalier.recipe.errors import UserError, nearest
 from espalier.recipe.foreign_files import parsing
+from espalier.recipe.offsets import offsets_of
 
 Progress = Callable[[int, int], None]
 Edges = tuple[Array, Array]
@@ -289,7 +290,7 @@ def _divide(ends: Array, bounds: Array, files: Sequence[FileIO]) -> None:
     """Appends each (target, source) to the file of the target's range."""
     place = np.searchsorted(bounds, ends[:, 0], side="right") - 1
     ends = ends[np.argsort(place, kind="stable")]
-    cuts = np.concatenate([[0], np.cumsum(np.bincount(place, minlength=len(files)))])
+    cuts = offsets_of(np.bincount(place, minlength=len(files)))
     for file, start, stop in zip(files, cuts[:-1], cuts[1:], strict=True):
         file.write(ends[start:stop].data)
 

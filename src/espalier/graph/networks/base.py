@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from espalier.kernels.tall_matmul import tall_product
@@ -110,6 +110,16 @@ class MessageBlock(NamedTuple):
             return torch.repeat_interleave(every, counts, output_size=self.edges)
 
         return self.forms.get(f"rows on {self.indptr.device}", make)
+
+
+MessageBlocks = tuple[MessageBlock, ...]
+"""Of a batch, one for each layer."""
+
+
+def placement(model: nn.Module) -> dict[str, Any]:
+    """Device and dtype of the parameters, as `to` takes them."""
+    parameter = next(model.parameters())
+    return {"device": parameter.device, "dtype": parameter.dtype}
 
 
 def dense(rows: Rows) -> Tensor:

@@ -36,6 +36,7 @@ from espalier.graph.sampling.subgraphs import MESSAGES, forward
 from espalier.recipe import MessagesModel as Options
 from espalier.recipe.errors import UserError
 from espalier.recipe.import_function import keep_sources
+from espalier.recipe.offsets import offsets_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -198,7 +199,7 @@ def deepened(halo: Halo, whole: MessageBlock) -> Deep:
     indptr, indices = whole.indptr.cpu().numpy(), whole.indices.cpu().numpy()
     near, outer = halo.nodes.cpu().numpy(), halo.outer.cpu().numpy()
     counts = np.diff(indptr)[outer]
-    ends = np.concatenate([[0], np.cumsum(counts)])
+    ends = offsets_of(counts)
     more = np.repeat(indptr[outer] - ends[:-1], counts) + np.arange(ends[-1])
     edges = np.concatenate([halo.edges.cpu().numpy(), more])
     beyond = np.setdiff1d(indices[more], near)
@@ -370,7 +371,7 @@ def _sample(columns: int, whole: MessageBlock) -> tuple[Tensor, MessageBlock]:
     ends[1] = (ends[0] + 1 + ends[1] % NEAR) % nodes
     both = np.unique(np.concatenate([ends, ends[::-1]], 1), axis=1)
     targets, sources = both
-    indptr = np.concatenate([[0], np.cumsum(np.bincount(targets, minlength=nodes))])
+    indptr = offsets_of(np.bincount(targets, minlength=nodes))
     made = MessageBlock(torch.from_numpy(indptr), torch.from_numpy(sources.astype(np.int32)), nodes, Forms())
     count = len(sources)
     made = made._replace(

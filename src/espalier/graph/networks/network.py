@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
-    from espalier.graph.networks.base import MessageBlock, Rows
+    from espalier.graph.networks.base import MessageBlock, MessageBlocks, Rows
     from espalier.graph.parts.coded_rows import RowSize
 
 QUANTIZED = "quantization"
@@ -39,6 +39,6 @@ def quantizers_of(model: object) -> Quantizers | None:
 class GraphNetwork(nn.Module):
     """A network of ours: it is called with features and message blocks."""
 
-    def answers(self, features: Tensor, blocks: tuple[MessageBlock, ...]) -> Tensor:
+    def answers(self, features: Tensor, blocks: MessageBlocks) -> Tensor:
         """What it says of the last block's targets."""
         return self(features, blocks)

@@ -20,12 +20,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from espalier.comm.base import Traffic, traffic
-from espalier.graph.networks.base import Aggregate, Forms, GraphAttend, Kept, MessageBlock, Rows, dense
+from espalier.graph.networks.base import Aggregate, Forms, GraphAttend, Kept, MessageBlock, MessageBlocks, Rows, dense
 from espalier.graph.networks.gnn import Gnn, GraphAttention, Layer
 from espalier.graph.networks.network import quantizers_of
 from espalier.graph.parts.coded_rows import Coding, RowSize
 from espalier.kernels import row_widths
 from espalier.recipe.errors import UserError
+from espalier.recipe.offsets import offsets_of
 from espalier.sparse.condense import condense
 
 if TYPE_CHECKING:
@@ -180,7 +181,7 @@ class Halo:
         place[owned], place[outer] = np.arange(len(owned)), len(owned) + np.arange(len(outer))
         asked = [cut.node[(cut.receiver == peer) & (cut.owner == rank)] for peer in range(cut.ranks)]
         counts = np.diff(indptr)[owned]
-        ends = np.concatenate([[0], np.cumsum(counts)])
+        ends = offsets_of(counts)
         edges = np.repeat(indptr[owned] - ends[:-1], counts) + np.arange(ends[-1])
         local = place[indices[edges]]
         order = np.lexsort((local, np.repeat(np.arange(len(owned)), counts)))
@@ -289,11 +290,11 @@ class Halo:
             features=None if whole.features is None else whole.features[self.edges],
         )
 
-    def blocks(self, whole: MessageBlock, depth: int) -> tuple[MessageBlock, ...]:
+    def blocks(self, whole: MessageBlock, depth: int) -> MessageBlocks:
         """One for each of `depth` layers: see `by_layer`."""
         return self.by_layer(self.block(whole), depth)
 
-    def by_layer(self, first: MessageBlock, depth: int) -> tuple[MessageBlock, ...]:
+    def by_layer(self, first: MessageBlock, depth: int) -> MessageBlocks:
         """The block of this rank for each of `depth` layers. The first reads own and halo rows, which do not change;
         others are given own rows, and an equipped layer exchanges what it aggregates."""
         return (first, *(first._replace(halo=replace(self, layer=layer)) for layer in range(1, depth)))

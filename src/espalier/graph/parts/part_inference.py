@@ -8,26 +8,25 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from espalier.graph.data.graph import Graph
-from espalier.graph.networks.base import Forms, Kept, MessageBlock, Rows, dense, joined
+from espalier.graph.networks.base import Forms, Kept, MessageBlock, Rows, dense, joined, placement
 from espalier.graph.networks.gnn import Gnn
 from espalier.graph.parts import halo, partition_folder
 from espalier.graph.parts.partition_folder import Part
 from espalier.parallel.workload import to_device
+from espalier.recipe.offsets import offsets_of
 
 
 @torch.no_grad()
 def infer_parts(model: Gnn, folder: Path, ranks: int, layers: int | None = None) -> Tensor:
     """[nodes, outputs] for all nodes of the graph whose parts are in `folder`; with `layers`, what the first ones give.
     Raises UserError as `partition_folder.read`."""
-    parameter = next(model.parameters())
-    placed: dict[str, Any] = {"device": parameter.device, "dtype": parameter.dtype}
+    placed = placement(model)
     rows: list[Rows] = []
     leaving: list[list[Rows]] = []
     owned: list[Tensor] = []
@@ -85,7 +84,7 @@ def whole_graph(outlined: Graph) -> Graph:
     counts = np.bincount(targets[order], minlength=outlined.nodes)
     return replace(
         outlined,
-        indptr=np.concatenate([[0], np.cumsum(counts)]),
+        indptr=offsets_of(counts),
         indices=sources[order],
         features=features.numpy(),
         weights=None if block.weights is None else block.weights.numpy()[order],

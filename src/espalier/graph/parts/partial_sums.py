@@ -21,6 +21,7 @@ from torch import Tensor
 
 from espalier.graph.networks.base import Forms, MessageBlock
 from espalier.graph.parts.halo import Boundary, Halo
+from espalier.recipe.offsets import offsets_of
 
 if TYPE_CHECKING:
     from espalier.graph.data.graph import Array
@@ -173,7 +174,7 @@ def _edges(
     source = np.concatenate([position[node[direct]], owned + sums])
     place = np.concatenate([places[direct], np.full(len(sums), -1)])
     order = np.lexsort((source, to))
-    indptr = np.concatenate([[0], np.cumsum(np.bincount(to, minlength=owned))])
+    indptr = offsets_of(np.bincount(to, minlength=owned))
     edges, indices, starts = (torch.from_numpy(array) for array in (place[order], source[order], indptr))
     weights = None
     if block.weights is not None:

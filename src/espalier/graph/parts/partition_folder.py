@@ -29,7 +29,7 @@ from torch import Tensor
 
 from espalier.comm.base import Traffic, traffic
 from espalier.graph.data.graph import DataSplit, Graph, Partition, signed
-from espalier.graph.networks.base import Forms, MessageBlock
+from espalier.graph.networks.base import Forms, MessageBlock, MessageBlocks
 from espalier.graph.parts.halo import Boundary, Halo, checked
 from espalier.graph.parts.partial_sums import Covers, crossing_rows, summing
 from espalier.graph.sampling.neighbor_sampler import Style, symmetric_root, whole
@@ -86,7 +86,7 @@ class Part(NamedTuple):
     style: Style
     rows: np.ndarray
 
-    def inputs(self, depth: int) -> tuple[Tensor, tuple[MessageBlock, ...]]:
+    def inputs(self, depth: int) -> tuple[Tensor, MessageBlocks]:
         """What a network of `depth` layers is called with at every step. Halo features cross here, once; all ranks
         call it alike."""
         return self.halo.exchange(self.features), self.halo.by_layer(self.block, depth)

@@ -19,7 +19,7 @@ from espalier.comm.base import Traffic, traffic
 from espalier.graph.networks.layer_work import Reach
 from espalier.graph.parts.graph_cut import LARGE
 from espalier.graph.tasks import answers
-from espalier.parallel.workload import ALONE, PackStart, Shard
+from espalier.parallel.workload import ALONE, PackStart, Shard, Sums
 from espalier.plan.compose import Claim
 from espalier.recipe import mechanism_options
 from espalier.recipe.errors import UserError
@@ -96,7 +96,7 @@ class Drawn:
         self.run.rounding.begin(model, batch)
         return self.task.loss(model, batch)
 
-    def evaluate(self, model: nn.Module, shard: Shard) -> Mapping[str, tuple[float, float]]:
+    def evaluate(self, model: nn.Module, shard: Shard) -> Sums:
         return self.task.evaluate(model, shard)
 
     def artifacts(self) -> Sequence[Artifact]:
@@ -236,7 +236,7 @@ class OverRanks(Whole):
             return super().loss(model, batch)
         return self.part.loss(model, batch)
 
-    def evaluate(self, model: nn.Module, shard: Shard) -> Mapping[str, tuple[float, float]]:
+    def evaluate(self, model: nn.Module, shard: Shard) -> Sums:
         """Over all ranks, where evaluation sees the graph that training sees."""
         task = self.run.whole_task
         if self.part is None or task.train is not task.view:

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from espalier.graph.data.graph import Array, Graph
-from espalier.graph.networks.base import Forms, MessageBlock
+from espalier.graph.networks.base import Forms, MessageBlock, MessageBlocks
 
 ALL = -1
 """As a fan-out: every neighbour."""
@@ -27,7 +27,7 @@ class Drawn(NamedTuple):
     """A neighbourhood: the global ids of its nodes (seeds first), and the blocks from features to seeds."""
 
     nodes: Array
-    blocks: tuple[MessageBlock, ...]
+    blocks: MessageBlocks
 
 
 class Hop(NamedTuple):
@@ -163,7 +163,7 @@ class Sampler:
         return message_block(hop, self.style, degrees, graph.weights, graph.edge_features)
 
 
-def named(blocks: Sequence[MessageBlock], nodes: Array) -> tuple[MessageBlock, ...]:
+def named(blocks: Sequence[MessageBlock], nodes: Array) -> MessageBlocks:
     """The blocks of a neighbourhood, told which `nodes` their sources are."""
     ids = torch.from_numpy(nodes)
     return tuple(block._replace(nodes=ids[: block.sources]) for block in blocks)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from espalier.graph.data.graph import Array, Graph
-from espalier.graph.networks.base import Kept, MessageBlock, Rows, dense, joined
+from espalier.graph.networks.base import Kept, MessageBlock, MessageBlocks, Rows, dense, joined, placement
 from espalier.graph.networks.gnn import Gnn, Layer
 from espalier.graph.networks.network import GraphNetwork, quantizers_of
 from espalier.graph.sampling import neighbor_sampler
@@ -42,7 +42,7 @@ class SubgraphBatch(NamedTuple):
     """
 
     features: Tensor
-    blocks: tuple[MessageBlock, ...]
+    blocks: MessageBlocks
     labels: Tensor
     chosen: Tensor | None = None
     pairs: Tensor | None = None
@@ -71,7 +71,7 @@ class View:
         """For parts of it."""
         return Sampler(self.graph, self.style)
 
-    def whole(self) -> tuple[Tensor, tuple[MessageBlock, ...]]:
+    def whole(self) -> tuple[Tensor, MessageBlocks]:
         """All features, and the same block for every layer."""
         return self.features, (self.block,) * max(1, self.depth)
 
@@ -93,7 +93,7 @@ class View:
         return tuple(edges)
 
 
-def forward(model: nn.Module, features: Tensor, blocks: tuple[MessageBlock, ...]) -> Tensor:
+def forward(model: nn.Module, features: Tensor, blocks: MessageBlocks) -> Tensor:
     """What `model` says of the last block's targets. Foreign networks get the first block's edges."""
     quantizers = quantizers_of(model)
     if quantizers is not None:
@@ -140,8 +140,7 @@ def _edge_values(model: nn.Module, block: MessageBlock) -> tuple[Tensor, ...]:
 def infer(model: nn.Module, view: View, layers: int | None = None) -> Tensor:
     """[nodes, outputs] for all nodes with all their neighbours, layer by layer, in pieces where memory is scarce; with
     `layers`, what the first ones give. Of a graph that is cut into parts, one part after the other."""
-    parameter = next(model.parameters())
-    placed: dict[str, Any] = {"device": parameter.device, "dtype": parameter.dtype}
+    placed = placement(model)
     if view.graph.partition is not None:
         from espalier.graph.parts import part_inference
 
@@ -168,8 +167,7 @@ def infer(model: nn.Module, view: View, layers: int | None = None) -> Tensor:
 def _in_pieces(model: Gnn, at: int, view: View, rows: Rows) -> Rows:
     layer = model.layers[at]
     assert isinstance(layer, Layer)
-    parameter = next(model.parameters())
-    placed: dict[str, Any] = {"device": parameter.device, "dtype": parameter.dtype}
+    placed = placement(model)
     if (quantizers := quantizers_of(model)) is not None:
         quantizers.pack(layer, rows, placed)
     room = max(1, MOST // (4 * max(layer.inputs, layer.outputs)))

@@ -72,7 +72,7 @@ def _known(labels: Tensor) -> Tensor:
 
 def held_out_figures(task: LabelledTask, shard: Shard, logits_of: Callable[[Array], Tensor]) -> metrics.Sums:
     """Figures of the shard's validation items, and of as large a share of the test items under `test_`."""
-    figures: dict[str, tuple[float, float]] = {}
+    figures: metrics.Sums = {}
     kind = task.graph.kind
     for prefix, ids, shard_ids in task.parts.held_out(shard):
         sums = _figures(task.graph, logits_of(shard_ids), task.labels[shard_ids])

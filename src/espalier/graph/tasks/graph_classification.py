@@ -22,6 +22,7 @@ from espalier.graph.tasks import metrics
 from espalier.graph.tasks.answers import held_out_figures, loss_of, told, trained_labels
 from espalier.parallel.workload import Shard, to_device
 from espalier.recipe.errors import UserError
+from espalier.recipe.offsets import offsets_of
 
 AT_ONCE = 256
 """Small graphs side by side while nothing is trained."""
@@ -100,11 +101,11 @@ def joined(graph: Graph, ids: Array) -> tuple[Graph, Array]:
     nodes = _ranges(graph.starts[ids], sizes)
     counts = graph.indptr[nodes + 1] - graph.indptr[nodes]
     edges = _ranges(graph.indptr[nodes], counts)
-    shift = np.concatenate([[0], np.cumsum(sizes)])[:-1] - graph.starts[ids]
+    shift = offsets_of(sizes)[:-1] - graph.starts[ids]
     per_node = np.repeat(shift, sizes)
     made = replace(
         graph,
-        indptr=np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
+        indptr=offsets_of(counts),
         indices=(graph.indices[edges] + np.repeat(per_node, counts)).astype(graph.indices.dtype),
         features=np.ascontiguousarray(graph.features[nodes]),
         weights=None if graph.weights is None else graph.weights[edges],
@@ -118,5 +119,5 @@ def joined(graph: Graph, ids: Array) -> tuple[Graph, Array]:
 
 def _ranges(starts: Array, sizes: Array) -> Array:
     """The numbers from each start on, `sizes` of them, one range after the other."""
-    before = np.concatenate([[0], np.cumsum(sizes)])[:-1]
+    before = offsets_of(sizes)[:-1]
     return np.arange(int(sizes.sum())) + np.repeat(starts - before, sizes)

@@ -102,7 +102,7 @@ class LinkTask(Examples):
     def evaluate(self, model: nn.Module, shard: Shard) -> metrics.Sums:
         """Loss and ranks of the shard's validation links, and of as large a share of the test links."""
         embedded = infer(model, self.view).cpu()
-        figures: dict[str, tuple[float, float]] = {}
+        figures: metrics.Sums = {}
         for prefix, _, shard_ids in self.parts.held_out(shard):
             figures |= {prefix + name: value for name, value in self._figures(embedded, shard_ids).items()}
         return figures

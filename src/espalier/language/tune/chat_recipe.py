@@ -10,7 +10,7 @@ from espalier.language.tokenizer import Tokenizer, open_tokenizer
 from espalier.language.tune import chat_rows, peft
 from espalier.language.tune import workload as tuning
 from espalier.language.tune.workload import ReadChats, TuneWorkload
-from espalier.recipe import Dpo, Gpt, Lora, Moe, Recipe
+from espalier.recipe import Decoder, Dpo, Lora, Recipe
 from espalier.recipe.base import Derivation
 from espalier.recipe.errors import UserError
 from espalier.train.workload_row import Opening, Prepared
@@ -24,7 +24,7 @@ ROWS = 16
 def prepare(recipe: Recipe, opening: Opening, derived: Sequence[Derivation], tokenizer: Tokenizer | None) -> Prepared:
     """Reads the conversations; sequence, batch and steps that are open follow from them. Raises UserError."""
     recipe = _with_adapter(recipe, opening)
-    assert isinstance(recipe.model, Gpt | Moe)
+    assert isinstance(recipe.model, Decoder)
     if not recipe.data:
         raise UserError("The recipe has no [data].", do='[data] path = "chats.jsonl", or "python:docstrings"')
     tokenizer = tokenizer or open_tokenizer(recipe.data[0].tokenizer)

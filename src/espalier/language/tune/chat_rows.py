@@ -35,6 +35,7 @@ from espalier.language.tune.conversations import (
 from espalier.recipe import Data
 from espalier.recipe.cache_dir import cache_folder, hashed, write_atomic
 from espalier.recipe.errors import UserError
+from espalier.recipe.offsets import offsets_of
 
 Int64 = NDArray[np.int64]
 Progress = Callable[[int, int], None]
@@ -100,7 +101,7 @@ def joined(parts: Sequence[ChatTokens]) -> ChatTokens:
     return ChatTokens(
         np.concatenate([part.tokens for part in parts]),
         np.concatenate([part.answers for part in parts]),
-        np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
+        offsets_of(lengths),
         [name for part in parts for name in part.names],
         parts[0].pairs,
         [row for part in parts for row in part.skipped],
@@ -286,7 +287,7 @@ def _shortened(chats: ChatTokens, most: int) -> ChatTokens:
     keep = np.zeros(len(chats.tokens), np.bool_)
     for start, stop in pairwise(chats.starts.tolist()):
         keep[start : min(stop, start + most)] = True
-    starts = np.concatenate([[0], np.cumsum(np.minimum(np.diff(chats.starts), most))]).astype(np.int64)
+    starts = offsets_of(np.minimum(np.diff(chats.starts), most))
     return replace(chats, tokens=chats.tokens[keep], answers=chats.answers[keep], starts=starts)
 
 

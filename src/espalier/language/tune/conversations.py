@@ -9,12 +9,12 @@ docstring of a function is preferred to that of the next.
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 from espalier.language import row_files, text_sources
+from espalier.language.row_files import NamedRows
 from espalier.language.tune import row_formats
 from espalier.language.tune.row_formats import KNOWN, Conversation, Turn, Unusable, conversation
 from espalier.recipe import Data
@@ -29,7 +29,6 @@ _SHORT, _LONG = 40, 2_000
 _FILES_NAMED = 3
 
 Skipped = list[tuple[str, str]]
-Row = Mapping[str, Any]
 
 
 class ChatReport:
@@ -90,9 +89,7 @@ def conversations(
 # --- rows of files -----------------------------------------------------------------------------------------------
 
 
-def _rows(
-    data: Data, progress: Callable[[int, int], None], pairs: bool, report: ChatReport
-) -> Iterator[tuple[str, Row]]:
+def _rows(data: Data, progress: Callable[[int, int], None], pairs: bool, report: ChatReport) -> NamedRows:
     if data.path == DOCSTRINGS:
         yield from _preferred(_docstrings(progress)) if pairs else _docstrings(progress)
         return
@@ -122,13 +119,13 @@ def _rows(
         )
 
 
-def _hub_rows(data: Data) -> Iterator[tuple[str, Row]]:
+def _hub_rows(data: Data) -> NamedRows:
     name = data.path.removeprefix("hf:")
     for number, row in enumerate(text_sources.hub_table(data), start=1):
         yield f"{name}:{number}", row
 
 
-def _docstrings(progress: Callable[[int, int], None]) -> Iterator[tuple[str, Row]]:
+def _docstrings(progress: Callable[[int, int], None]) -> NamedRows:
     listed = text_sources.listing(Data(path="python:stdlib"))
     done = 0
     for entry in listed.entries:
@@ -145,7 +142,7 @@ def _docstrings(progress: Callable[[int, int], None]) -> Iterator[tuple[str, Row
             yield f"{entry.name}:{number}", {"prompt": asked, "completion": answer}
 
 
-def _preferred(rows: Iterator[tuple[str, Row]]) -> Iterator[tuple[str, Row]]:
+def _preferred(rows: NamedRows) -> NamedRows:
     for (name, row), (_, following) in pairwise(rows):
         yield name, {"prompt": row["prompt"], "chosen": row["completion"], "rejected": following["completion"]}
 

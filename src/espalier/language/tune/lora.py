@@ -51,12 +51,15 @@ class LoraLinear(nn.Linear):
     def forward(self, x: Float[Tensor, "*batch in"]) -> Float[Tensor, "*batch out"]:
         """The frozen layer's answer and the adapter's."""
         if self.magnitude is None or not self.active:
-            plain = F.linear(x, self.weight, self.bias)
-            return plain + self.scale * F.linear(F.linear(x, self.lora_a), self.lora_b) if self.active else plain
-        answer = F.linear(x, self.weight) + self.scale * F.linear(F.linear(x, self.lora_a), self.lora_b)
+            return self.adapted(F.linear(x, self.weight, self.bias), x)
+        answer = self.adapted(F.linear(x, self.weight), x)
         length = self.merged_directions().norm(dim=1).detach()  # a constant in backward (section 4.3 of the paper)
         scaled = answer * (self.magnitude / length)
         return scaled if self.bias is None else scaled + self.bias
+
+    def adapted(self, plain: Tensor, x: Tensor) -> Tensor:
+        """The frozen layer's answer and what the adapter adds to it."""
+        return plain + self.scale * F.linear(F.linear(x, self.lora_a), self.lora_b) if self.active else plain
 
     def merged_directions(self) -> Float[Tensor, "out in"]:
         """The frozen matrix and the product of the adapter's."""
@@ -187,8 +190,7 @@ class CompressedLora(LoraLinear):
 
     def forward(self, x: Float[Tensor, "*batch in"]) -> Float[Tensor, "*batch out"]:
         plain: Tensor = FrozenLinear.apply(x, self.codes, self.scales, self.bits)
-        plain = plain if self.bias is None else plain + self.bias
-        return plain + self.scale * F.linear(F.linear(x, self.lora_a), self.lora_b) if self.active else plain
+        return self.adapted(plain if self.bias is None else plain + self.bias, x)
 
     def merged_directions(self) -> Float[Tensor, "out in"]:
         return whole(self.codes, self.scales, self.bits, self.in_features) + self.scale * self.lora_b @ self.lora_a

@@ -24,7 +24,7 @@ from espalier.language.tune.answer_loss import answer_loss, row_log_probability
 from espalier.language.tune.chat_rows import ChatTokens
 from espalier.language.tune.chat_template import FILE, ChatTemplate, open_template
 from espalier.language.tune.conversations import Turn
-from espalier.parallel.workload import Pieces, Plain, Progress, Role, Shard, Skeleton, to_device
+from espalier.parallel.workload import Pieces, Plain, Progress, Role, Shard, Skeleton, Sums, to_device
 from espalier.recipe import Adapters, Dpo, Lora, Recipe, Tuning, data_hash
 from espalier.recipe.cost import Work
 from espalier.recipe.errors import UserError
@@ -141,7 +141,7 @@ class TuneWorkload(DecoderWorkload):
         each = self.sequence * (dpo.ROWS if self.pairs else 1)
         return min(len(self.held_rows), max(1, self.recipe.train.validate_tokens // each))
 
-    def evaluate(self, model: gpt.GPT, shard: Shard) -> Mapping[str, tuple[float, float]]:
+    def evaluate(self, model: gpt.GPT, shard: Shard) -> Sums:
         """Of answers `loss` in nats per token and `nats_per_byte`; of preferences `loss`, `margin`, `preferred`."""
         device = next(model.parameters()).device
         totals: dict[str, list[float]] = {}
@@ -153,7 +153,7 @@ class TuneWorkload(DecoderWorkload):
         names = dpo.PairLosses._fields if self.pairs else ("loss", "nats_per_byte")
         return {name: (totals.get(name, [0.0, 0.0])[0], totals.get(name, [0.0, 0.0])[1]) for name in names}
 
-    def _figures(self, model: gpt.GPT, batch: TokenWindows) -> dict[str, tuple[float, float]]:
+    def _figures(self, model: gpt.GPT, batch: TokenWindows) -> Sums:
         if isinstance(self.tune, Dpo):
             losses = dpo.losses(model, batch, self.tune.beta)
             return {name: (float(figure.sum()), float(len(figure))) for name, figure in losses._asdict().items()}

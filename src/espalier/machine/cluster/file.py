@@ -46,9 +46,9 @@ class _Latencies(Struct, forbid_unknown_fields=True):
 
 
 class _Links(Struct, forbid_unknown_fields=True):
-    inside: str | int | float | _Line | None = None
-    between: str | int | float | _NetworkTable | None = None
-    latency: str | int | float | _Latencies | None = None
+    inside: Quantity | _Line | None = None
+    between: Quantity | _NetworkTable | None = None
+    latency: Quantity | _Latencies | None = None
 
 
 class _MachineTable(Struct, forbid_unknown_fields=True):
@@ -57,10 +57,10 @@ class _MachineTable(Struct, forbid_unknown_fields=True):
     devices: int = 1
     cores: int = 0
     memory: Quantity = 0
-    inside: str | int | float | _Line | None = None
+    inside: Quantity | _Line | None = None
     disks: tuple[Disk, ...] = ()
     name: str = ""
-    between: str | int | float | _NetworkTable | None = None
+    between: Quantity | _NetworkTable | None = None
     role: Literal["trainer", "optimizer", "standby"] = "trainer"
     price: float = 0.0
 

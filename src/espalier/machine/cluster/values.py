@@ -140,6 +140,11 @@ class Place(NamedTuple):
     slot: int
     table: Node
 
+    @property
+    def device_name(self) -> str:
+        """`cpu`, or `cuda:` and its number."""
+        return "cpu" if self.table.device.kind == "cpu" else f"cuda:{self.slot}"
+
 
 class Cluster(Value, frozen=True, kw_only=True, dict=True):
     """Machines and the links among them. `machine` identifies a probed machine; `busy`: how many of its cores other

@@ -34,6 +34,7 @@ class Lowbit:
 
     lossless = False
     fixed = True
+    runs_on = staticmethod(kernels.pack.runs_on)
 
     def __init__(self, bits: int, *, stochastic: bool = False, seed: int = 0) -> None:
         if bits not in kernels.BITS:
@@ -56,10 +57,6 @@ class Lowbit:
             return None
         scales, codes = packed
         return torch.cat([scales.view(torch.uint8), codes])
-
-    def runs_on(self, device: str) -> bool:
-        """Whether tensors on `device` are encoded and decoded there, and only what crosses the wire is copied."""
-        return kernels.pack.runs_on(device)
 
     def _key(self, values: Tensor) -> int:
         """Of the random numbers, by the contents (on a GPU: by the sum of all words there)."""

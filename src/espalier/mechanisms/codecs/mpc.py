@@ -26,6 +26,7 @@ class Mpc:
 
     lossless = True
     fixed = False
+    runs_on = staticmethod(kernels.pack.runs_on)
 
     def __init__(self, dims: int = 1) -> None:
         if not 1 <= dims <= 32:
@@ -45,10 +46,6 @@ class Mpc:
         stays = tensor.device.type != "cpu" and self.runs_on(tensor.device.type)
         flat = tensor.detach().reshape(-1).contiguous() if stays else bytes_of(tensor)
         return kernels.pack(flat.view(kernels.WORDS[width]), self.dims)
-
-    def runs_on(self, device: str) -> bool:
-        """Whether tensors on `device` are encoded and decoded there, and only what crosses the wire is copied."""
-        return kernels.pack.runs_on(device)
 
     def decode(self, wire: Tensor, like: Tensor) -> Tensor:
         """Every bit. Raises UserError where the bytes are no stream, RunFailed where it is one of another length."""

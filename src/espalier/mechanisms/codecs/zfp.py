@@ -33,6 +33,7 @@ class Zfp:
 
     lossless = False
     fixed = True
+    runs_on = staticmethod(kernels.pack.runs_on)
 
     def __init__(self, rate: float) -> None:
         if not 2.25 <= rate <= 32:
@@ -51,10 +52,6 @@ class Zfp:
         UserError for other dtypes.
         """
         return kernels.pack(floats(tensor, self.name, stays=self.runs_on(tensor.device.type)), self.rate)
-
-    def runs_on(self, device: str) -> bool:
-        """Whether tensors on `device` are encoded and decoded there, and only what crosses the wire is copied."""
-        return kernels.pack.runs_on(device)
 
     def decode(self, wire: Tensor, like: Tensor) -> Tensor:
         """What zfp decodes. Raises RunFailed where bytes lack."""

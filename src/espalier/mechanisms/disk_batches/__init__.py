@@ -16,4 +16,4 @@ if TYPE_CHECKING:
 __all__ = ["MiniBatch", "MiniBatches", "PrepareOptions", "prepare"]
 
 
-__getattr__ = lazy_names(__name__, dict.fromkeys(__all__, "espalier.mechanisms.disk_batches.mini_batches"))
+__getattr__ = lazy_names(__name__, {".mini_batches": "MiniBatch MiniBatches PrepareOptions prepare"})

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from espalier.graph.data.graph import Array
-from espalier.graph.networks.base import Forms, MessageBlock
+from espalier.graph.networks.base import Forms, MessageBlock, MessageBlocks
 from espalier.graph.sampling.neighbor_sampler import Drawn, NeighborSampling
 from espalier.mechanisms.disk_batches.cost import TOGETHER
 from espalier.mechanisms.disk_batches.disk_sampler import DiskSampler
@@ -53,7 +53,7 @@ class SampledBatch:
     """A batch without its features: int64 seeds, and one block per layer, the farthest from the seeds first."""
 
     seeds: Tensor
-    blocks: tuple[MessageBlock, ...]
+    blocks: MessageBlocks
 
 
 def epoch_seeds(train: Array, batch: int, seed: int, epoch: int = 0) -> list[Array]:

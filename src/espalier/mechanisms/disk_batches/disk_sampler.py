@@ -28,6 +28,7 @@ from espalier.graph.sampling.neighbor_sampler import (
     symmetric_root,
 )
 from espalier.recipe.errors import UserError
+from espalier.recipe.offsets import offsets_of
 from espalier.store.base import Rows
 from espalier.store.io_queue import IoQueue
 from espalier.store.rows import MEMORY, RowFile, RowLayout
@@ -105,10 +106,10 @@ def disk_sampler(graph: Graph, style: Style, memory: int) -> DiskSampler:
     return DiskSampler(Topology(indptr, indices, weights, edge_features), style, root)
 
 
-def open_topology(folder: Path, queue: IoQueue | None = None) -> Topology:
+def open_topology(folder: Path) -> Topology:
     """The edges in `indptr.npy` and `indices.npy` of `folder`, as generated graphs have them, and their `weights.npy`
     where it is there. Raises UserError."""
-    indptr, indices = (_open(folder / f"{name}.npy", queue) for name in ("indptr", "indices"))
+    indptr, indices = (_open(folder / f"{name}.npy") for name in ("indptr", "indices"))
     (edges,) = _values(indptr, np.array([len(indptr) - 1])).tolist()
     if edges != len(indices):
         raise UserError(
@@ -117,10 +118,10 @@ def open_topology(folder: Path, queue: IoQueue | None = None) -> Topology:
             do="write both again",
         )
     weights = folder / "weights.npy"
-    return Topology(indptr, indices, _open(weights, queue) if weights.exists() else None)
+    return Topology(indptr, indices, _open(weights) if weights.exists() else None)
 
 
-def _open(path: Path, queue: IoQueue | None, memory: int = MEMORY) -> Rows:
+def _open(path: Path, queue: IoQueue | None = None, memory: int = MEMORY) -> Rows:
     """Numbers of an .npy file."""
     with path.open("rb") as file:
         form = np.lib.format
@@ -207,7 +208,7 @@ class _Batch:
         from espalier.graph.sampling import sampler_kernels
 
         counts = (self.degree if fanout < 0 else np.minimum(self.degree, fanout)) + int(loops)
-        self._ptr = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
+        self._ptr = offsets_of(counts)
         self._edges = np.empty(int(self._ptr[-1]), np.int64)
         sampler_kernels.positions(self.nodes, self.first, self.degree, self._ptr, np.uint64(key), loops, self._edges)
         return self._edges

@@ -24,6 +24,7 @@ from torch import Tensor
 from espalier.recipe import data_hash
 from espalier.recipe.errors import UserError, missing_extra, nearest
 from espalier.recipe.foreign_files import parsing
+from espalier.recipe.offsets import offsets_of
 from espalier.store import base
 from espalier.store.base import Rows
 from espalier.store.cost import PAGE
@@ -75,7 +76,7 @@ class FeatureFiles:
         self.parts, self.dtype = tuple(parts), dtype
         self.shape: tuple[int, ...] = (width,)
         self.sources = tuple(part.path for part in parts)
-        self._starts = np.concatenate([[0], np.cumsum([part.rows for part in parts])]).astype(np.int64)
+        self._starts = offsets_of([part.rows for part in parts])
         self._files = [DirectFile(part.path, "read") for part in parts]
         for part, file in zip(self.parts, self._files, strict=True):
             if file.size < part.offset + part.rows * self.row_bytes:
@@ -158,7 +159,7 @@ class ParquetFeatures:
                 file = parquet.ParquetFile(path)
             self._groups += [(file, group) for group in range(file.num_row_groups)]
             counts += [file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)]
-        self._starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
+        self._starts = offsets_of(counts)
         self._kept: tuple[int, Tensor] = (-1, torch.empty(0))
         self.shape: tuple[int, ...] = (self._group(0).shape[1] if counts else 0,)
 

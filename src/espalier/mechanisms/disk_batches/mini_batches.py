@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from espalier import recipe as config
 from espalier.graph.data.condensed_file import Foretold
 from espalier.graph.data.graph import Array, Graph
-from espalier.graph.networks.base import MessageBlock
+from espalier.graph.networks.base import MessageBlocks
 from espalier.graph.networks.gnn import Gnn
 from espalier.graph.sampling import subgraphs
 from espalier.graph.sampling.batch_strategy import Drawn
@@ -458,7 +458,7 @@ class MiniBatch(NamedTuple):
     n_id: Tensor
     batch_size: int
     y: Tensor | None
-    blocks: tuple[MessageBlock, ...]
+    blocks: MessageBlocks
 
 
 class MiniBatches(Closing):

@@ -37,6 +37,7 @@ from espalier.mechanisms.disk_batches.row_placement import AccessPlan, AccessSpl
 from espalier.parallel.workload import Progress
 from espalier.recipe import cache_dir
 from espalier.recipe.errors import UserError
+from espalier.recipe.offsets import offsets_of
 from espalier.store.cost import PAGE
 from espalier.store.direct_io import DirectFile, aligned, bytes_of, open_file
 from espalier.store.extent_filler import ExtentFiller
@@ -180,7 +181,7 @@ def _bounds(ids: Array, ranges: Array) -> Array:
     if (ids[1:] > ids[:-1]).all():
         return np.searchsorted(ids, ranges)
     counts = np.bincount(np.searchsorted(ranges, ids, side="right") - 1, minlength=len(ranges) - 1)
-    return np.concatenate([[0], np.cumsum(counts[: len(ranges) - 1])]).astype(np.int64)
+    return offsets_of(counts[: len(ranges) - 1])
 
 
 def _joined(split: AccessSplit) -> Tensor:

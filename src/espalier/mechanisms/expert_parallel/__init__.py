@@ -9,4 +9,4 @@ if TYPE_CHECKING:
 __all__ = ["RoutedExperts", "route"]
 
 
-__getattr__ = lazy_names(__name__, dict.fromkeys(__all__, "espalier.mechanisms.expert_parallel.routed_experts"))
+__getattr__ = lazy_names(__name__, {".routed_experts": "RoutedExperts route"})

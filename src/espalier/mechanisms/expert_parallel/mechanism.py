@@ -6,7 +6,7 @@ these sum all other gradients together, and the gradients of an expert only with
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,7 +26,7 @@ from espalier.train.mechanism import Build, Mechanism
 from espalier.train.seams import Filled, Seam, fields_of
 
 if TYPE_CHECKING:
-    from espalier.checkpoint.base import Stateful
+    from espalier.checkpoint.base import StatefulParts
     from espalier.plan.base import Plan
     from espalier.recipe import Recipe
 
@@ -82,7 +82,7 @@ class ExpertParallel(Filled):
         experts = list(module.get_submodule("experts").children())
         return ExpertGroup(FlashMoE(self.group, self.expert_map, self.links, self.codec), module, experts)
 
-    def state(self, context: Build, parts: Mapping[str, Stateful]) -> Mapping[str, Stateful]:
+    def state(self, context: Build, parts: StatefulParts) -> StatefulParts:
         """Under the names of all experts; stages of a pipeline see to that themselves."""
         if context.stages is not None:
             return parts

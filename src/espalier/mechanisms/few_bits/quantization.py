@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from espalier.comm.base import Traffic, traffic
-from espalier.graph.networks.base import Aggregate, Forms, Kept, MessageBlock, Rows, dense
+from espalier.graph.networks.base import Aggregate, Forms, Kept, MessageBlock, MessageBlocks, Rows, dense
 from espalier.graph.networks.gnn import Gnn, GraphAttention, Layer
 from espalier.graph.networks.network import QUANTIZED
 from espalier.graph.parts.coded_rows import Coding, RowSize, row_size
@@ -379,7 +379,7 @@ def _before(quantizers: Quantization) -> Any:
 
 
 @torch.no_grad()
-def begin(model: nn.Module, features: Tensor, blocks: tuple[MessageBlock, ...], total: Total = alone) -> None:
+def begin(model: nn.Module, features: Tensor, blocks: MessageBlocks, total: Total = alone) -> None:
     """Steps that fit what the untrained network makes of `features`; `total`: adds up over ranks that have parts."""
     training = model.training
     model.eval()
@@ -391,7 +391,7 @@ def begin(model: nn.Module, features: Tensor, blocks: tuple[MessageBlock, ...], 
     model.train(training)
 
 
-def begin_over_ranks(model: nn.Module, features: Tensor, blocks: tuple[MessageBlock, ...], group: Any) -> None:
+def begin_over_ranks(model: nn.Module, features: Tensor, blocks: MessageBlocks, group: Any) -> None:
     """As `begin`, of the parts of a graph that ranks of `group` have; all call it alike."""
 
     def total(value: Tensor) -> Tensor:

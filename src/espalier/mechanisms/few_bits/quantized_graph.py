@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from espalier.graph.data.graph import signed
+from espalier.graph.data.graph import Signs, signed
 from espalier.graph.sampling.neighbor_sampler import symmetric_root
 from espalier.mechanisms.few_bits.bit_allocator import BankBits, BitAllocator, DegreeBits, NodeBits, UniformBits
 from espalier.mechanisms.few_bits.options import Mega, Quant, Uniform
@@ -40,7 +40,7 @@ class QuantizedGraph:
     stored: bool = False
     hidden: Array | None = None
     seen: Graph | None = None
-    signs: tuple[bool | None, ...] = ()
+    signs: Signs = ()
 
     def __deepcopy__(self, memo: object) -> QuantizedGraph:
         """The same: it does not change."""

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from espalier.graph.data.graph import Signs
 from espalier.graph.networks.gnn import Gnn
 from espalier.graph.parts import partition_folder
 from espalier.graph.run import GraphRun, Rounding
@@ -60,7 +61,7 @@ class QuantizedRounding(Rounding):
         return QuantizedGraph(run.network.told(run), classified, nodes, places, stored, hidden, seen, run.signs)
 
     @property
-    def signs(self) -> tuple[bool | None, ...]:
+    def signs(self) -> Signs:
         return (self.graph.input_signed(),)
 
     @property

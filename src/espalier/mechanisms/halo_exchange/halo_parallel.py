@@ -53,7 +53,7 @@ from espalier.train.mechanism import Build, Mechanism
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from espalier.checkpoint.base import Stateful
+    from espalier.checkpoint.base import Stateful, StatefulParts
     from espalier.graph.data.graph import Array
     from espalier.graph.parts.coded_rows import RowSize
     from espalier.graph.run import GraphRun
@@ -175,7 +175,7 @@ class HaloParallel(Mechanism):
             context.follow_loss.append(made.decisions.heard)
             context.decisions.append(made.decisions)
 
-    def state(self, context: Build, parts: Mapping[str, Stateful]) -> Mapping[str, Stateful]:
+    def state(self, context: Build, parts: StatefulParts) -> StatefulParts:
         """With what bits and lateness follow from, and rows that the next steps read."""
         part: RankPart = cast("Any", context.workload).batching.part
         rules = {"halo rule": cast("Stateful", part.policy)} if self.options.adapt else {}

@@ -5,4 +5,4 @@ from espalier.recipe.lazy_names import lazy_names
 __all__ = ["CO2"]
 
 
-__getattr__ = lazy_names(__name__, {"CO2": "espalier.mechanisms.local_rounds.co2"})
+__getattr__ = lazy_names(__name__, {".co2": "CO2"})

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import AllreduceOptions
 
-from espalier.checkpoint.base import Stateful
+from espalier.checkpoint.base import Stateful, StatefulParts
 from espalier.checkpoint.tensor_slice import Slice
 from espalier.comm.base import Traffic, traffic
 from espalier.comm.codecs import codec
@@ -173,7 +173,7 @@ class StatePart:
             self._take(state)
 
 
-def parts(inner: Mapping[str, Stateful], agreement: RoundsAgreement, replica: int, shard: str) -> dict[str, Stateful]:
+def parts(inner: StatefulParts, agreement: RoundsAgreement, replica: int, shard: str) -> dict[str, Stateful]:
     """What a checkpoint holds of a rank: the common model, its replica's optimizer, and the engine's two halves.
 
     Args:
@@ -220,7 +220,7 @@ class OuterRounds(Mechanism):
             loop.decisions.logs = (named,) if isinstance(named, str) else ()
             context.decisions.append(loop.decisions)
 
-    def state(self, context: Build, states: Mapping[str, Stateful]) -> Mapping[str, Stateful]:
+    def state(self, context: Build, states: StatefulParts) -> StatefulParts:
         """The common model, each replica's optimizer, and the engine's halves."""
         agreement, mesh = context.agreement, context.mesh
         assert isinstance(agreement, RoundsAgreement)
@@ -370,5 +370,4 @@ def choose(recipe: Recipe, plan: Plan) -> Mechanism | None:
     outer = plan.state(LocalRoundsState)
     if not outer.replicas:
         return None
-    at_nodes = any(rank.role == "optimizer" for rank in plan.ranks)
-    return RoundsAtNodes(outer) if at_nodes else OuterRounds(outer)
+    return RoundsAtNodes(outer) if plan.optimizer_nodes else OuterRounds(outer)

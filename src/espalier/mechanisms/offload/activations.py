@@ -66,11 +66,11 @@ class HostPlaces:
 class FilePlaces:
     """A file, which loses its name. A GPU's activations pass through host memory. Has state: the file and its queue."""
 
-    def __init__(self, path: Path, device: torch.device, streams: Streams | None = None) -> None:
+    def __init__(self, path: Path, device: torch.device) -> None:
         with writing(path.parent):
             path.parent.mkdir(parents=True, exist_ok=True)
         self._file, self._queue = DirectFile(path, "create"), IoQueue()
-        self._device, self._streams = device, streams or streams_of(device)
+        self._device, self._streams = device, streams_of(device)
         path.unlink()
 
     def write(self, offset: int, values: Tensor) -> Done:

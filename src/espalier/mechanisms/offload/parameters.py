@@ -34,7 +34,7 @@ from espalier.train.layer_window import LayerWindow
 from espalier.train.window_sharding import WindowSharding
 
 if TYPE_CHECKING:
-    from espalier.checkpoint.base import Stateful
+    from espalier.checkpoint.base import StatefulParts
     from espalier.recipe import Adamw
 
 GRADIENT, VALUE = 0, 1
@@ -259,7 +259,7 @@ class OffloadSharding(WindowSharding):
                 for layer in layers:
                     self.window.release(layer)
 
-    def parts(self, optimizer: Optimizer) -> Mapping[str, Stateful]:
+    def parts(self, optimizer: Optimizer) -> StatefulParts:
         """See `Sharding.parts`: under the names of a model in memory."""
         node = self.client
         assert isinstance(node, OffloadNode)

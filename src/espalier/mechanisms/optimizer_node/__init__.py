@@ -3,17 +3,6 @@
 In a loop of your own: `job_of`, `start_node`, `Client` and `attach` (README.md).
 """
 
-from __future__ import annotations
+from espalier.recipe.lazy_names import lazy_names
 
-from typing import Any
-
-_PUBLIC = ("Client", "NodeJob", "StepLost", "attach", "job_of", "start_node")
-
-
-def __getattr__(name: str) -> Any:
-    """The names above, loaded when they are used."""
-    if name not in _PUBLIC:
-        raise AttributeError(f"module {__name__} has no attribute {name}")
-    from espalier.mechanisms.optimizer_node import user_loop
-
-    return getattr(user_loop, name)
+__getattr__ = lazy_names(__name__, {".user_loop": "Client NodeJob StepLost attach job_of start_node"})

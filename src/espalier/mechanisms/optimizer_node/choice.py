@@ -39,7 +39,7 @@ class OptimizerNodeChoice(PlanChoice):
 
     def away(self, plan: Plan, kinds: str, slower: str) -> Iterator[str]:
         """Nodes, how many layers a rank has at a time, and the other processes that serve."""
-        nodes = [rank.node for rank in plan.ranks if rank.role == "optimizer"]
+        nodes = [rank.node for rank in plan.optimizer_nodes]
         hold = "holds" if len(nodes) == 1 else "hold"
         yield (f"{units.plural(len(nodes), 'optimizer node')} on {_machines(nodes)} {hold} {kinds} on disk; {slower}.")
         window = plan.state(OptimizerNodeState).layer_window
@@ -69,7 +69,7 @@ def _standbys(plan: Plan) -> Iterable[str]:
     standbys = [rank.node for rank in plan.ranks if rank.role == "standby"]
     if not standbys or plan.predicted is None:
         return
-    sums = plan.predicted.state_bytes["params"] / sum(rank.role == "optimizer" for rank in plan.ranks)
+    sums = plan.predicted.state_bytes["params"] / len(plan.optimizer_nodes)
     yield (
         f"{units.plural(len(standbys), 'standby')} on {_machines(standbys)}: each is sent the sums of its node, "
         f"{units.show_size(sums)} in a step, takes the same steps, and serves where the node is lost."

@@ -7,7 +7,6 @@ Workers hold no state: a run goes on from the step of the node's files, which ar
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, cast
 
 from espalier.mechanisms.optimizer_node.state import OptimizerNodeState
@@ -21,7 +20,7 @@ from espalier.train.mechanism import Build, Mechanism
 from espalier.train.window_sharding import WindowOptimizer, WindowSharding
 
 if TYPE_CHECKING:
-    from espalier.checkpoint.base import Stateful
+    from espalier.checkpoint.base import StatefulParts
     from espalier.mechanisms.optimizer_node.client import Client
     from espalier.mechanisms.optimizer_node.local_steps import LocalSteps
     from espalier.optim.base import Optimizer
@@ -50,7 +49,7 @@ OPTIMIZER = Claim("adamw_on_node", question="optimizer", needs={"states on nodes
 class NodeSharding(WindowSharding):
     """See `WindowSharding`: the layers are on nodes, whose files are the checkpoint."""
 
-    def parts(self, optimizer: Optimizer) -> Mapping[str, Stateful]:
+    def parts(self, optimizer: Optimizer) -> StatefulParts:
         """See `Sharding.parts`: where the state is."""
         return {"nodes": NodeState(self)}
 
@@ -169,7 +168,7 @@ class OptimizerOnNodes(Mechanism):
 
 def on_nodes(plan: Plan) -> bool:
     """Whether ranks of the plan hold the model for the others."""
-    return any(rank.role == "optimizer" for rank in plan.ranks)
+    return bool(plan.optimizer_nodes)
 
 
 def choose(recipe: Recipe, plan: Plan) -> Mechanism | None:

@@ -29,7 +29,7 @@ from espalier.train.mechanism import Build, Mechanism
 if TYPE_CHECKING:
     from torch import nn
 
-    from espalier.checkpoint.base import Stateful
+    from espalier.checkpoint.base import StatefulParts
     from espalier.graph.run import GraphRun, Task
     from espalier.graph.sampling.subgraphs import SubgraphBatch
     from espalier.plan.base import Plan
@@ -155,7 +155,7 @@ class Reformation(Mechanism):
         self._full = fewer.full
         return task.loss(model, batch._replace(blocks=(fewer, *batch.blocks[1:])))
 
-    def state(self, context: Build, parts: Mapping[str, Stateful]) -> Mapping[str, Stateful]:
+    def state(self, context: Build, parts: StatefulParts) -> StatefulParts:
         """With what the tuner decides from."""
         return {**parts, "recall rule": self.tuner}
 

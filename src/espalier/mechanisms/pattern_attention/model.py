@@ -16,7 +16,7 @@ from scipy import sparse
 from torch import Tensor, nn
 
 from espalier import recipe as config
-from espalier.graph.networks.base import MessageBlock
+from espalier.graph.networks.base import MessageBlock, MessageBlocks
 from espalier.graph.networks.network import GraphNetwork
 from espalier.kernels.dropout import activated
 from espalier.mechanisms.pattern_attention.attention import attention
@@ -180,7 +180,7 @@ class GraphTransformer(GraphNetwork):
         self.norm = _norm(options)
         self.schedule = Schedule(0, options.path)
 
-    def answers(self, features: Tensor, blocks: tuple[MessageBlock, ...]) -> Tensor:
+    def answers(self, features: Tensor, blocks: MessageBlocks) -> Tensor:
         """Along the edges of the first block."""
         rows: Tensor = self(features, blocks[0])
         return rows[: blocks[-1].targets]

@@ -24,6 +24,7 @@ from espalier.mechanisms.pattern_attention.edge_attention import Entries
 from espalier.recipe import data_hash
 from espalier.recipe.cache_dir import cache_folder, hashed, keep_made
 from espalier.recipe.errors import UserError
+from espalier.recipe.offsets import offsets_of
 from espalier.sparse import CSR
 
 ROWS = 16
@@ -76,14 +77,14 @@ def windows_of(matrix: CSR, least: int) -> Windows:
     masks = np.bitwise_or.reduceat(1 << (rows[order] % ROWS), first) if len(keys) else first
     window = keys[first[dense]] // matrix.shape[1]
     count = -(-matrix.shape[0] // ROWS)
-    windows = np.concatenate([[0], np.cumsum(np.bincount(window, minlength=count))])
+    windows = offsets_of(np.bincount(window, minlength=count))
     left = np.sort(order[~in_windows])
     rest = CSR(offsets(rows[left], matrix.shape[0]), matrix.indices[torch.from_numpy(left)], matrix.shape)
     arrays = (
-        windows.astype(np.int64),
+        windows,
         columns[order[first[dense]]].astype(np.int32),
         masks[dense].astype(np.int32),
-        np.concatenate([[0], np.cumsum(sizes[dense])]).astype(np.int64),
+        offsets_of(sizes[dense]),
         order[in_windows].astype(np.int64),
     )
     a, b, c, d, e = map(torch.from_numpy, arrays)
@@ -111,7 +112,7 @@ def kept_windows(matrix: CSR, least: int) -> Windows:
 
 def offsets(rows: Any, count: int) -> Tensor:
     """int64 [count + 1]: where each row begins, given the row of each entry."""
-    return torch.from_numpy(np.concatenate([[0], np.cumsum(np.bincount(rows, minlength=count))]).astype(np.int64))
+    return torch.from_numpy(offsets_of(np.bincount(rows, minlength=count)))
 
 
 class Divided(NamedTuple):

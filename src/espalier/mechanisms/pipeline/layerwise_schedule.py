@@ -327,5 +327,4 @@ class VerticalModel(Mechanism):
 def choose(recipe: Recipe, plan: Plan) -> Mechanism | None:
     """Where the model's layers are held by ranks of their own, or on disk."""
     offloaded = plan.offload.parameters in ("host", "disk")
-    away = offloaded or any(rank.role == "optimizer" for rank in plan.ranks)
-    return VerticalModel() if away else None
+    return VerticalModel() if offloaded or plan.optimizer_nodes else None

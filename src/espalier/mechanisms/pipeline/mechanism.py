@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,7 @@ from espalier.recipe.errors import UserError
 from espalier.train.mechanism import Build, Mechanism
 
 if TYPE_CHECKING:
-    from espalier.checkpoint.base import Stateful
+    from espalier.checkpoint.base import Stateful, StatefulParts
     from espalier.parallel.action_list import ActionLists, Pipeline
     from espalier.plan.base import Plan
     from espalier.recipe import Recipe
@@ -124,7 +124,7 @@ class Pipelined(Mechanism):
             self.state(context, {})
             mesh.number_groups_alike()
 
-    def state(self, context: Build, parts: Mapping[str, Stateful]) -> Mapping[str, Stateful]:
+    def state(self, context: Build, parts: StatefulParts) -> StatefulParts:
         """The parts with the names of the whole model; what a codec keeps back is each stage's own."""
         stages, alike = context.stages, _alike(context.mesh)
         assert stages is not None

@@ -10,10 +10,4 @@ if TYPE_CHECKING:
 __all__ = ["SequenceSlots", "attend"]
 
 
-__getattr__ = lazy_names(
-    __name__,
-    {
-        "attend": "espalier.mechanisms.sequence_parallel.attention_2d",
-        "SequenceSlots": "espalier.parallel.sequence_slots",
-    },
-)
+__getattr__ = lazy_names(__name__, {".attention_2d": "attend", "espalier.parallel.sequence_slots": "SequenceSlots"})

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import AllreduceOptions
 
-from espalier.checkpoint.base import Stateful
+from espalier.checkpoint.base import Stateful, StatefulParts
 from espalier.comm.base import Traffic, traffic
 from espalier.mechanisms.sharding.async_collectives import Exchanges
 from espalier.mechanisms.sharding.axis_groups import AxisGroups, Codecs, Groups
@@ -356,7 +356,7 @@ class Amsp:
             "feedback": sum(flat.residual.nbytes for flat in self.flats if flat.residual is not None),
         }
 
-    def parts(self, optimizer: Optimizer) -> Mapping[str, Stateful]:
+    def parts(self, optimizer: Optimizer) -> StatefulParts:
         if self._channel is None:
             return {"model": self.model, "optimizer": optimizer}
         parts: dict[str, Stateful] = {

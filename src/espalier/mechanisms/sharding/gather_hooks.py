@@ -8,7 +8,7 @@ needed (`none`). Results and bytes are the same.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -163,9 +163,7 @@ class GatherHooks:
         if not torch.is_grad_enabled():
             self.let_go()
         elif self._root.sharded:  # a pass without gradients may come before backward, and let go
-            leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
-            if leaves:
-                torch.autograd.graph.register_multi_grad_hook(leaves, lambda _: self._need(self._root), mode="any")
+            _on_backward(output, lambda: self._need(self._root))
 
     def _enter(self, window: GatherWindow) -> None:
         self._exchanges.advance()
@@ -179,10 +177,8 @@ class GatherHooks:
     def _leave(self, window: GatherWindow, output: Any) -> None:
         if window.in_backward:  # recomputation
             return
-        outputs = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
-        if outputs:
-            torch.autograd.graph.register_multi_grad_hook(outputs, lambda _: self._backward(window), mode="any")
-        if not (outputs and self._is_last(window)):
+        trained = _on_backward(output, lambda: self._backward(window))
+        if not (trained and self._is_last(window)):
             self._release(window)
 
     def _is_last(self, window: GatherWindow) -> bool:
@@ -237,6 +233,14 @@ class GatherHooks:
 def _apart(window: GatherWindow) -> AbstractContextManager[Any]:
     """Where selective checkpointing computes a block again, it takes every operation for the model's own."""
     return torch._C._DisableTorchDispatch() if window.in_backward else nullcontext()
+
+
+def _on_backward(output: Any, begin: Callable[[], None]) -> bool:
+    """Calls `begin` with the first gradient of `output`; whether it will have any."""
+    leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    if leaves:
+        torch.autograd.graph.register_multi_grad_hook(leaves, lambda _: begin(), mode="any")
+    return bool(leaves)
 
 
 def _outside(flat: FlatParameter) -> UserError:

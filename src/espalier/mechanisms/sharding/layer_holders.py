@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import AllreduceOptions
 
-from espalier.checkpoint.base import Stateful
+from espalier.checkpoint.base import Stateful, StatefulParts
 from espalier.comm import plain_collectives
 from espalier.comm.base import Traffic, traffic
 from espalier.mechanisms.sharding.amsp import Amsp, ControlMessage
@@ -179,7 +179,7 @@ class RaggedStates:
         """[unit] every rank's `local` values of a unit, on every rank that holds it."""
         return self._part[id(flat)].whole(flat, local)
 
-    def parts(self, optimizer: Optimizer) -> Mapping[str, Stateful]:
+    def parts(self, optimizer: Optimizer) -> StatefulParts:
         states: dict[str, Stateful] = {
             "model": ModelState(self),
             "optimizer": OptimizerState(self, optimizer, self._replica),

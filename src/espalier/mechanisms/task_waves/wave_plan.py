@@ -81,7 +81,8 @@ def with_waves(
     nested, metaops, solved = _fitting(request, devices, first_seat(cluster), method)
     made = _waves(solved, parts_of(request))
     ranks = tuple(
-        Rank(share=(0, 1), device=_device(place), node=place.node, threads=request.pin.threads or 1) for place in places
+        Rank(share=(0, 1), device=place.device_name, node=place.node, threads=request.pin.threads or 1)
+        for place in places
     )
     reasons, alone = _reasons(solved, parts_of(request), count), plan_summary.sentences(plan, cluster)  # of one rank
     if nested > 1:
@@ -164,10 +165,6 @@ def _seats(cluster: Cluster, count: int) -> list[Place]:
         raise UserError(f"{count} ranks for {cores} cores.", do=f"plan.pin.ranks={cores}")
     each = -(-count // len(places))
     return [places[index // each] if cpu else places[index] for index in range(count)]
-
-
-def _device(place: Place) -> str:
-    return "cpu" if place.table.device.kind == "cpu" else f"cuda:{place.slot}"
 
 
 def _seconds_per_byte(cluster: Cluster, seats: Sequence[Place]) -> tuple[float, float]:

@@ -38,7 +38,7 @@ from espalier.train.mechanism import Build, Mechanism
 from espalier.train.whole_model import divisor, outcome
 
 if TYPE_CHECKING:
-    from espalier.checkpoint.base import Stateful
+    from espalier.checkpoint.base import StatefulParts
     from espalier.mechanisms.task_waves.state import WaveSlice
     from espalier.optim.loss_scale import LossScale
     from espalier.plan.base import Plan
@@ -57,6 +57,10 @@ WAVES = Claim(
     needs={"gradients are summed", "layers of one stage"},
     changes={"a schedule of stages"},
 )
+
+
+TaskFields = Mapping[int, Any]
+"""Of each task that has samples, their fields."""
 
 
 class TaskGraph(Protocol):
@@ -189,7 +193,7 @@ class WaveSchedule:
         whose losses it has computed."""
         self.passes.settle()
         losses: list[tuple[int, Tensor, Tensor]] = []
-        under_way: deque[tuple[_WaveStep, Mapping[int, Any]]] = deque()
+        under_way: deque[tuple[_WaveStep, TaskFields]] = deque()
         for fields in self._micro_batches({batch.task: batch.batch for batch in batches}):
             under_way.append((self._forwards(fields, losses), fields))
             if len(under_way) == NESTED_IN_FLIGHT:
@@ -201,7 +205,7 @@ class WaveSchedule:
         tasks = [task for task, _, _ in losses]
         return outcome([loss for _, loss, _ in losses], [weight for _, _, weight in losses], tasks, self.passes.shares)
 
-    def _micro_batches(self, whole: Mapping[int, Any]) -> Iterator[Mapping[int, Any]]:
+    def _micro_batches(self, whole: TaskFields) -> Iterator[TaskFields]:
         """Of each task a part of its samples; of one whose head needs all of them, all in the first."""
         for number in range(self.passes.nested):
             micro_batch = {}
@@ -213,7 +217,7 @@ class WaveSchedule:
                     micro_batch[task] = {name: value[low:high] for name, value in fields.items()}
             yield micro_batch
 
-    def _forwards(self, fields: Mapping[int, Any], losses: list[tuple[int, Tensor, Tensor]]) -> _WaveStep:
+    def _forwards(self, fields: TaskFields, losses: list[tuple[int, Tensor, Tensor]]) -> _WaveStep:
         """Adds (task, loss, weight) of the heads that are here."""
         step = _WaveStep()
         self._expect_inputs(step, fields)
@@ -226,7 +230,7 @@ class WaveSchedule:
                     losses.append((task, value.detach().double(), weight.detach().double()))
         return step
 
-    def _backwards(self, step: _WaveStep, fields: Mapping[int, Any]) -> None:
+    def _backwards(self, step: _WaveStep, fields: TaskFields) -> None:
         for number in reversed(self.local_slices):
             if self.slices.task[number] in fields:
                 self._backward(step, number, fields[self.slices.task[number]])
@@ -265,7 +269,7 @@ class WaveSchedule:
                 if receiver == self.rank != sender:
                     yield route, sender, first, last
 
-    def _expect_inputs(self, step: _WaveStep, fields: Mapping[int, Any]) -> None:
+    def _expect_inputs(self, step: _WaveStep, fields: TaskFields) -> None:
         """Begins to receive what other ranks will send: a message crosses the link only once somebody wants it, and
         this rank is at work until then."""
         for number in self.local_slices:
@@ -447,7 +451,7 @@ class Waves(Mechanism):
         self.state(context, {})
         mesh.number_groups_alike()
 
-    def state(self, context: Build, parts: Mapping[str, Stateful]) -> Mapping[str, Stateful]:
+    def state(self, context: Build, parts: StatefulParts) -> StatefulParts:
         """The parts with the names of the whole model."""
         return {name: AllNames(part, context.mesh.replica) for name, part in parts.items()}
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from espalier.mechanisms.task_waves.metaops import EPSILON, LevelRange, MetaOp
 
@@ -220,9 +221,7 @@ def _best_configuration(priced: Sequence[tuple[MetaOp, float]], devices: int) ->
 class _Rounding:
     """Operators of each MetaOp in each wave, as whole numbers. Has state: what was moved where."""
 
-    def __init__(
-        self, times: np.ndarray[Any, Any], fractional: np.ndarray[Any, Any], needed: np.ndarray[Any, Any]
-    ) -> None:
+    def __init__(self, times: NDArray[Any], fractional: NDArray[Any], needed: NDArray[Any]) -> None:
         self.times, self.needed = times, needed  # [MetaOp, wave], infinite where it has no group
         self.allowed = np.isfinite(times)
         self.each = np.where(self.allowed, times, 0.0)
@@ -297,7 +296,7 @@ def repair(
             if metaop.name in sizes:
                 fractional[m, c] = tau / times[m, c]
     scale = needed / np.maximum(fractional.sum(1), EPSILON)
-    candidates: list[tuple[float, int, np.ndarray[Any, Any]]] = []
+    candidates: list[tuple[float, int, NDArray[Any]]] = []
     for start in (fractional * np.minimum(scale, 1.0)[:, None], _stretched(times, needed, taus)):
         rounding = _Rounding(times, start, needed)
         rounding.improve()
@@ -314,9 +313,7 @@ def _time(metaop: MetaOp, sizes: Mapping[str, int]) -> float:
     return metaop.curve.within(sizes[metaop.name])[1] if metaop.name in sizes else math.inf
 
 
-def _stretched(
-    times: np.ndarray[Any, Any], needed: np.ndarray[Any, Any], taus: np.ndarray[Any, Any]
-) -> np.ndarray[Any, Any]:
+def _stretched(times: NDArray[Any], needed: NDArray[Any], taus: NDArray[Any]) -> NDArray[Any]:
     """Whole operators that fit into all waves when these are longer by one common factor, the least that will do."""
     low, high = 1.0, 1.0
     while (np.floor(high * taus / times + 1e-9).sum(1) < needed).any() and high < 1e6:

@@ -19,7 +19,7 @@ from espalier.plan.compose import Claim
 from espalier.train.mechanism import Build, Mechanism
 
 if TYPE_CHECKING:
-    from espalier.checkpoint.base import Stateful
+    from espalier.checkpoint.base import StatefulParts
     from espalier.parallel.mesh import ProcessMesh
     from espalier.plan.base import Plan
     from espalier.recipe import Recipe
@@ -52,7 +52,7 @@ class TensorParallel(Mechanism):
         context.cut = context.cut or ModelCut(mesh.replica)
         share(model, context.workload.roles(model), mesh, context.cut, self.regather)
 
-    def state(self, context: Build, parts: Mapping[str, Stateful]) -> Mapping[str, Stateful]:
+    def state(self, context: Build, parts: StatefulParts) -> StatefulParts:
         """What a codec keeps back is of this rank's matrices: others that are cut alike take it up again."""
         own_feedback = f"feedback of matrices {context.mesh.coordinates.tp}"
         return {own_feedback if name == "feedback" else name: part for name, part in parts.items()}

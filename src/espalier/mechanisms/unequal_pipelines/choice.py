@@ -41,8 +41,7 @@ def _costs(request: Request, cluster: Cluster, plan: Plan, remaining: Sequence[i
 def _pipelines(plan: Plan, costs: EngineCosts) -> list[SolvedPipeline]:
     """The plan's own, on ranks that are classes."""
     made = []
-    for number in sorted({stage.pipeline for stage in plan.stages}):
-        stages = sorted((stage for stage in plan.stages if stage.pipeline == number), key=lambda stage: stage.layers)
+    for stages in plan.pipelines.values():
         order = [Group(stage.ranks[0]) for stage in stages]
         layers = [last - first for first, last in (stage.layers for stage in stages)]
         start, stop = plan.ranks[stages[0].ranks[0]].share
@@ -136,10 +135,7 @@ class UnequalPipelinesChoice(PlanChoice):
 
     def describe(self, plan: Plan) -> str:
         parts = []
-        for number in sorted({stage.pipeline for stage in plan.stages}):
-            stages = sorted(
-                (stage for stage in plan.stages if stage.pipeline == number), key=lambda stage: stage.layers
-            )
+        for stages in plan.pipelines.values():
             start, stop = plan.ranks[stages[0].ranks[0]].share
             parts.append(
                 f"{' + '.join(str(stage.layers[1] - stage.layers[0]) for stage in stages)} layers for {stop - start}"

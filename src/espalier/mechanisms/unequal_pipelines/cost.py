@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -28,7 +28,7 @@ from espalier.plan.collective_time import DeviceGroup, gpus
 from espalier.plan.cost_inputs import CostInputs
 from espalier.plan.layouts import Layouts
 from espalier.plan.request import Request
-from espalier.recipe.cost import Number
+from espalier.recipe.cost import Number, Terms
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ class EngineCosts:
         request = self.request
         return request.profile.outside * min(1.0, (slot.first + slot.last) / max(1, request.profile.tables))
 
-    def held(self, group: Group, slot: Slot, layers: Number) -> tuple[Mapping[str, Number], float]:
+    def held(self, group: Group, slot: Slot, layers: Number) -> tuple[Terms, float]:
         """(bytes by kind, what a rank may hold) of a stage of so many layers."""
         inputs = self.inputs(group, slot.stages, layers, self.outside(slot))
         anatomy = self.request.profile.anatomy(self.size, self.recompute, self.request.precision, inputs.cut)

@@ -427,7 +427,14 @@ def partitions(there: Counts) -> Iterator[list[Counts]]:
     yield from (parts for parts in of(there, there) if parts)
 
 
-def fastest_path(nodes: Sequence[int], seconds: Mapping[tuple[int, int], float]) -> tuple[int, ...]:
+PairSeconds = Mapping[tuple[int, int], float]
+"""Of a step from one node to another."""
+
+_BestPaths = dict[tuple[frozenset[int], int], tuple[float, tuple[int, ...]]]
+"""(cost, path) by the nodes of the path and its last one."""
+
+
+def fastest_path(nodes: Sequence[int], seconds: PairSeconds) -> tuple[int, ...]:
     """The path through all nodes whose slowest step is fastest, of equals the one with the least sum: exactly up to 10
     nodes (Held and Karp), beyond by taking the fastest next step from each start."""
     if len(nodes) > 10:
@@ -438,14 +445,12 @@ def fastest_path(nodes: Sequence[int], seconds: Mapping[tuple[int, int], float])
 
 
 def _shortest(
-    nodes: Sequence[int], seconds: Mapping[tuple[int, int], float], joined: Callable[[float, float], float]
+    nodes: Sequence[int], seconds: PairSeconds, joined: Callable[[float, float], float]
 ) -> tuple[float, tuple[int, ...]]:
     """(cost, path) of the best path through all nodes, its steps `joined` one after the other."""
-    best: dict[tuple[frozenset[int], int], tuple[float, tuple[int, ...]]] = {
-        (frozenset([node]), node): (0.0, (node,)) for node in nodes
-    }
+    best: _BestPaths = {(frozenset([node]), node): (0.0, (node,)) for node in nodes}
     for _ in nodes[1:]:
-        following: dict[tuple[frozenset[int], int], tuple[float, tuple[int, ...]]] = {}
+        following: _BestPaths = {}
         for (seen, last), (cost, path) in best.items():
             for node in nodes:
                 if node not in seen:
@@ -455,7 +460,7 @@ def _shortest(
     return min(best.values())
 
 
-def _greedy_path(start: int, nodes: Sequence[int], seconds: Mapping[tuple[int, int], float]) -> tuple[int, ...]:
+def _greedy_path(start: int, nodes: Sequence[int], seconds: PairSeconds) -> tuple[int, ...]:
     path, rest = [start], [node for node in nodes if node != start]
     while rest:
         path.append(min(rest, key=lambda node: (seconds[path[-1], node], node)))
@@ -463,7 +468,7 @@ def _greedy_path(start: int, nodes: Sequence[int], seconds: Mapping[tuple[int, i
     return tuple(path)
 
 
-def _path_cost(path: Sequence[int], seconds: Mapping[tuple[int, int], float]) -> tuple[float, float]:
+def _path_cost(path: Sequence[int], seconds: PairSeconds) -> tuple[float, float]:
     steps = [seconds[hop] for hop in itertools.pairwise(path)]
     return max(steps), sum(steps)
 

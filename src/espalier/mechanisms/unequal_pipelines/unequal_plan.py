@@ -119,7 +119,7 @@ def plan_of(costs: EngineCosts, layout: UnequalLayout, spread: float = 0.0) -> P
     kinds = {place.rank: kind for kind, places in enumerate(costs.places) for place in places}
     ranks = tuple(
         Rank(
-            device="cpu" if place.table.device.kind == "cpu" else f"cuda:{place.slot}",
+            device=place.device_name,
             node=place.node,
             threads=costs.threads(kinds[place.rank]),
             share=(ends[pipeline], ends[pipeline + 1]),

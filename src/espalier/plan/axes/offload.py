@@ -7,7 +7,6 @@ shard of the parameters waits on one tier between uses. What that costs is `plan
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,7 +14,7 @@ import numpy as np
 from espalier.plan.axes.offload_tiers import UNUSED, TierRate, buffers
 from espalier.plan.base import Offload, Tier
 from espalier.recipe import Pin, ShardPin
-from espalier.recipe.cost import Number
+from espalier.recipe.cost import Number, Terms
 
 if TYPE_CHECKING:
     from espalier.machine.cluster import Cluster
@@ -34,7 +33,7 @@ SCRATCH = 0.95
 NODE = Offload(optimizer="node", parameters="node")
 
 
-def resident_optimizer(request: Request, room: float, waiting: Mapping[str, Number]) -> Number:
+def resident_optimizer(request: Request, room: float, waiting: Terms) -> Number:
     """Bytes of optimizer states on disk for which there is memory after all, and which stay there: of a single rank on
     a processor that has `room` bytes left, but where states were pinned to the disk."""
     if (request.offload.optimizer, request.offload.parameters, request.pin.offload) != ("disk", "device", None):
@@ -89,7 +88,7 @@ def windowed(way: Offload) -> bool:
     return way.parameters != "device"
 
 
-def waiting(way: Offload, sharded: Mapping[str, Number]) -> dict[str, Number]:
+def waiting(way: Offload, sharded: Terms) -> dict[str, Number]:
     """Bytes of a rank that wait elsewhere, by kind of memory, of those of its sharded states."""
     kinds = ["optimizer"] * (way.optimizer != "device") + ["params", "grads"] * windowed(way)
     return {kind: sharded[kind] for kind in kinds if way != NODE or kind != "grads"}
@@ -101,13 +100,13 @@ def again(request: Request) -> float:
     return 1.0 - (request.profile.tables > 1) * request.profile.outside / max(1, request.profile.trainable)
 
 
-def resident(away: Mapping[str, Number], sharded: Mapping[str, Number]) -> dict[str, Number]:
+def resident(away: Terms, sharded: Terms) -> Terms:
     """Bytes of sharded states on the device, by kind: what does not wait elsewhere, and buffers of what does."""
     on_device = {name: 0.0 * size if name in away else size for name, size in sharded.items()}
     return {**on_device, "buffers": buffers(away)}
 
 
-def lacking(over: Number, away: Mapping[str, Number], kind: DeviceGroup, request: Request) -> Number:
+def lacking(over: Number, away: Terms, kind: DeviceGroup, request: Request) -> Number:
     """Bytes that a rank lacks, `over` on its device (negative: room left), with what its machine lacks for those that
     wait in its memory or on its disk."""
     beyond = beyond_room(away, kind, request)
@@ -119,7 +118,7 @@ def tier_of(way: Offload) -> Tier:
     return way.activations if way.optimizer == "device" else way.optimizer
 
 
-def beyond_room(away: Mapping[str, Number], kind: DeviceGroup, request: Request) -> Number:
+def beyond_room(away: Terms, kind: DeviceGroup, request: Request) -> Number:
     """Bytes of a rank that its tier has no room for; negative: room left."""
     tier = tier_of(request.offload)
     if tier == "node":

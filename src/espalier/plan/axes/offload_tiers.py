@@ -5,14 +5,13 @@ Counts may be NumPy arrays: one call then prices many layouts. Kinds of memory a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
 from espalier.plan.axes.offload_layout import BUFFERS, CHUNK
-from espalier.recipe.cost import Number
+from espalier.recipe.cost import Number, Terms
 
 STATES = ("params", "grads", "optimizer")
 """Kinds that the optimizer's step walks through."""
@@ -59,13 +58,13 @@ class HidingWork:
     again: Number = 1.0
 
 
-def walked(away: Mapping[str, Number]) -> Moved:
+def walked(away: Terms) -> Moved:
     """What the optimizer's step moves: it reads all states, and writes all but gradients."""
     states = sum(away.get(kind, 0.0) for kind in STATES)
     return Moved(states, states - away.get("grads", 0.0))
 
 
-def passed(away: Mapping[str, Number], again: Number = 1.0) -> Moved:
+def passed(away: Terms, again: Number = 1.0) -> Moved:
     """What forward and backward move of parameters on disk: values are read in forward, and the share `again` of them
     in backward; gradients are written once, however many micro-batches there are."""
     if "params" not in away:
@@ -73,13 +72,13 @@ def passed(away: Mapping[str, Number], again: Number = 1.0) -> Moved:
     return Moved((1.0 + again) * away["params"], away["grads"])
 
 
-def saved(away: Mapping[str, Number], rounds: Number) -> Moved:
+def saved(away: Terms, rounds: Number) -> Moved:
     """What activations move: those of each micro-batch are written and read once."""
     size = rounds * away.get("activations", 0.0)
     return Moved(size, size)
 
 
-def moved(away: Mapping[str, Number], rounds: Number = 1, again: Number = 1.0) -> Moved:
+def moved(away: Terms, rounds: Number = 1, again: Number = 1.0) -> Moved:
     """All of a step."""
     parts = walked(away), passed(away, again), saved(away, rounds)
     return Moved(sum(part.read for part in parts), sum(part.written for part in parts))
@@ -96,12 +95,12 @@ def activations_held(block_bytes: Number, layers: Number) -> Number:
     return block_bytes * np.minimum(layers, HELD)
 
 
-def buffers(away: Mapping[str, Number]) -> Number:
+def buffers(away: Terms) -> Number:
     """Bytes in memory through which states pass."""
     return np.minimum(walked(away).read, BUFFERS * CHUNK)
 
 
-def seconds(away: Mapping[str, Number], speed: TierRate, hiding: HidingWork) -> Number:
+def seconds(away: Terms, speed: TierRate, hiding: HidingWork) -> Number:
     """Seconds by which a step gets longer: the optimizer's walk goes at the pace of the slowest of reading, moving and
     writing, and begins with a read and ends with a write; passes wait for what they do not hide, and for the first
     layer."""

@@ -18,9 +18,11 @@ import numpy as np
 from espalier.plan.axes.flat_layout import BUCKET, Arranged, BucketRule, Piece, arrange
 from espalier.plan.axes.placement import Placement, ShardFactors, inside, place
 from espalier.plan.axes.placement_plan import LOSSLESS, PIPED, ParameterGroup, groups
-from espalier.recipe.cost import Cost, Number, ring_bytes
+from espalier.recipe.cost import Cost, Number, Terms, ring_bytes
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from espalier.plan.axes.flat_layout import Sized
 
 GRADIENTS, PARAMETERS = "gradients", "parameters"
@@ -147,8 +149,8 @@ class Units(NamedTuple):
 
     low: bool
     element_bytes: int
-    lengths: np.ndarray[Any, Any]
-    stays: np.ndarray[Any, Any]
+    lengths: NDArray[Any]
+    stays: NDArray[Any]
 
 
 class Rules(NamedTuple):
@@ -242,7 +244,7 @@ def _arranged(states: StateSizes, division: Division) -> list[Volume]:
     return by_kind
 
 
-def _alike(columns: np.ndarray[Any, Any]) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+def _alike(columns: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
     """The columns that differ [m, rows], and which of them each column is [n]."""
     code = np.ravel_multi_index(tuple(columns), tuple(columns.max(axis=1) + 1))
     _, first, at = np.unique(code, return_index=True, return_inverse=True)
@@ -325,7 +327,7 @@ def exchanges(state_volumes: Sequence[Volume], division: Division, rounds: Numbe
         yield GroupTraffic("refresh", PARAMETERS, "all_gather", back / params, units, *home)
 
 
-def memory_bytes(states: StateSizes, division: Division, state_volumes: Sequence[Volume]) -> dict[str, Number]:
+def memory_bytes(states: StateSizes, division: Division, state_volumes: Sequence[Volume]) -> Terms:
     """Bytes on a rank by kind (AMSP, section 2.4): the states, where these are sharded two whole layers of parameters
     and of gradients on their way (the one at work and the next) and what is outside the layers, which stays from
     forward to backward, gradients in buckets, and what codecs keep back."""

@@ -27,7 +27,7 @@ from espalier.plan.calibration import Measurement
 from espalier.plan.collective_time import gpus
 from espalier.plan.layouts import ALGORITHMS, Layouts, of_view
 from espalier.plan.measurements import stack_words
-from espalier.plan.measurements.stack_words import PRECISIONS, Practice, meant
+from espalier.plan.measurements.stack_words import PRECISIONS, Meanings, Practice, meant
 from espalier.plan.precision import fast
 from espalier.plan.reference_models import DOUBLE, MEGATRON, ReferenceDecoder
 from espalier.plan.request import AUTO, Request
@@ -35,10 +35,10 @@ from espalier.recipe import Muon, decoder_shapes, defaults, recipe_file
 from espalier.recipe.decoder_shapes import DecoderSizes
 from espalier.recipe.errors import UserError, nearest
 
-RECOMPUTES: Mapping[Any, str] = {
+RECOMPUTES: Meanings = {
     "none": "none", "selective": "selective", "block": "block", "full": "block", True: "block", False: "none",
 }  # fmt: skip
-OPTIMIZERS: Mapping[Any, str] = {"adamw": "adamw", "muon": "muon", "adam": "adamw"}
+OPTIMIZERS: Meanings = {"adamw": "adamw", "muon": "muon", "adam": "adamw"}
 VOCABULARIES = {True: 32_000, False: 50_257}
 """Tokens of a SwiGLU decoder (Llama 2's) and of one with two matrices (GPT-2's) whose row does not say."""
 
@@ -222,7 +222,7 @@ class Descriptions:
             self.notes.add(f"model.vocabulary is missing: {words['vocabulary']:,} assumed")
         words.setdefault("kind", "gpt")
         resolved, _ = defaults.resolve(recipe_file.from_table({"model": words}, "the row"))
-        assert isinstance(resolved.model, config.Gpt | config.Moe)
+        assert isinstance(resolved.model, config.Decoder)
         return _Model(decoder_shapes.sizes(resolved.model), gated, model_words)
 
     def _precision(self, precision: Any, cluster: Cluster) -> str:

@@ -16,11 +16,14 @@ from espalier.plan.request import Kernel, Request
 from espalier.recipe import units
 from espalier.recipe.errors import UserError, nearest
 
-PRECISIONS: Mapping[Any, str] = {
+Meanings = Mapping[Any, str]
+"""Our word for each of a stack's."""
+
+PRECISIONS: Meanings = {
     **{name: name for name in ("fp16", "bf16", "tf32", "fp32", "fp64")},
     **{"float16": "fp16", "half": "fp16", "bfloat16": "bf16", "float32": "fp32", "float64": "fp64"},
 }
-KERNELS: Mapping[Any, str] = {
+KERNELS: Meanings = {
     **dict.fromkeys(("flash", "flash-attention", "flash-attn", "flash2", "flash-attention-2", "cudnn"), "flash"),
     **dict.fromkeys(("fused", "sdpa", "te", "transformer-engine"), "auto"),
     **dict.fromkeys(("efficient", "memory-efficient", "cutlass", "xformers"), "efficient"),
@@ -29,11 +32,11 @@ KERNELS: Mapping[Any, str] = {
 }  # fmt: skip
 """Names of attention kernels: `flash`; `efficient`, which writes no scores either; `written`, which does; `auto`, the
 best that the device has."""
-UPDATES: Mapping[Any, str] = {
+UPDATES: Meanings = {
     "fused": "fused", "apex": "fused", "foreach": "foreach", "multi-tensor": "foreach", "loop": "loop",
     "for-loop": "loop", "8bit": "8bit", "bitsandbytes": "8bit",
 }  # fmt: skip
-MEMORIES: Mapping[Any, str] = {
+MEMORIES: Meanings = {
     "allocated": "allocated", "max-allocated": "allocated", "reserved": "reserved", "max-reserved": "reserved",
     "device": "device", "nvidia-smi": "device", "smi": "device",
 }  # fmt: skip
@@ -92,7 +95,7 @@ class Practice:
     broadcast: bool = False
 
 
-def meant(name: str, value: Any, known: Mapping[Any, str]) -> str:
+def meant(name: str, value: Any, known: Meanings) -> str:
     """Our word for `value` in any of its spellings. Raises UserError with the nearest."""
     word = value.lower().replace("_", "-").replace(" ", "-") if isinstance(value, str) else value
     if isinstance(word, str | bool) and word in known:
@@ -115,7 +118,7 @@ def practice(words: Mapping[str, Any], where: str = "train") -> Practice:
             raise UserError(f"{where}.{key} = {value!r} is not possible.", do=f"{where}.{key} = true or false")
         return value
 
-    def word(key: str, known: Mapping[Any, str], default: str | None) -> str | None:
+    def word(key: str, known: Meanings, default: str | None) -> str | None:
         return meant(f"{where}.{key}", words[key], known) if key in words else default
 
     kernel: Any = word("attention", KERNELS, "auto")

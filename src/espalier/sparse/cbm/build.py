@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from espalier.recipe.offsets import offsets_of
 from espalier.sparse.csr import CSR
 
 Search = Literal["exact", "fast"]
@@ -208,7 +209,7 @@ def written(matrix: CSR, parent: Any) -> Deltas:
     if not np.array_equal(cut, parent):
         parent, order = cut, similar_rows.preorder(cut)
         more, less = _measured(matrix, order, parent)
-    plus_ptr, minus_ptr = (np.concatenate([[0], np.cumsum(part)]).astype(np.int32) for part in (more, less))
+    plus_ptr, minus_ptr = (offsets_of(part).astype(np.int32) for part in (more, less))
     plus, minus = np.empty(plus_ptr[-1], dtype=np.int32), np.empty(minus_ptr[-1], dtype=np.int32)
     deltas.write(indptr, indices, order, parent, plus_ptr, plus, minus_ptr, minus)
     above = parent[order]

@@ -117,7 +117,7 @@ class FlashMoeCall:
         for peer in self.others:
             self.links.send(self.out[peer].header, peer, HEADER)
         self._send_rows(x, refs=True)
-        now = TilePass(self.me, {peer: len(self.sent[peer]) for peer in self.others}, len(self.tiles[self.me]))
+        now = self._tile_pass()
 
         def heard(peer: int) -> None:
             numbers = headers[peer].tolist()
@@ -141,6 +141,9 @@ class FlashMoeCall:
         self._expect_answers(answers)
         self._through(now, heard, run, answers)
         return answers
+
+    def _tile_pass(self) -> TilePass:
+        return TilePass(self.me, {peer: len(self.sent[peer]) for peer in self.others}, len(self.tiles[self.me]))
 
     def _forward(self, batch: Batch, tiles: Sequence[Tile], x: Tensor) -> Tensor:
         taken = [self._taken(task, tile, x, self.rows) for task, tile in zip(batch, tiles, strict=True)]
@@ -169,7 +172,7 @@ class FlashMoeCall:
             if self.sent[peer]:
                 self.links.send(flat[self.out[peer].choices], peer, WEIGHTS)
         self._send_rows(pull, refs=False)
-        now = TilePass(self.me, {peer: len(self.sent[peer]) for peer in self.others}, len(self.tiles[self.me]))
+        now = self._tile_pass()
         for peer in self.others:
             tiles, pulls[peer] = self.tiles[peer], torch.empty_like(self.rows[peer])
             factors[peer] = pull.new_empty(tiles[-1].stop if tiles else 0)

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from espalier.mechanisms.few_bits.a2q import Coded
 from espalier.recipe.errors import UserError
+from espalier.recipe.offsets import offsets_of
 
 Array = NDArray[Any]
 Occupied = Literal["bitmap", "index", "dense"]
@@ -230,13 +231,13 @@ def _laid_out(widths: Array, counts: Array, packages: Any) -> Layout:
     each = np.repeat(of_run, lengths)
     room = capacity(words, np.maximum(each, 1))
     ends = np.cumsum(room) if len(room) else room
-    first = np.concatenate([[0], np.cumsum(lengths)])[:-1].astype(np.int64)  # first package of each run
+    first = offsets_of(lengths)[:-1]  # first package of each run
     base = np.concatenate([[0], ends])[first] if len(first) else first
-    within = np.arange(int(totals.sum())) - np.repeat(np.concatenate([[0], np.cumsum(totals)])[:-1], totals)
+    within = np.arange(int(totals.sum())) - np.repeat(offsets_of(totals)[:-1], totals)
     spot = np.repeat(base, totals) + within
     package = np.searchsorted(ends, spot, side="right")
     place = spot - np.concatenate([[0], ends])[package] if len(ends) else spot
-    return Layout(each, words, np.concatenate([[0], np.cumsum(words)]).astype(np.int64), package, place)
+    return Layout(each, words, offsets_of(words), package, place)
 
 
 def _packages(layout: Layout, width_of: Array, values: Array) -> Array:
@@ -267,7 +268,7 @@ def _told(stored: Array, counts: Array, occupied: Occupied) -> tuple[Array, int]
 def _index(layout: Layout, counts: Array) -> Array:
     """For every 256 rows, and at the end: words before the package of their first code, its place there, and codes
     before it; uint64."""
-    sums = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
+    sums = offsets_of(counts)
     before = np.append(sums[: len(counts) : GROUP], sums[-1])
     inside = before < len(layout.package)
     package = layout.package[before[inside]]
