@@ -83,9 +83,7 @@ class ExpertParallel(Filled):
         return ExpertGroup(FlashMoE(self.group, self.expert_map, self.links, self.codec), module, experts)
 
     def state(self, context: Build, parts: Mapping[str, Stateful]) -> Mapping[str, Stateful]:
-        """Under the names of all experts; stages of a pipeline see to that themselves."""
-        if context.stages is not None:
-            return parts
+        """Under the names of all experts."""
         return {name: AllNames(part, context.mesh.replica) for name, part in parts.items()}
 
 
