@@ -358,12 +358,13 @@ def pipeline(
 ) -> Cost:
     """Idle time, hand-overs and bytes of pipelines (`plan.axes.pipeline`), whose fullest rank takes so many
     `seconds` for a
-    micro-batch of `size` samples, `weights` of them for gradients of matrices."""
+    micro-batch of `size` samples, `weights` of them for gradients of matrices.
+
+    Each tensor rank sends its part of a value, also where each has all of it (Megatron-LM, arXiv 2104.04473, section
+    4.1; DeepSpeed's pipelines do the same)."""
     layouts, request = step.layouts, step.request
     tokens = size * request.profile.tokens_per_sample / layouts.sp
-    bytes_ = (
-        tokens * request.profile.width * step.stream_bytes / np.where(request.system.sequence_parallel, layouts.tp, 1)
-    )
+    bytes_ = tokens * request.profile.width * step.stream_bytes / layouts.tp
     stride = layouts.tp * layouts.sp * layouts.dp
     message = collective_time.seconds("send", bytes_, 1, stride, step.on) + step.on.factors.stall * STALL
     split = layouts.schedule == "zero_bubble"
