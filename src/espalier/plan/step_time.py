@@ -396,7 +396,7 @@ def gradients(step: CostInputs) -> dict[str, Number]:
     from the gradients' shards to the optimizer's, then summed over that shard's replicas."""
     layouts = step.layouts
     if step.request.system.refresh != "broadcast":
-        units = sum(volume.units for volume in volumes(step.summed, step.division))
+        units = sum(volume.units for part in step.parts for volume in volumes(*part))
         return {"seconds": step.exchanged.seconds["reduce"], "units": units}
     size = step.storage.grads * step.stage_parameters / layouts.grads
     units = np.maximum(1, np.ceil(size / step.bucket_bytes))
@@ -420,11 +420,10 @@ def optimizer(step: CostInputs) -> Number:
     request, device, setting = step.request, step.kind.table.device, step.kind.setting
     muon = request.profile.hidden / max(1, request.profile.trainable) if request.muon else 0.0
     each = ADAM_BYTES * (1 - muon) + MUON_BYTES * muon
-    owned = step.stage_parameters / step.layouts.optimizer
-    moved = request.bytes_each / 4 * (each + CLIP_BYTES) * owned
+    moved = request.bytes_each / 4 * (each + CLIP_BYTES) * step.owned
     taken = device_model.moved_seconds(device, moved, setting, step.on.factors)
     if request.muon:
-        share = owned / max(1, request.profile.trainable)
+        share = step.owned / max(1, request.profile.trainable)
         taken = taken + share * sum(
             _orthogonal(step, *matrices) for matrices in sorted(request.profile.matrices.items())
         )
