@@ -62,11 +62,11 @@ def allocated(recipe: Recipe, plan: Plan, steps: bool) -> dict[str, int]:
         made = trainer.Trainer(RankSetup(recipe, plan, opened, place), channel)
         if steps:
             made.run()
-        held = made.built.sharding.bytes_held()
+        sizes = made.built.sharding.bytes_held()
         states = made.built.optimizer.state_dict().values()
         moments = sum(value.nbytes for value in states if isinstance(value, torch.Tensor) and value.ndim)
         made.built.close()
-        return {"params": held["params"], "grads": held["grads"], "optimizer": held["masters"] + moments}
+        return {"params": sizes["params"], "grads": sizes["grads"], "optimizer": sizes["masters"] + moments}
 
     def life(place: Any) -> dict[str, int]:
         with worker.joined(place, 90.0) as channel:

@@ -28,11 +28,11 @@ def fullest(tensors: Sequence[Sized], ep: int, stages: int, chunks: int) -> list
     experts = -(-max(1 + tensor.expert for tensor in tensors) // ep)
     spans = stage_layers(layers, stages * chunks)
     ranks: dict[int | None, int] = {n: at % stages for at, span in enumerate(spans) for n in range(*span)}
-    held: defaultdict[int, list[Sized]] = defaultdict(list)
+    by_rank: defaultdict[int, list[Sized]] = defaultdict(list)
     outside = 0
     for tensor in tensors:
         if tensor.block is not None:
             outside = stages - 1
         if tensor.expert < experts:
-            held[ranks.get(tensor.block, outside)].append(tensor)
-    return max(held.values(), key=lambda rank: sum(tensor.elements for tensor in rank))
+            by_rank[ranks.get(tensor.block, outside)].append(tensor)
+    return max(by_rank.values(), key=lambda rank: sum(tensor.elements for tensor in rank))
