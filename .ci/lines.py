@@ -35,6 +35,7 @@ PLANNER = {
     "placement_plan": "sharding",
     "sequence": "sequence_parallel",
     "sharding": "sharding",
+    "state_holders": "sharding",
     "tensor": "tensor_parallel",
 }
 """Which mechanism a module of plan/axes belongs to."""

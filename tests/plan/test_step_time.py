@@ -254,3 +254,20 @@ def test_backward_moves_what_the_workload_says_or_twice_as_much_as_forward() -> 
     nothing, plain, same = (worked(2, 2, moved_back=one) for one in (0.0, None, 30.0 * 8 * 256 * 512 * 4))
     assert plain["backward"] - nothing["backward"] == pytest.approx(2 * (same["backward"] - nothing["backward"]))
     assert same["forward"] == plain["forward"]
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_each_tensor_rank_sends_its_part_of_a_message_to_the_next_stage(shared: bool) -> None:
+    """Also where every tensor rank has the whole value, as without sequence parallelism."""
+    request = decoder(width=64, layers=4, sequence=128).changed(sequence_parallel=shared)
+    on = collective_time.fleet(gpus(count=2), 16, 1)
+
+    def sent(tp: int) -> float:
+        layouts = Layouts("megatron", dp=8 // tp, tp=tp, pp=2)
+        step = cost_inputs.CostInputs(request, on, on.kinds[0], layouts)
+        return float(sum(step_time.pipeline(step, 1, 4).sent.values()))
+
+    whole = 128 * 64 * 4.0
+    assert sent(1) % whole == 0
+    assert sent(1) > 0
+    assert [sent(2), sent(4)] == [sent(1) / 2, sent(1) / 4]

@@ -141,8 +141,9 @@ def _profile(recipe: Recipe) -> Profile:
 
     shallow, two = (tally(model, list(model.blocks), embeddings(model)) for model in models)
     depth, tables = options.depth or 1, 1 if size.tied else 2
-    experts = ExpertSizes(size.experts, size.active, 3.0 * size.width * size.feed_forward * size.experts)
     sizes = shallow.sizes if depth == 1 else deeper(two.sizes, depth)
+    parameters = 3.0 * size.width * size.feed_forward * size.experts
+    experts = ExpertSizes(size.experts, size.active, parameters, lambda: sizes)
     profile = Profile(
         **vars(replace(shallow.with_more(two, depth - 1), sizes=sizes)),
         global_batch=global_batch,

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache, partial, reduce
+from operator import add
 from typing import Any
 
 import numpy as np
@@ -13,10 +15,11 @@ from espalier.plan.axes import offload, optimizer_node
 from espalier.plan.axes import offload_tiers as offload_cost
 from espalier.plan.axes.experts import ExpertLoad, expected
 from espalier.plan.axes.experts import cost as expert_cost
-from espalier.plan.axes.flat_layout import BUCKET
+from espalier.plan.axes.flat_layout import BUCKET, Sized
 from espalier.plan.axes.sequence import SequenceGrid, SequenceLoad
 from espalier.plan.axes.sequence import cost as sequence_cost
-from espalier.plan.axes.sharding import Division, StateBytes, StateSizes, cost, volumes
+from espalier.plan.axes.sharding import Division, Lengths, StateBytes, StateSizes, Wire, cost, volumes
+from espalier.plan.axes.state_holders import fullest
 from espalier.plan.base import RESIDENT
 from espalier.plan.collective_time import DeviceGroup, Fleet
 from espalier.plan.layouts import Layouts
@@ -130,8 +133,8 @@ class CostInputs:
         largest = max((rows * columns for rows, columns in profile.matrices), default=0) if request.muon else 0
         crossing = request.crossings.get("gradients")
         sizes = profile.sizes if request.system.storage is None and request.expert_ranks == 1 else ()
-        if request.precision == "fp64":  # else as the trainer keeps them: fp32 masters also under bf16
-            sizes = tuple(sized._replace(element_bytes=8, kind=("torch.float64", False)) for sized in sizes)
+        if request.precision == "fp64":
+            sizes = tuple(map(_fp64, sizes))
         return StateSizes(
             storage=self.storage,
             exact=StateBytes(request.bytes_each, request.bytes_each, self._moments) if keeps else None,
@@ -149,15 +152,40 @@ class CostInputs:
         )
 
     @cached_property
-    def summed(self) -> StateSizes:
-        """The same as far as gradients are summed and parameters gathered: experts over ranks have fewer replicas."""
-        request, ranks = self.request, np.maximum(2, np.asarray(self.layouts.shards))
-        if (spread := request.expert_ranks) == 1:
-            return self.states
-        replicas = np.maximum(1, ranks // spread)
-        less = (1 - (replicas - 1) / replicas * ranks / (ranks - 1)) * request.experts.on_rank(spread) / self.layouts.tp
-        states = self.states
-        return replace(states, elements=states.elements - self.stage_layers * less, layer=states.layer - less)
+    def parts(self) -> Sequence[tuple[StateSizes, Division]]:
+        """The states by who holds them, and over which ranks: experts that are spread lie on fewer than all the rest.
+        Under Muon matrices have one moment."""
+        request, profile, ep = self.request, self.request.profile, self.request.expert_ranks
+        if ep == 1:
+            return ((self.states, self.division),)
+        layouts, states, source = self.layouts, self.states, request.experts.tensors
+        every = profile.layers * request.experts.parameters
+        spread = self.stage_layers * (request.experts.on_rank(ep) / layouts.tp)
+        matrices = (profile.hidden - every) / (profile.trainable - every)
+        parts = []
+        both = (
+            (False, matrices, states.elements - spread, self.division),
+            (True, 1.0, spread, self.division.of_experts(ep)),
+        )
+        for of_experts, hidden, elements, division in both:
+            more = request.muon * request.bytes_each * (profile.hidden / profile.trainable - hidden)
+            kind = of_experts, request.muon, request.precision == "fp64"
+            part = replace(
+                states,
+                storage=states.storage._replace(optimizer=states.storage.optimizer + more),
+                exact=states.exact and states.exact._replace(optimizer=states.exact.optimizer + more),
+                elements=elements,
+                tensors=source and partial(_on_rank, source, ep, kind),
+                cuts=(layouts.pp, layouts.chunks),
+                cut=np.asarray(layouts.tp) > 1,
+            )
+            parts.append((part, division))
+        return parts
+
+    @property
+    def owned(self) -> Number:
+        """Parameters that a rank's optimizer moves."""
+        return sum(states.elements / division.optimizer for states, division in self.parts)
 
     def experts(self, samples: Number, rounds: Number) -> Cost:
         """What tokens for other ranks' experts cost in a step, where experts are spread."""
@@ -224,7 +252,7 @@ class CostInputs:
     @cached_property
     def sharded(self) -> Terms:
         """Bytes of sharded states by kind, wherever they are."""
-        return cost(self.states, self.division).memory_bytes
+        return self.states_cost().memory_bytes
 
     @cached_property
     def waiting(self) -> Terms:
@@ -260,13 +288,35 @@ class CostInputs:
     @cached_property
     def device_states(self) -> Terms:
         """Bytes of sharded states on a rank by kind, with what rounds keep beside them."""
-        sizes = self._resident if self.request.offload != RESIDENT else cost(self.states, self.division).memory_bytes
+        sizes = self._resident if self.request.offload != RESIDENT else self.sharded
         if not self.request.outer:
             return sizes
-        moved = sum(volume.elements for volume in volumes(self.states, self.division)) / self.division.optimizer
+        moved = sum(
+            sum(volume.elements for volume in volumes(states, division)) / division.optimizer
+            for states, division in self.parts
+        )
         return {**sizes, "outer": self.request.outer * self.request.bytes_each * moved}
 
     @cached_property
     def exchanged(self) -> Cost:
         """What a step of one micro-batch exchanges."""
-        return cost(self.summed, self.division, wire=self.wire)
+        return self.states_cost(wire=self.wire)
+
+    def states_cost(self, rounds: Number = 1, wire: Wire | None = None) -> Cost:
+        """What the sharded states of all parts add to a step: see `plan.axes.sharding.cost`."""
+        return reduce(add, (cost(*part, rounds=rounds, wire=wire) for part in self.parts))
+
+
+@lru_cache(maxsize=1024)
+def _on_rank(
+    source: Callable[[], Sequence[Sized]], ep: int, kind: tuple[bool, bool, bool], pp: int, chunks: int
+) -> Lengths:
+    """Of the fullest rank; `kind`: of experts or all others, under Muon, in fp64."""
+    experts, muon, fp64 = kind
+    tensors = [tensor for tensor in fullest(source(), ep, pp, chunks) if (tensor.expert >= 0) == experts]
+    return Lengths([_fp64(tensor) if fp64 else tensor for tensor in tensors], muon)
+
+
+def _fp64(tensor: Sized) -> Sized:
+    # In other precisions the trainer keeps fp32 masters.
+    return tensor._replace(element_bytes=8, kind=("torch.float64", False))

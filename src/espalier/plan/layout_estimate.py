@@ -18,7 +18,7 @@ from espalier.plan.axes import offload, optimizer_node, placement_plan
 from espalier.plan.axes import tensor as tensor_cost
 from espalier.plan.axes.offload import NODE
 from espalier.plan.axes.placement import ShardFactors as Shards
-from espalier.plan.axes.sharding import cost, wire_bytes
+from espalier.plan.axes.sharding import wire_bytes
 from espalier.plan.base import RESIDENT, TOTAL_BYTES, TOTALS, Predicted, task_totals
 from espalier.plan.calibration_factors import CostFactors
 from espalier.plan.collective_time import Fleet, devices, seats
@@ -174,7 +174,7 @@ def sent(step: CostInputs, samples: int, nodes: Sequence[int]) -> dict[str, floa
     rounds = -(-samples // int(layout.micro_batch))
     if request.offload == NODE:
         return {"gradients": optimizer_node.pushed(request)}
-    sent_bytes = dict(cost(step.summed, step.division, rounds=rounds).sent)
+    sent_bytes = dict(step.states_cost(rounds).sent)
     if request.crossings and step.states.sizes and not np.any(step.states.cut):
         codecs = placement_plan.codecs(exchanges(request.crossings))
         chosen = Shards(int(layout.params), int(layout.grads), int(layout.optimizer))

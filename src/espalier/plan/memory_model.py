@@ -93,7 +93,7 @@ def stage(step: CostInputs, anatomy: Anatomy, micro_batches: Number, is_first: b
         travelling = step.sequence(anatomy.layer.tokens).memory_bytes["keys_values"]
     transient = np.maximum(anatomy.layer.transient + travelling, has_head * anatomy.rest.transient)
     temporaries = _temporaries(step) if request.system.temporaries else 0.0
-    update = np.maximum(orthogonal_bytes(request), temporaries * step.stage_parameters / layouts.optimizer)
+    update = np.maximum(orthogonal_bytes(request), temporaries * step.owned)
     update = 0.0 * update if has_window else update
     sizes["activations"] = factors.activations * activations
     # The worst moment is in backward, or in the optimizer's step when no activation is held any more.

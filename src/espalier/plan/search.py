@@ -396,7 +396,7 @@ def _price(
     return priced, options(_pick(seconds, peak, chosen, unsharded)), None
 
 
-def _fullness(request: Request, on: collective_time.Fleet, batch: Layouts) -> tuple[Any, Any]:
+def _fullness(request: Request, on: collective_time.Fleet, batch: Layouts, padded: bool = False) -> tuple[Any, Any]:
     """Peak bytes and bytes beyond the limit of every layout, on the tightest kind of rank."""
     samples = samples_each(request, batch)
     size = np.minimum(batch.micro_batch, samples)
@@ -417,10 +417,11 @@ def leaving(request: Request, on: collective_time.Fleet, layouts: Layouts) -> An
         return 0.0
     step, samples, machine = CostInputs(request, on, on.kinds[0], layouts), samples_each(request, layouts), on.per_node
     rounds, outgoing = -(-samples // np.minimum(layouts.micro_batch, samples)), np.zeros(len(layouts))
-    for exchange in exchanges(volumes(step.summed, step.division), step.division, rounds):
-        inside = np.clip(machine // exchange.stride, 1, exchange.ranks)
-        sent = ring_bytes(exchange.operation, exchange.size, exchange.ranks) * machine / inside
-        outgoing = outgoing + np.where(exchange.ranks * exchange.stride > machine, sent, 0.0)
+    for states, division in step.parts:
+        for exchange in exchanges(volumes(states, division), division, rounds):
+            inside = np.clip(machine // exchange.stride, 1, exchange.ranks)
+            sent = ring_bytes(exchange.operation, exchange.size, exchange.ranks) * machine / inside
+            outgoing = outgoing + np.where(exchange.ranks * exchange.stride > machine, sent, 0.0)
     tokens = samples * request.profile.tokens_per_sample / layouts.sp
     if np.any(np.asarray(layouts.sp) > 1):
         sent = sum(step.sequence(tokens).sent.values()) * step.stage_layers * machine

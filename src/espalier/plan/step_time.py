@@ -358,12 +358,13 @@ def pipeline(
 ) -> Cost:
     """Idle time, hand-overs and bytes of pipelines (`plan.axes.pipeline`), whose fullest rank takes so many
     `seconds` for a
-    micro-batch of `size` samples, `weights` of them for gradients of matrices."""
+    micro-batch of `size` samples, `weights` of them for gradients of matrices.
+
+    Each tensor rank sends its part of a value, also where each has all of it (Megatron-LM, arXiv 2104.04473, section
+    4.1; DeepSpeed's pipelines do the same)."""
     layouts, request = step.layouts, step.request
     tokens = size * request.profile.tokens_per_sample / layouts.sp
-    bytes_ = (
-        tokens * request.profile.width * step.stream_bytes / np.where(request.system.sequence_parallel, layouts.tp, 1)
-    )
+    bytes_ = tokens * request.profile.width * step.stream_bytes / layouts.tp
     stride = layouts.tp * layouts.sp * layouts.dp
     message = collective_time.seconds("send", bytes_, 1, stride, step.on) + step.on.factors.stall * STALL
     split = layouts.schedule == "zero_bubble"
@@ -395,7 +396,7 @@ def gradients(step: CostInputs) -> Terms:
     from the gradients' shards to the optimizer's, then summed over that shard's replicas."""
     layouts = step.layouts
     if step.request.system.refresh != "broadcast":
-        units = sum(volume.units for volume in volumes(step.summed, step.division))
+        units = sum(volume.units for part in step.parts for volume in volumes(*part))
         return {"seconds": step.exchanged.seconds["reduce"], "units": units}
     size = step.storage.grads * step.stage_parameters / layouts.grads
     units = np.maximum(1, np.ceil(size / step.bucket_bytes))
@@ -419,11 +420,10 @@ def optimizer(step: CostInputs) -> Number:
     request, device, setting = step.request, step.kind.table.device, step.kind.setting
     muon = request.profile.hidden / max(1, request.profile.trainable) if request.muon else 0.0
     each = ADAM_BYTES * (1 - muon) + MUON_BYTES * muon
-    owned = step.stage_parameters / step.layouts.optimizer
-    moved = request.bytes_each / 4 * (each + CLIP_BYTES) * owned
+    moved = request.bytes_each / 4 * (each + CLIP_BYTES) * step.owned
     taken = device_model.moved_seconds(device, moved, setting, step.on.factors)
     if request.muon:
-        share = owned / max(1, request.profile.trainable)
+        share = step.owned / max(1, request.profile.trainable)
         taken = taken + share * sum(
             _orthogonal(step, *matrices) for matrices in sorted(request.profile.matrices.items())
         )

@@ -26,6 +26,16 @@ def fields_of(model: nn.Module, seam: Seam) -> list[tuple[nn.Module, str]]:
     return [(module, field) for module in model.modules() for field in dict(getattr(module, "seams", {})).get(seam, ())]
 
 
+def expert_numbers(model: nn.Module) -> dict[str, int]:
+    """The expert that each parameter of a mixture's experts belongs to, by the parameter's name."""
+    names = {id(module): name for name, module in model.named_modules()}
+    return {
+        f"{names[id(module)]}.experts.{name}": int(name.partition(".")[0])
+        for module, _ in fields_of(model, "route")
+        for name, _ in module.get_submodule("experts").named_parameters()
+    }
+
+
 class Filled(Mechanism):
     """The Protocol of a mechanism that fills one seam. Its claim's question is the seam's name."""
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from espalier.plan.axes.flat_layout import Sized
 from espalier.recipe.cost import Profile, Tally
-from espalier.train.seams import fields_of
+from espalier.train.seams import expert_numbers, fields_of
 
 LISTS = (nn.ModuleList, nn.Sequential)
 ATTENTION = ("attention", "attn", "self_attention", "self_attn")
@@ -74,6 +74,7 @@ def sizes_of(
     """The trainable parameters of `model` in its order, each once."""
     member = Membership(model, blocks_of(model) if blocks is None else blocks)
     exact, outside = norms_of(model), {id(parameter) for parameter in embeddings}
+    experts = expert_numbers(model)
     return tuple(
         Sized(
             p.numel(),
@@ -81,8 +82,9 @@ def sizes_of(
             member.of(p),
             (str(p.dtype), p.dtype == torch.float32 and id(p) not in exact),
             p.ndim == 2 and id(p) not in outside,
+            experts.get(name, -1),
         )
-        for p in model.parameters()
+        for name, p in model.named_parameters()
         if p.requires_grad
     )
 

@@ -156,3 +156,17 @@ def test_ranks_may_share_the_matrices_of_spread_experts():
     assert cut.choices == whole.choices
     assert cut.predicted.memory_bytes["params"] < 0.6 * whole.predicted.memory_bytes["params"]
     assert cut.predicted.sent_bytes["experts"] == whole.predicted.sent_bytes["experts"]
+
+
+def test_unequal_pipelines_hold_every_expert_on_each_rank():
+    """Whatever the best equal layout does with experts: its stages' bytes are those of all experts."""
+    nodes = "".join(f'[[nodes]]\ndevice = "cpu"\ncores = {cores}\nmemory = "8GiB"\n' for cores in (4, 1))
+    unlike = clusters.loads(nodes + '[links]\nbetween = "1Gbit/s"\n')
+    pin = config.Pin(pipelines="unequal")
+    plans = [
+        decide.decide(request.changed(pin=pin), unlike).plan
+        for request in (mixture(batch=8), mixture(batch=8).changed(ep=2))
+    ]
+    assert all(plan.planner == "flashflex" and plan.layout.ep == 1 for plan in plans)
+    first, second = (plan.predicted.memory_bytes["params"] for plan in plans)
+    assert first == second

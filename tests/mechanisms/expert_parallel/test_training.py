@@ -69,6 +69,14 @@ def same(found: list[Trained], alone: Trained) -> None:
     assert {name for one in found for name in one.weights} == set(alone.weights)
 
 
+def taken_up_by_one_rank(folder: Path, alone: Trained, saved: Path) -> None:
+    """One rank goes on from step 2 as if it had been alone."""
+    rest = train(moe_recipe(folder), plan_of(1, ()), saved)[0]
+    assert rest.losses == pytest.approx(alone.losses[2:], rel=TOLERANCE)
+    for name, value in rest.weights.items():
+        torch.testing.assert_close(value, alone.weights[name], rtol=1e-7, atol=TOLERANCE)
+
+
 @pytest.mark.extremes
 @pytest.mark.parametrize(
     ("ranks", "experts"),
@@ -109,13 +117,14 @@ def test_other_states_may_be_sharded_beside_experts(folder, alone):
     same(train(moe_recipe(folder), plan_of(4, even(2), shard=(1, 1, 4))), alone)
 
 
-def test_experts_over_the_ranks_of_each_stage(folder, alone):
+def test_experts_over_the_ranks_of_each_stage(folder, alone, tmp_path):
     ranks = tuple(plans.Rank(share=share) for _ in range(2) for share in ((0, 4), (4, 8)))
     stages = tuple(plans.Stage(ranks=(2 * one, 2 * one + 1), layers=(one, one + 1)) for one in range(2))
     plan = plan_of(4, even(2), ranks=ranks, stages=stages)
-    found = train(moe_recipe(folder), plan)
-    assert found[2].losses == pytest.approx(alone.losses, rel=TOLERANCE)
-    assert found[2].norms == pytest.approx(alone.norms, rel=TOLERANCE)
+    last = train(moe_recipe(folder), plan, tmp_path, until=2)[2]
+    assert last.losses == pytest.approx(alone.losses[:2], rel=TOLERANCE)
+    assert last.norms == pytest.approx(alone.norms[:2], rel=TOLERANCE)
+    taken_up_by_one_rank(folder, alone, tmp_path)
 
 
 def test_experts_beside_sequences_that_ranks_share(folder, alone):
@@ -144,6 +153,22 @@ def test_experts_of_which_ranks_also_share_the_matrices(folder, alone, tmp_path)
     assert rest.losses == pytest.approx(alone.losses[2:], rel=TOLERANCE)
     for name, value in rest.weights.items():
         torch.testing.assert_close(value, alone.weights[name], rtol=1e-7, atol=TOLERANCE)
+
+
+def test_experts_of_stages_whose_ranks_share_the_matrices(folder, alone, tmp_path):
+    """experts x tensor x pipeline: a stage of four ranks has one layer, its experts over two, each matrix over two;
+    taken up by one rank."""
+    stages = tuple(
+        plans.Stage(ranks=tuple(range(4 * stage, 4 * stage + 4)), layers=(stage, stage + 1), tensor=2)
+        for stage in range(2)
+    )
+    ranks = tuple(plans.Rank(share=share) for _ in range(2) for share in ((0, 4), (0, 4), (4, 8), (4, 8)))
+    plan = plan_of(8, even(2), ranks=ranks, stages=stages, micro_batch=1)
+    last = train(moe_recipe(folder), plan, tmp_path, until=2)[4]
+    assert last.losses == pytest.approx(alone.losses[:2], rel=TOLERANCE)
+    assert last.norms == pytest.approx(alone.norms[:2], rel=TOLERANCE)
+    assert last.validation == pytest.approx(alone.validation[: len(last.validation)], rel=TOLERANCE)
+    taken_up_by_one_rank(folder, alone, tmp_path)
 
 
 @pytest.mark.parametrize("recompute", ["block", "selective"])

@@ -23,7 +23,7 @@ from espalier.parallel.model_cut import ModelCut
 from espalier.plan.compose import Claim
 from espalier.recipe.errors import UserError
 from espalier.train.mechanism import Build, Mechanism
-from espalier.train.seams import Filled, Seam, fields_of
+from espalier.train.seams import Filled, Seam, expert_numbers, fields_of
 
 if TYPE_CHECKING:
     from espalier.checkpoint.base import StatefulParts
@@ -60,16 +60,13 @@ class ExpertParallel(Filled):
         assert mesh.replica is not None, "an expert group has several ranks"
         cut = context.cut = context.cut or ModelCut(mesh.replica)
         everyone, same = mesh.mesh.same_parameters(mesh.rank), mesh.mesh.same_experts(mesh.rank)
-        names = {id(module): name for name, module in model.named_modules()}
         place = mesh.mesh.expert_group(mesh.rank)
         local_experts, group = self.expert_map.ranks[place.index(mesh.rank)], mesh.of(place)
         assert group is not None
         self.links, self.group = links(group), group
-        own_names: set[str] = set()
         for module, _ in fields_of(model, self.seam):
             keep(module, local_experts, self.expert_map.count)
-            prefix = f"{names[id(module)]}.experts."
-            own_names |= {prefix + name for name, _ in module.get_submodule("experts").named_parameters()}
+        own_names = expert_numbers(model)
         cut.peers = {name: same if name in own_names else everyone for name, _ in model.named_parameters()}
         super().wrap(context)
         routes: list[ExpertGroup] = [getattr(module, field) for module, field in fields_of(model, self.seam)]
@@ -83,9 +80,7 @@ class ExpertParallel(Filled):
         return ExpertGroup(FlashMoE(self.group, self.expert_map, self.links, self.codec), module, experts)
 
     def state(self, context: Build, parts: StatefulParts) -> StatefulParts:
-        """Under the names of all experts; stages of a pipeline see to that themselves."""
-        if context.stages is not None:
-            return parts
+        """Under the names of all experts."""
         return {name: AllNames(part, context.mesh.replica) for name, part in parts.items()}
 
 

@@ -29,8 +29,8 @@ from espalier.mechanisms.sharding.sharded_state_dict import Kinds, ModelState, O
 from espalier.optim.base import Optimizer, Owned
 from espalier.parallel.mesh import ProcessMesh
 from espalier.parallel.model_cut import ModelCut
-from espalier.plan.axes.placement import ShardFactors
 from espalier.plan.axes.placement_plan import Spread
+from espalier.plan.axes.state_holders import split
 from espalier.recipe.errors import UserError
 
 
@@ -99,7 +99,10 @@ class RaggedStates:
         ]
         lying = replace(
             spread,
-            factors=[(pattern, _fitting(factors, len(ranks))) for pattern, factors in spread.factors],
+            factors=[
+                (pattern, factors._replace(optimizer=split(factors.optimizer, len(ranks))))
+                for pattern, factors in spread.factors
+            ],
             nodes=[nodes[rank] for rank in ranks] if spread.nodes else (),
             blocks=blocks,
         )
@@ -265,9 +268,3 @@ def _everyones(holders: list[tuple[int, ...]], replica: dist.ProcessGroup) -> li
     with traffic(Traffic.CONTROL):
         gathered = plain_collectives.all_gather([list(holder) for holder in holders], replica)
     return sorted({tuple(holder) for some in gathered for holder in some})
-
-
-def _fitting(factors: ShardFactors, ranks: int) -> ShardFactors:
-    """The factors of a part with so many holders."""
-    most = max(divisor for divisor in range(1, min(factors.optimizer, ranks) + 1) if ranks % divisor == 0)
-    return factors._replace(optimizer=most)

@@ -30,7 +30,7 @@ CLAIM = Claim(
     needs={"a model"},
     changes={"products of cut matrices", "matrices are cut"},
     forbids={"compiles blocks"},
-    after={"attend", "aggregate", "route", "recompute", "precision"},
+    after={"attend", "aggregate", "recompute", "precision"},
 )
 """Compilers do not see the exchanges inside a block."""
 

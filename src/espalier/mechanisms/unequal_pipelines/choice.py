@@ -56,7 +56,8 @@ class UnequalPipelinesChoice(PlanChoice):
 
     def candidates(self, ask: Ask, best: PlanDecision) -> Iterator[PlanDecision]:
         """The fastest unequal pipelines; pinned ones that are not possible leave a sentence."""
-        request, cluster = replace(best.request, factors=ask.calibration.factors), best.cluster
+        request = replace(best.request, factors=ask.calibration.factors, ep=0)  # each rank has all experts
+        cluster = best.cluster
         asked = request.pin.pipelines or "unless slower"
         if asked not in ("unless slower", "equal", "unequal"):
             from espalier.mechanisms.unequal_pipelines import flashflex_json

@@ -25,6 +25,7 @@ class Sized(NamedTuple):
         block: the index of its block; None outside all.
         kind: parameters of one kind (dtype, whether it keeps its precision) may share a unit.
         matrix: an optimizer of matrices moves it as a whole.
+        expert: the number of the expert that it belongs to; -1: to none.
     """
 
     elements: int
@@ -32,6 +33,7 @@ class Sized(NamedTuple):
     block: int | None
     kind: tuple[str, bool]
     matrix: bool
+    expert: int = -1
 
 
 class Piece(NamedTuple):

@@ -9,7 +9,7 @@ sections 2.4 and 2.5). Of a model that is cut, or whose tensors are not known, a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -18,6 +18,7 @@ import numpy as np
 from espalier.plan.axes.flat_layout import BUCKET, Arranged, BucketRule, Piece, arrange
 from espalier.plan.axes.placement import Placement, ShardFactors, inside, place
 from espalier.plan.axes.placement_plan import LOSSLESS, PIPED, ParameterGroup, groups
+from espalier.plan.axes.state_holders import split
 from espalier.recipe.cost import Cost, Number, Terms, ring_bytes
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ class StateSizes:
     Attributes:
         storage: bytes of a parameter; exact: of one that keeps its precision beside low ones, None: the same.
         sizes: the trainable tensors in the model's order; empty: not known.
+        tensors: those of a rank, by the `cuts` of the model (stages, and runs of layers on each rank); None: `sizes`.
         whole: matrices lie on one rank each (an optimizer of matrices moves them).
         elements, layers, layer: trainable parameters of a rank before sharding, its layers, parameters of one layer.
         outside: parameters outside the layers.
@@ -65,6 +67,8 @@ class StateSizes:
     storage: StateBytes
     exact: StateBytes | None = None
     sizes: Sequence[Sized] = ()
+    tensors: Callable[[int, int], Lengths] | None = None
+    cuts: tuple[Number, ...] = ()
     whole: bool = False
     elements: Number = 0
     layers: Number = 1
@@ -102,6 +106,13 @@ class Division:
     def by_level(self) -> Any:
         """Whether exchanges go through machines and then between them: see `Placement`."""
         return (np.asarray(self.each) > 1) & (self.each < np.asarray(self.ranks))
+
+    def of_experts(self, ep: int) -> Division:
+        """That of experts which groups of `ep` ranks divide among them: see `plan.axes.state_holders`."""
+        ranks = np.maximum(1, self.ranks // ep)  # pipelines of unlike depth may have fewer
+        machine = None if self.machine is None else self.machine // ep
+        optimizer = np.vectorize(split, otypes=[int])(self.optimizer, ranks)
+        return replace(self, optimizer=optimizer, ranks=ranks, stride=self.stride * ep, machine=machine)
 
     @property
     def multiple(self) -> Any:
@@ -215,7 +226,7 @@ def lengths(sizes: tuple[Sized, ...], whole: bool) -> Lengths:
 
 def volumes(states: StateSizes, division: Division) -> list[Volume]:
     """The lengths of all layouts, by storage."""
-    if not states.sizes:
+    if not states.sizes and states.tensors is None:
         return [_even(states, division)]
     exact = _arranged(states, division)
     cut = np.asarray(states.cut)
@@ -227,14 +238,15 @@ def volumes(states: StateSizes, division: Division) -> list[Volume]:
 
 def _arranged(states: StateSizes, division: Division) -> list[Volume]:
     """By the units themselves; nothing of layouts that cut the model."""
-    known = lengths(tuple(states.sizes), states.whole)
     owners = division.optimizer if states.whole else 1
     limit = np.where(division.by_level, np.minimum(states.bucket_bytes, PIPED), states.bucket_bytes)
-    gathered, multiple, owners, limit, cut = np.broadcast_arrays(
-        np.asarray(division.params) > 1, division.multiple, owners, limit, states.cut
+    known = lengths(tuple(states.sizes), states.whole)
+    of_rank = states.tensors or (lambda *cuts: known)
+    cut, *columns = np.broadcast_arrays(
+        states.cut, np.asarray(division.params) > 1, division.multiple, owners, limit, *states.cuts
     )
-    rows, at = _alike(np.stack([gathered, multiple, owners, limit]).reshape(4, -1) * ~cut.reshape(-1))
-    table = [known.of(Rules(bool(row[0]), *map(int, row[1:]))) if row[1] else () for row in rows]
+    rows, at = _alike(np.stack(columns).reshape(len(columns), -1) * ~cut.reshape(-1))
+    table = [of_rank(*row[4:]).of(Rules(bool(row[0]), *row[1:4])) if row[1] else () for row in rows.tolist()]
     by_kind = []
     for kind in dict.fromkeys((units.low, units.element_bytes) for row in table for units in row):
         sums = np.array([_sums(row, kind) for row in table])
@@ -246,7 +258,8 @@ def _arranged(states: StateSizes, division: Division) -> list[Volume]:
 
 def _alike(columns: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
     """The columns that differ [m, rows], and which of them each column is [n]."""
-    code = np.ravel_multi_index(tuple(columns), tuple(columns.max(axis=1) + 1))
+    ranked = np.stack([np.unique(column, return_inverse=True)[1] for column in columns])
+    code = np.ravel_multi_index(tuple(ranked), ranked.max(axis=1) + 1)
     _, first, at = np.unique(code, return_index=True, return_inverse=True)
     return columns[:, first].T, at
 

@@ -1,0 +1,38 @@
+"""State holders: which ranks hold a parameter, and over how many of them each of its states is split. No torch.
+
+The planner's bytes and seconds and the executor ask the same functions. Ranks that hold the same part of a model also
+hold the same parameters, but for experts: a group of `ep` consecutive ranks divides these among it, so that every
+`ep`-th rank holds the same experts, and their optimizer states are split over those only.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+from espalier.plan.axes.flat_layout import Sized
+from espalier.plan.layouts import stage_layers
+
+
+def split(wanted: int, holders: int) -> int:
+    """Over how many of its `holders` an optimizer state is split where `wanted` ranks are asked for: the most that
+    divide them."""
+    return max(ranks for ranks in range(1, min(wanted, holders) + 1) if holders % ranks == 0)
+
+
+def fullest(tensors: Sequence[Sized], ep: int, stages: int, chunks: int) -> list[Sized]:
+    """Of the ranks of a pipeline, which have so many `chunks` of layers each, the tensors of the one that holds most,
+    on the rank of an expert group that holds most. What stands before the layers is the first stage's, what stands
+    behind them the last one's."""
+    layers = 1 + max(tensor.block or 0 for tensor in tensors)
+    experts = -(-max(1 + tensor.expert for tensor in tensors) // ep)
+    spans = stage_layers(layers, stages * chunks)
+    ranks: dict[int | None, int] = {n: at % stages for at, span in enumerate(spans) for n in range(*span)}
+    by_rank: defaultdict[int, list[Sized]] = defaultdict(list)
+    outside = 0
+    for tensor in tensors:
+        if tensor.block is not None:
+            outside = stages - 1
+        if tensor.expert < experts:
+            by_rank[ranks.get(tensor.block, outside)].append(tensor)
+    return max(by_rank.values(), key=lambda rank: sum(tensor.elements for tensor in rank))
