@@ -76,6 +76,9 @@ class EngineCosts:
         self.classes = [
             DeviceClass(_name(places[0], cluster.machines), places[0].node, len(places)) for places in self.places
         ]
+        first: dict[int, int] = {}
+        self._alike = [first.setdefault(id(places[0].table), kind) for kind, places in enumerate(self.places)]
+        """Of each class the first with equal machines: they cost the same."""
         self._layers: dict[Group, tuple[float, float]] = {}
         self._most: dict[tuple[Group, bool, bool, int], int] = {}
         self._links: dict[frozenset[int], Link] = {}
@@ -111,6 +114,7 @@ class EngineCosts:
         return self.request.pin.threads or max(1, cores)
 
     def _seconds(self, group: Group) -> tuple[float, float]:
+        group = group._replace(kind=self._alike[group.kind])
         if group not in self._layers:
             layer, stage = step_time.passes(step := self.inputs(group), self.size)
             self._layers[group] = float(layer.total), float(sum(stage.values()) - step.stage_layers * layer.total)
@@ -159,6 +163,7 @@ class EngineCosts:
         )
 
     def most_layers(self, group: Group, slot: Slot) -> int:
+        group = group._replace(kind=self._alike[group.kind])
         key = group, slot.first, slot.last, slot.stages - slot.number
         if key not in self._most:
             stage_bytes, limit = self.held(group, slot, np.arange(1, self.layers + 1))
@@ -212,6 +217,7 @@ class EngineCosts:
 
     def optimizer(self, group: Group, slot: Slot, layers: int) -> float:
         """Seconds of a stage's optimizer step."""
+        group = group._replace(kind=self._alike[group.kind])
         key = group, slot.first, slot.last, layers
         if key not in self._steps:
             self._steps[key] = float(step_time.optimizer(self.inputs(group, slot.stages, layers, self.outside(slot))))

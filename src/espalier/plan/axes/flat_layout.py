@@ -81,6 +81,7 @@ def arrange(pieces: Sequence[Piece], rule: Callable[[Any], BucketRule]) -> list[
     done: list[Arranged] = []
     open_: dict[Hashable, list[int]] = {}
     elements: dict[Hashable, int] = {}
+    largest: dict[Hashable, int] = {}
     later: set[Hashable] = set()
     for index in reversed(range(len(pieces))):
         piece = pieces[index]
@@ -89,26 +90,26 @@ def arrange(pieces: Sequence[Piece], rule: Callable[[Any], BucketRule]) -> list[
         indices.append(index)
         law = rule(piece.group)
         elements[key] = elements.get(key, 0) + piece.elements
+        largest[key] = max(largest.get(key, 0), piece.elements)
         limit = law.bucket_bytes if key in later else min(FIRST_BUCKET, law.bucket_bytes)
         if not law.bucket_bytes or elements[key] * piece.element_bytes < limit:
+            continue
+        # No need to deal: every owner's share is as long as the largest piece.
+        if piece.whole and elements[key] < (1 - PADDING) * law.owners * largest[key]:
             continue
         unit = _closed(pieces, indices, law, elements[key])
         if unit is not None:
             done.append(unit)
             later.add(key)
-            del open_[key], elements[key]
+            del open_[key], elements[key], largest[key]
     done += [_unit(pieces, indices, rule(pieces[indices[0]].group)) for indices in open_.values()]
     return sorted(done, key=lambda unit: -min(unit.indices))
 
 
 def _closed(pieces: Sequence[Piece], indices: Sequence[int], law: BucketRule, elements: int) -> Arranged | None:
     """The unit of `indices`, which have so many `elements`; None where whole pieces leave too much padding."""
-    whole = pieces[indices[0]].whole
-    least = law.owners * max(pieces[index].elements for index in indices) if whole else 0
-    if elements < (1 - PADDING) * least:  # no need to deal: every owner's share is as long as the largest piece
-        return None
     unit = _unit(pieces, indices, law)
-    return None if whole and unit.length - elements > PADDING * unit.length else unit
+    return None if pieces[indices[0]].whole and unit.length - elements > PADDING * unit.length else unit
 
 
 def _unit(pieces: Sequence[Piece], indices: Sequence[int], law: BucketRule) -> Arranged:
@@ -126,7 +127,7 @@ def _in_a_row(pieces: Sequence[Piece], indices: Sequence[int], law: BucketRule) 
 
 def _dealt(pieces: Sequence[Piece], indices: Sequence[int], law: BucketRule) -> Arranged:
     """Dealt to equal shards, the largest first, each to the emptiest: no shard's end cuts a piece."""
-    fill = [(0, owner) for owner in range(law.owners)]
+    fill = [(0, owner) for owner in range(min(law.owners, len(indices)))]  # the others stay empty
     places: dict[int, tuple[int, int]] = {}
     for index in sorted(indices, key=lambda index: (-pieces[index].elements, index)):
         filled, owner = fill[0]
