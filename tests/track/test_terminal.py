@@ -12,6 +12,7 @@ from rich.console import Console
 
 from espalier.cli import main as cli
 from espalier.cli import printing
+from espalier.recipe import terminal
 from espalier.recipe.terminal import line, rows, say, visible
 from espalier.track.events import Log
 from espalier.track.progress import Progress, Waiting
@@ -31,6 +32,19 @@ def test_what_is_said_holds_no_control_character_and_is_text(text):
 @given(st.text(st.characters(categories=("L", "M", "N", "P", "S", "Zs"))))
 def test_other_text_is_not_changed(text):
     assert visible(text) == text
+
+
+def test_a_line_end_in_the_name_of_a_folder_of_the_command_ends_no_line(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(terminal, "_SPLIT", set())
+    folder = tmp_path / "two\nlines"
+    folder.mkdir()
+    assert cli.main(["report", str(folder / "run")]) == 2
+    assert cli.main(["train", "none.toml", f"data.path={folder}/none"]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert any(r"two\nlines" in shown for shown in lines)
+    assert not any(shown.startswith("lines") for shown in lines)
+    terminal.know_paths(["a prompt\nof two lines"])  # no file
+    assert visible("a prompt\nof two lines") == "a prompt\nof two lines"
 
 
 def test_answers_between_marks_are_green_on_a_terminal_and_nothing_of_theirs_is_obeyed(monkeypatch, capsys):

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from espalier.comm import store_client
-from espalier.recipe import cache_dir, process_environment
+from espalier.recipe import cache_dir, process_environment, terminal
 from espalier.recipe.errors import EspalierError, nearest
 from espalier.recipe.terminal import say
 
@@ -338,6 +338,7 @@ def main(argv: Sequence[str] | None = None, begin: Callable[[], None] = lambda: 
         top.print_help()
         return 2
     process_environment.settle()
+    terminal.know_paths(words)
     store_client.own_process()
     try:
         run = _checked(arguments)

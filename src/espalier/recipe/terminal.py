@@ -5,19 +5,36 @@ A terminal obeys them (they move the cursor, hide lines, change the title), so w
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import TextIO
 
 # C0 but tab and newline, DEL, C1, what changes the direction of writing, line separators, and halves of a character.
 _CONTROL = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
+_SPLIT: set[str] = set()
+"""Names of the user's files that have a line end."""
+
+
+def know_paths(words: Iterable[str]) -> None:
+    """Line ends in the names of files and folders that are there, of those that `words` of a command name, are made
+    `visible` from here on."""
+    for word in (os.environ.get("PWD", ""), *words):
+        place = Path(word.partition("=")[2] or word)
+        there = (path for path in (place, *place.parents) if "\n" in path.name and os.path.lexists(path))
+        _SPLIT.update(path.name for path in there)
+
+
 def visible(text: str) -> str:
-    r"""`text` with its control characters as escapes (`\x1b`); tabs and line ends stay."""
+    r"""`text` with its control characters as escapes (`\x1b`); tabs stay, and line ends that are in no known path."""
+    for name in _SPLIT:
+        text = text.replace(name, name.replace("\n", "\\n"))
     return _CONTROL.sub(lambda match: ascii(match[0])[1:-1], text)
 
 
