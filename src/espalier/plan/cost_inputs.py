@@ -288,7 +288,7 @@ class CostInputs:
     @cached_property
     def device_states(self) -> Terms:
         """Bytes of sharded states on a rank by kind, with what rounds keep beside them."""
-        sizes = self._resident if self.request.offload != RESIDENT else self.sharded
+        sizes = self._resident if self.request.offload != RESIDENT else self.states_cost().memory_bytes
         if not self.request.outer:
             return sizes
         moved = sum(

@@ -145,10 +145,21 @@ def search(
     closest: Option | None = None
     best, priced = float("inf"), 0
     known: dict[executable.Kind, bool] = {}
+    profile, mode = request.profile, request.recompute
+    again = profile.heads > 0 or profile.frozen is not None  # a decoder, also with adapters
+    modes = (mode,) if mode else MODES if again else ("none",)
     for part, on, threads, equal, unequal in _promising_first(request, cluster, calibration):
         if unequal > best * (1 + tie):
             continue
-        limits = _limits(request, on, threads)
+        limits = Limits(
+            profile,
+            request.pin,
+            modes=modes,
+            per_node=on.per_node,
+            threads=threads,
+            redundancy=request.recipe.plan.redundancy,
+            experts=request.expert_ranks,
+        )
         for every in _batches(request, limits, on.ranks, on.per_node, known):
             slow = every.algorithm != "data" and equal > best * (1 + tie)
             batch = every.at(np.flatnonzero(in_one_ring(every, on.ranks))) if slow else every
@@ -332,20 +343,6 @@ def _first(tables: list[Node], machines: int) -> Iterator[Node]:
 
 
 # --- layouts -----------------------------------------------------------------------------------------------------
-
-
-def _limits(request: Request, on: collective_time.Fleet, threads: int) -> Limits:
-    profile = request.profile
-    again = profile.heads > 0 or profile.frozen is not None  # a decoder, also with adapters
-    return Limits(
-        profile,
-        request.pin,
-        modes=(mode,) if (mode := request.recompute) else MODES if again else ("none",),
-        per_node=on.per_node,
-        threads=threads,
-        redundancy=request.recipe.plan.redundancy,
-        experts=request.expert_ranks,
-    )
 
 
 def _batches(

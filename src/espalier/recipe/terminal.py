@@ -11,6 +11,7 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TextIO
 
@@ -25,7 +26,9 @@ _SPLIT: set[str] = set()
 def know_paths(words: Iterable[str]) -> None:
     """Line ends in the names of files and folders that are there, of those that `words` of a command name, are made
     `visible` from here on."""
-    for word in (os.environ.get("PWD", ""), *words):
+    with suppress(FileNotFoundError):  # of who is in a folder that is gone
+        words = [os.getcwd(), *words]
+    for word in words:
         place = Path(word.partition("=")[2] or word)
         there = (path for path in (place, *place.parents) if "\n" in path.name and os.path.lexists(path))
         _SPLIT.update(path.name for path in there)

@@ -8,7 +8,6 @@ from typing import Any
 
 from espalier import recipe as config
 from espalier.recipe import mechanism_options, model_kinds, recipe_file, units
-from espalier.recipe.base import ModelKind
 from espalier.recipe.data_table import data_table
 from espalier.recipe.errors import UserError
 
@@ -28,8 +27,12 @@ def check(recipe: config.Recipe) -> None:
                     raise UserError(f"{key} = {value} is not possible.", why=why, do=f"correct {key}")
     model_kind = model_kinds.of(recipe.model)
     for kind in model_kinds.KINDS:
-        if kind is not model_kind:
-            _refuse_tables_of(kind, recipe)
+        for section in () if kind is model_kind else mechanism_options.tables_of(kind):
+            options = mechanism_options.get(recipe, section)
+            if options is not None and not (section == "store" and _of_states(recipe.store)):
+                *first, last = (f'"{tag}"' for tag in kind.tags)
+                tags = f"{', '.join(first)} or {last}" if first else last
+                raise UserError(f"[{section}] belongs to {kind.name}.", do=f"model.kind = {tags}")
     model_kind.check(recipe)
     mechanism_options.check(recipe, model_kind)
     _batch(recipe.train)
@@ -44,21 +47,6 @@ def check(recipe: config.Recipe) -> None:
     if recipe.comm.bucket != "auto":
         units.size(recipe.comm.bucket, "comm.bucket")
     _faults(recipe.faults)
-    if recipe.checkpoint.every != "auto" and recipe.checkpoint.every < 1:
-        raise UserError(
-            f"checkpoint.every = {recipe.checkpoint.every} is not possible.",
-            why="it has to be above 0",
-            do='checkpoint.every = 100, or "auto"',
-        )
-
-
-def _refuse_tables_of(kind: ModelKind, recipe: config.Recipe) -> None:
-    for section in mechanism_options.tables_of(kind):
-        options = mechanism_options.get(recipe, section)
-        if options is not None and not (section == "store" and _of_states(recipe.store)):
-            *first, last = (f'"{tag}"' for tag in kind.tags)
-            tags = f"{', '.join(first)} or {last}" if first else last
-            raise UserError(f"[{section}] belongs to {kind.name}.", do=f"model.kind = {tags}")
 
 
 def _of_states(store: config.DiskOptions | None) -> bool:
@@ -123,6 +111,12 @@ def _places(recipe: config.Recipe) -> None:
             f"track.profile = {list(profile)} names no step.",
             why="it is [from, to], the first step is 1, and both are included",
             do="track.profile = [10, 12]",
+        )
+    if recipe.checkpoint.every != "auto" and recipe.checkpoint.every < 1:
+        raise UserError(
+            f"checkpoint.every = {recipe.checkpoint.every} is not possible.",
+            why="it has to be above 0",
+            do='checkpoint.every = 100, or "auto"',
         )
     if recipe.checkpoint.rate is not None and units.rate(recipe.checkpoint.rate, "checkpoint.rate") <= 0:
         raise UserError(

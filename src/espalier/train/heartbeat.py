@@ -140,28 +140,25 @@ class Pulses:
     def __init__(self, world: int, every: float) -> None:
         self._every = every
         self._memory = mmap.mmap(-1, 8 * _CELLS * world)
-        self._all = memoryview(self._memory).cast("q")
-        self._world = world
-
-    def _cells_of(self, rank: int) -> memoryview:
-        return self._all[rank * _CELLS : (rank + 1) * _CELLS]
+        cells = memoryview(self._memory).cast("q")
+        self._ranks = [cells[rank * _CELLS : (rank + 1) * _CELLS] for rank in range(world)]
 
     def of(self, rank: int) -> Pulse:
         """The part that `rank` writes."""
-        return Pulse(self._cells_of(rank), self._every)
+        return Pulse(self._ranks[rank], self._every)
 
     def read(self) -> list[Sign]:
         """What each rank showed last."""
-        return [self._sign(self._cells_of(rank).tolist()) for rank in range(self._world)]
+        return [self._sign(cells.tolist()) for cells in self._ranks]
 
     def begin(self, now: float) -> None:
         """An attempt does at `now`, of ranks that are new and of ranks that stay."""
-        for rank in range(self._world):
-            _begin(self._cells_of(rank), "starting", round(1e9 * now))
+        for cells in self._ranks:
+            _begin(cells, "starting", round(1e9 * now))
 
     def show(self, rank: int, sign: Sign) -> None:
         """What `rank` showed elsewhere, its times by the clock here."""
-        cells = self._cells_of(rank)
+        cells = self._ranks[rank]
         for cell, seconds in (
             (_BEAT, sign.beat), (_MOVED, sign.moved), (_USUAL, sign.usual), (_FIRST, sign.first), (_ASKED, sign.asked),
             (_WAITED, sign.waited),

@@ -28,10 +28,10 @@ def fields_of(model: nn.Module, seam: Seam) -> list[tuple[nn.Module, str]]:
 
 def expert_numbers(model: nn.Module) -> dict[str, int]:
     """The expert that each parameter of a mixture's experts belongs to, by the parameter's name."""
-    names = {id(module): name for name, module in model.named_modules()}
     return {
-        f"{names[id(module)]}.experts.{name}": int(name.partition(".")[0])
-        for module, _ in fields_of(model, "route")
+        f"{place}.experts.{name}": int(name.partition(".")[0])
+        for place, module in model.named_modules()
+        if "route" in dict(getattr(module, "seams", {}))
         for name, _ in module.get_submodule("experts").named_parameters()
     }
 

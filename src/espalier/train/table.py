@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -275,14 +275,12 @@ APPLIED = Claim(
 
 def refusal(recipe: Recipe, plan: Plan, *others: Claim) -> compose.Refusal | None:
     """Why the mechanisms of a plan cannot run with `others`; None: they can."""
-    composition = _composed(frozenset((*claims(recipe, plan), *others)))
+    composition = _composition(frozenset((*claims(recipe, plan), *others)))
     return composition if isinstance(composition, compose.Refusal) else None
 
 
-@lru_cache(maxsize=4096)
-def _composed(all_claims: frozenset[Claim]) -> compose.Composition | compose.Refusal:
-    """The planner asks of the same mechanisms again and again."""
-    return compose.compose(all_claims, known=KNOWN)
+_composition = lru_cache(maxsize=4096)(partial(compose.compose, known=KNOWN))
+"""The planner asks of the same mechanisms again and again."""
 
 
 def require_beside(recipe: Recipe, plan: Plan, claim: Claim) -> None:
