@@ -232,6 +232,12 @@ def loop_cpu_seconds() -> float:
     return loop_seconds(time.process_time)
 
 
+@pytest.fixture
+def slowness() -> float:
+    """How many times longer than on an idle machine a loop takes now, by the clock; at least 1."""
+    return max(1.0, loop_seconds(time.monotonic) / 0.012)
+
+
 @pytest.fixture(scope="session")
 def machine(once: Callable[[str, Callable[[Path], Any]], Any]) -> dict[str, Any]:
     """This machine as `probe` measures it: the cluster's file, the seconds it took, what was said, the seconds of a

@@ -40,7 +40,8 @@ def of_gguf(path: Path) -> Reading:
     out = path.with_name("out")
     out.mkdir(exist_ok=True)
     gguf_file._convert(path, out)
-    return Reading(digest(hf.options(out)), ())
+    with mock.patch.object(gguf_file, "folder_of", return_value=out):
+        return Reading(digest(hf.options(path)), ())
 
 
 def tokenizer(folder: Path) -> Path:

@@ -84,12 +84,6 @@ def planned(home: Path, **options: int) -> np.ndarray:
 
 
 @pytest.fixture(scope="module")
-def sent() -> dict[str, np.ndarray]:
-    """By run what `on_the_wire` counted of it."""
-    return {}
-
-
-@pytest.fixture(scope="module")
 def home(lab: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("graph")
     (folder / "recipe.toml").write_text(RECIPE)
@@ -98,13 +92,17 @@ def home(lab: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_four_hosts_train_on_their_parts_as_one_rank_does_and_send_what_the_plan_says(
-    lab: str, home: Path, sent: dict[str, np.ndarray]
-) -> None:
+@pytest.fixture(scope="module")
+def four(lab: str, home: Path) -> np.ndarray:
+    """What `on_the_wire` counted of the run `four`, on all hosts."""
     before = on_the_wire(lab)
     done = espalier(home, "train", "recipe.toml", "--hosts", lab, "name=four", "model.dropout=0")
     assert done.returncode == 0, done.stdout + done.stderr
-    sent["four"] = on_the_wire(lab) - before
+    return on_the_wire(lab) - before
+
+
+@pytest.mark.usefixtures("four")
+def test_four_hosts_train_on_their_parts_as_one_rank_does_and_send_what_the_plan_says(lab: str, home: Path) -> None:
     plan = plans.read(home / "runs" / "four" / "plan.json")
     assert sorted(rank.node for rank in plan.ranks) == [0, 1, 2, 3]
     assert any("the graph is cut into 4 parts" in one for one in plan.why)
@@ -125,14 +123,14 @@ def test_four_hosts_train_on_their_parts_as_one_rank_does_and_send_what_the_plan
 
 
 def test_few_bits_and_late_rows_send_less_and_two_hosts_go_on_where_four_stopped(
-    lab: str, home: Path, sent: dict[str, np.ndarray]
+    lab: str, home: Path, four: np.ndarray
 ) -> None:
     """What else the hosts say is the same in both runs, so that the difference at their interfaces is that of rows:
     the formula's, in payload, and with headers at most a tenth more."""
     low, before = ("graph.halo.bits=1", "graph.halo.synchronize=4", "name=low"), on_the_wire(lab)
     done = espalier(home, "train", "recipe.toml", "--hosts", lab, *low)
     assert done.returncode == 0, done.stdout + done.stderr
-    less = sent["four"] - (on_the_wire(lab) - before)
+    less = four - (on_the_wire(lab) - before)
     whole, few = planned(home), planned(home, bits=1, synchronize=4)
     ledger = [event["bytes"]["halo"] for event in events(home, "low", "step")]
     assert ledger[1:] == [few[0]] * (STEPS - 1)
@@ -183,6 +181,7 @@ def apart(lab: str, home: Path, *arguments: str) -> list[subprocess.CompletedPro
     return [subprocess.CompletedProcess(one.args, one.wait(), *one.communicate(timeout=300)) for one in running]
 
 
+@pytest.mark.usefixtures("four")
 def test_each_host_that_has_its_own_part_alone_trains_as_hosts_that_have_the_graph(lab: str, home: Path) -> None:
     """The machine that plans has no part; each host sees a folder of its own where the recipe names `parts`."""
     cut = parts_in_the_cache(home)

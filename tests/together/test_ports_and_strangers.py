@@ -256,13 +256,15 @@ def visited(port: Port, stranger: Callable[[Port, Lines], None]) -> Iterator[Lin
 
 
 @pytest.mark.parametrize("stranger", [*STRANGERS, pytest.param(is_silent_ten_thousand_times, marks=pytest.mark.slow)])
-def test_a_stranger_hears_nothing_and_keeps_nobody_out(port: Port, stranger: Callable[[Port, Lines], None]) -> None:
+def test_a_stranger_hears_nothing_and_keeps_nobody_out(
+    port: Port, stranger: Callable[[Port, Lines], None], slowness: float
+) -> None:
     if stranger is repeats_an_answer_that_was_right and not port.challenges:
         pytest.skip("the address is the password here: who repeats it knows it")
     threads = threading.active_count()
     with visited(port, stranger) as lines:
         assert serves(port)
-        until = time.monotonic() + 3.0  # before those that are silent are sent away
+        until = time.monotonic() + 3.0 * slowness  # before those that are silent are sent away
         while threading.active_count() > threads + 120:
             assert time.monotonic() < until, "each stranger has taken a thread"
             time.sleep(0.01)

@@ -44,7 +44,8 @@ def test_a_line_end_in_the_name_of_a_folder_of_the_command_ends_no_line(tmp_path
     assert any(r"two\nlines" in shown for shown in lines)
     assert not any(shown.startswith("lines") for shown in lines)
     terminal.know_paths(["a prompt\nof two lines"])  # no file
-    assert visible("a prompt\nof two lines") == "a prompt\nof two lines"
+    for text in ("a prompt\nof two lines", "mystwo\nlines", "two\nlinesmen"):
+        assert visible(text) == text
 
 
 def test_answers_between_marks_are_green_on_a_terminal_and_nothing_of_theirs_is_obeyed(monkeypatch, capsys):

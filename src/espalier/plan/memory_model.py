@@ -16,7 +16,6 @@ from espalier.plan.axes import offload_tiers as offload_cost
 from espalier.plan.axes import pipeline as pipeline_cost
 from espalier.plan.collective_time import DeviceGroup, Fleet
 from espalier.plan.cost_inputs import CostInputs
-from espalier.plan.layouts import Layouts
 from espalier.plan.request import Request
 from espalier.recipe import units
 from espalier.recipe.cost import Anatomy, Number, Terms
@@ -102,7 +101,10 @@ def stage(step: CostInputs, anatomy: Anatomy, micro_batches: Number, is_first: b
         sizes["gathered"] = np.where(_fsdp(step) & (pp > 1), _resident(step), sizes["gathered"])
     within = sum(sizes.values()) if step.cuda else sizes["activations"] + sizes["transient"]
     sizes["slack"] = factors.activations * SLACK[device.kind] * within
-    sizes["runtime"] = _runtime(device.runtime, step.on, layouts) + (0 if step.cuda else request.profile.loaded)
+    axes = [layouts.tp, layouts.sp, layouts.dp, layouts.pp]
+    groups = COMMUNICATION * sum(np.asarray(axis) > 1 for axis in axes)
+    libraries = (device.runtime or CUDA_RUNTIME) + groups if step.on.cuda else max(device.runtime, CPU_RUNTIME)
+    sizes["runtime"] = libraries + (0 if step.cuda else request.profile.loaded)
     zero = 0.0 * np.asarray(micro_batches)
     return {name: value + zero for name, value in sizes.items()}
 
@@ -123,13 +125,6 @@ def _resident(step: CostInputs) -> Number:
     micro-batch. Ours are released after every block."""
     storage = step.storage
     return step.stage_parameters * (storage.params + storage.grads + step.request.low)
-
-
-def _runtime(measured: int, on: Fleet, layouts: Layouts) -> Number:
-    if not on.cuda:
-        return float(max(measured, CPU_RUNTIME))
-    axes = [layouts.tp, layouts.sp, layouts.dp, layouts.pp]
-    return (measured or CUDA_RUNTIME) + COMMUNICATION * sum(np.asarray(axis) > 1 for axis in axes)
 
 
 def orthogonal_bytes(request: Request) -> int:

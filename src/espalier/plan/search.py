@@ -145,21 +145,10 @@ def search(
     closest: Option | None = None
     best, priced = float("inf"), 0
     known: dict[executable.Kind, bool] = {}
-    profile, mode = request.profile, request.recompute
-    again = profile.heads > 0 or profile.frozen is not None  # a decoder, also with adapters
-    modes = (mode,) if mode else MODES if again else ("none",)
     for part, on, threads, equal, unequal in _promising_first(request, cluster, calibration):
         if unequal > best * (1 + tie):
             continue
-        limits = Limits(
-            profile,
-            request.pin,
-            modes=modes,
-            per_node=on.per_node,
-            threads=threads,
-            redundancy=request.recipe.plan.redundancy,
-            experts=request.expert_ranks,
-        )
+        limits = _limits(request, on, threads)
         for every in _batches(request, limits, on.ranks, on.per_node, known):
             slow = every.algorithm != "data" and equal > best * (1 + tie)
             batch = every.at(np.flatnonzero(in_one_ring(every, on.ranks))) if slow else every
@@ -345,6 +334,20 @@ def _first(tables: list[Node], machines: int) -> Iterator[Node]:
 # --- layouts -----------------------------------------------------------------------------------------------------
 
 
+def _limits(request: Request, on: collective_time.Fleet, threads: int) -> Limits:
+    profile = request.profile
+    again = profile.heads > 0 or profile.frozen is not None  # a decoder, also with adapters
+    return Limits(
+        profile,
+        request.pin,
+        modes=(mode,) if (mode := request.recompute) else MODES if again else ("none",),
+        per_node=on.per_node,
+        threads=threads,
+        redundancy=request.recipe.plan.redundancy,
+        experts=request.expert_ranks,
+    )
+
+
 def _batches(
     request: Request, limits: Limits, ranks: int, per_node: int, known: dict[executable.Kind, bool]
 ) -> Iterator[Layouts]:
@@ -393,7 +396,7 @@ def _price(
     return priced, options(_pick(seconds, peak, chosen, unsharded)), None
 
 
-def _fullness(request: Request, on: collective_time.Fleet, batch: Layouts, padded: bool = False) -> tuple[Any, Any]:
+def _fullness(request: Request, on: collective_time.Fleet, batch: Layouts) -> tuple[Any, Any]:
     """Peak bytes and bytes beyond the limit of every layout, on the tightest kind of rank."""
     samples = samples_each(request, batch)
     size = np.minimum(batch.micro_batch, samples)

@@ -37,7 +37,8 @@ def know_paths(words: Iterable[str]) -> None:
 def visible(text: str) -> str:
     r"""`text` with its control characters as escapes (`\x1b`); tabs stay, and line ends that are in no known path."""
     for name in _SPLIT:
-        text = text.replace(name, name.replace("\n", "\\n"))
+        whole = rf"(?<!\w){re.escape(name)}(?!\w)"  # no part of other text
+        text = re.sub(whole, lambda match: match[0].replace("\n", "\\n"), text)
     return _CONTROL.sub(lambda match: ascii(match[0])[1:-1], text)
 
 

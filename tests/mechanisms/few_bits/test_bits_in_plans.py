@@ -13,9 +13,9 @@ from espalier.graph.workload import GraphWorkload
 from espalier.parallel.workload import Shard
 from espalier.recipe import defaults, recipe_file
 
-TIME, MEMORY = 2.5 if "AVX512" in torch.backends.cpu.get_cpu_capability() else 5.0, 1.25
-"""Factors that the plan's seconds and bytes may be off by. The plan counts traffic alone: with AVX2 rounding is bound
-by its arithmetic, and took up to 4.4 times as long on an EPYC."""
+TIME, MEMORY = 3.0 if "AVX512" in torch.backends.cpu.get_cpu_capability() else 6.0, 1.25
+"""Factors that the plan's seconds and bytes may be off by. The plan counts traffic alone: rounding took up to 2.6 times
+as long with AVX-512, and 4.4 times with AVX2, where it is bound by its arithmetic, while other programs ran too."""
 
 
 @pytest.fixture(autouse=True)
