@@ -32,7 +32,7 @@ GPU = {
 
 def test_a_quick_probe_takes_seconds_and_tells_what_it_does(machine: dict[str, Any]) -> None:
     seconds, said = machine["seconds"], machine["said"]
-    assert seconds < 1200 * machine["loop"]  # about ten on an idle machine, where it takes 10 ms
+    assert machine["cpu_seconds"] < 2000 * machine["loop"]  # about 700, whatever else the machine does
     assert said == [] if seconds < probe.QUIET else said[-1] == "reading and writing the disk"
 
 

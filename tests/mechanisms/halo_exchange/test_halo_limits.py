@@ -187,3 +187,25 @@ def test_few_bits_send_less_and_still_learn(options):
     assert found["losses"][-1] == pytest.approx(plain["losses"][-1], rel=0.1)
     assert descents[1] > 0.4 * descents[0] > 0
     assert found["halo"][2] < 0.6 * plain["halo"][2]
+
+
+@pytest.mark.parametrize(
+    ("model", "graph", "message"),
+    [
+        ({}, {"task": "link"}, "graph.task = 'link'"),
+        ({}, {"fanout": [3, 3]}, r"graph.fanout = \[3, 3\]"),
+        ({}, {"halo": {"synchronize": -1}}, "below 0"),
+        ({}, {"halo": {"by_degree": True}}, "by_degree has no effect"),
+        ({}, {"halo": {"by_degree": True, "bits": 8}}, "by_degree has no effect with graph.halo.bits = 8"),
+        ({}, {"halo": {"adapt": True}}, "adapt has no effect"),
+        ({}, {"halo": {"bits": "auto", "adapt": True}}, "not possible with by_degree, adapt and delta"),
+        ({}, {"halo": {"delta": True}}, "delta is not possible with graph.halo.bits = 32"),
+        ({}, {"halo": {"staleness": 2}}, "staleness = 2 is not possible with graph.halo.synchronize = 1"),
+        ({}, {"halo": {"staleness": 0, "synchronize": 0}}, "staleness = 0 is not possible"),
+        ({"activation": "maxk", "k": 3}, {"halo": {"bits": 2, "delta": True}}, "delta is not possible with model"),
+        ({"activation": "maxk", "k": 3}, {"halo": {"synchronize": 0}}, "maxk"),
+    ],
+)
+def test_what_cannot_be_cut_is_refused_by_name(model, graph, message):
+    with pytest.raises(UserError, match=message):
+        recipe_of(model, {"halo": {}, **graph})

@@ -580,25 +580,3 @@ def test_more_ranks_than_nodes_are_refused():
         decide.decide(asked({}, 500), machines(1, 0))
     with pytest.raises(UserError, match="60 nodes for 61 ranks"):
         graph_cutting.Cutting(made(), Style(True, "symmetric")).parts([1] * 61)
-
-
-@pytest.mark.parametrize(
-    ("model", "graph", "message"),
-    [
-        ({}, {"task": "link"}, "graph.task = 'link'"),
-        ({}, {"fanout": [3, 3]}, r"graph.fanout = \[3, 3\]"),
-        ({}, {"halo": {"synchronize": -1}}, "below 0"),
-        ({}, {"halo": {"by_degree": True}}, "by_degree has no effect"),
-        ({}, {"halo": {"by_degree": True, "bits": 8}}, "by_degree has no effect with graph.halo.bits = 8"),
-        ({}, {"halo": {"adapt": True}}, "adapt has no effect"),
-        ({}, {"halo": {"bits": "auto", "adapt": True}}, "not possible with by_degree, adapt and delta"),
-        ({}, {"halo": {"delta": True}}, "delta is not possible with graph.halo.bits = 32"),
-        ({}, {"halo": {"staleness": 2}}, "staleness = 2 is not possible with graph.halo.synchronize = 1"),
-        ({}, {"halo": {"staleness": 0, "synchronize": 0}}, "staleness = 0 is not possible"),
-        ({"activation": "maxk", "k": 3}, {"halo": {"bits": 2, "delta": True}}, "delta is not possible with model"),
-        ({"activation": "maxk", "k": 3}, {"halo": {"synchronize": 0}}, "maxk"),
-    ],
-)
-def test_what_cannot_be_cut_is_refused_by_name(model, graph, message):
-    with pytest.raises(UserError, match=message):
-        recipe_of(model, {"halo": {}, **graph})
