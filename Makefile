@@ -87,7 +87,7 @@ wheel: setup-dev
 
 pictures: setup
 	$(BIN)/espalier report $(RUN)
-	$(PICTURE) --window-size=1000,775 --screenshot=docs/images/report.png file://$(abspath $(RUN))/report.html
+	$(PICTURE) --window-size=1000,1140 --screenshot=docs/images/report.png file://$(abspath $(RUN))/report.html
 	$(BIN)/espalier plan examples/llama-7b.toml --cluster examples/a100.toml --html $(abspath $(RUN))/plan.html
 	$(PICTURE) --window-size=1000,990 --screenshot=docs/images/plan.png file://$(abspath $(RUN))/plan.html
 	$(BIN)/espalier plan examples/llama-7b.toml --cluster examples/a100.toml plan.pin.pp=4 plan.pin.dp=16 \
