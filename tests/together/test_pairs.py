@@ -54,13 +54,14 @@ ALONE = {
     "int8 with feedback": ({}, {"ranks": 2, "codec": "int8"}, 2e-2),
 }
 
-# Answers to one question exclude each other (Muon moves whole matrices); all other pairs must run. Stages whose ranks
+# Answers to one question exclude each other; all other pairs must run. Stages whose ranks
 # share sequences are in test_cuts.py, struck ranks in tests/faults, replicas that agree by rounds in test_rounds.py.
 QUESTIONS = [
     ["ranks", "unequal shares"],
     ["accumulation"],
     ["recompute selective", "recompute block"],
-    ["muon", "matrices over 2"],
+    ["muon"],
+    ["matrices over 2"],
     ["clip"],
     ["cosine"],
     ["bf16"],

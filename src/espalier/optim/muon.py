@@ -6,13 +6,16 @@ sqrt(max(1, rows / columns)) so that wide and tall matrices move alike.
 
 We deviate in two ways: the iteration runs in the parameter's own precision on CPUs and on GPUs before Ampere (bfloat16
 products are slower there) and in bfloat16 on later ones; matrices of one shape go through it as one batched product.
+Where tensor-parallel ranks have parts of matrices, each rank orthogonalizes its share of the whole ones.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +25,9 @@ from espalier.optim.adamw import build as build_adamw
 from espalier.optim.base import MakeGroup, Optimizer, OptimizerGroup, Owned, StateKinds, Together
 from espalier.recipe import Muon
 from espalier.recipe.errors import UserError
+
+if TYPE_CHECKING:
+    from espalier.optim.cut_matrices import MatrixCut
 
 LARGEST_BATCH = 2**24
 """Elements orthogonalized at once: more would gain no speed and cost five times their bytes."""
@@ -49,12 +55,13 @@ def orthogonalize(matrices: Tensor, iterations: int) -> Tensor:
     return (x.mT if tall else x).to(matrices.dtype)
 
 
-def batches(shapes: Sequence[torch.Size]) -> list[list[int]]:
-    """Which matrices are orthogonalized as one batched product: indices of each batch, in their order."""
+def batches(shapes: Sequence[torch.Size], ranks: int = 1) -> list[list[int]]:
+    """Which matrices are orthogonalized as one batched product: indices of each batch, in their order. Of matrices
+    whose parts lie on `ranks` ranks, each rank gets as many whole ones."""
     by_shape: dict[torch.Size, list[int]] = defaultdict(list)
     for index, shape in enumerate(shapes):
         by_shape[shape].append(index)
-    sizes = {shape: max(1, LARGEST_BATCH // shape.numel()) for shape in by_shape}
+    sizes = {shape: ranks * max(1, LARGEST_BATCH // (ranks * shape.numel())) for shape in by_shape}
     return [
         parameters[first : first + sizes[shape]]
         for shape, parameters in by_shape.items()
@@ -62,14 +69,14 @@ def batches(shapes: Sequence[torch.Size]) -> list[list[int]]:
     ]
 
 
-KINDS = StateKinds(("momentum",), batches=batches)
-
-
 class MuonStep(torch.optim.Optimizer):
-    """Muon over matrices (2-D parameters only). Has state: one momentum buffer per matrix, which its caller makes."""
+    """Muon over matrices (2-D parameters only). Has state: one momentum buffer per matrix, which its caller makes.
 
-    def __init__(self, parameters: Iterable[nn.Parameter], options: Muon) -> None:
-        super().__init__(parameters, {"lr": options.learning_rate})
+    A group of `parameters` may say how the matrices of which it has parts lie on the ranks: `cut`, a `MatrixCut`.
+    """
+
+    def __init__(self, parameters: Iterable[Any], options: Muon) -> None:
+        super().__init__(parameters, {"lr": options.learning_rate, "cut": None})
         self.options = options
 
     @torch.no_grad()
@@ -79,17 +86,19 @@ class MuonStep(torch.optim.Optimizer):
             raise UserError("step(closure) is not supported.", do="call backward first, then step()")
         for group in self.param_groups:
             moving = [parameter for parameter in group["params"] if parameter.grad is not None]
-            for batch in batches([parameter.shape for parameter in moving]):
-                self._move([moving[index] for index in batch], group["lr"])
+            ranks = 1 if group["cut"] is None else len(group["cut"].parts)
+            for batch in batches([parameter.shape for parameter in moving], ranks):
+                self._move([moving[index] for index in batch], group["lr"], group["cut"])
 
-    def _move(self, parameters: list[nn.Parameter], rate: float) -> None:
+    def _move(self, parameters: list[nn.Parameter], rate: float, cut: MatrixCut | None) -> None:
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         buffers = [self.state[parameter]["momentum"] for parameter in parameters]
         momentum = self.options.momentum
         torch._foreach_lerp_(buffers, gradients, 1.0 - momentum)
-        nesterov = torch._foreach_lerp(gradients, buffers, momentum)
-        updates = orthogonalize(torch.stack(list(nesterov)), self.options.iterations)
-        rows, columns = parameters[0].shape
+        matrices = torch.stack(list(torch._foreach_lerp(gradients, buffers, momentum)))
+        compute = partial(orthogonalize, iterations=self.options.iterations)
+        updates = compute(matrices) if cut is None else cut.apply(matrices, compute)
+        rows, columns = parameters[0].shape if cut is None else cut.shape
         weights: list[Tensor] = list(parameters)
         torch._foreach_mul_(weights, 1.0 - rate * self.options.weight_decay)
         torch._foreach_add_(weights, list(updates), alpha=-rate * max(1.0, rows / columns) ** 0.5)
@@ -100,15 +109,29 @@ def moves(parameter: Owned, tables: frozenset[str]) -> bool:
     return len(parameter.shape) == 2 and parameter.name not in tables
 
 
-def build(options: Muon, owned: Sequence[Owned], tables: frozenset[str], group: MakeGroup = OptimizerGroup) -> Together:
-    """Muon on the hidden matrices in `owned`, AdamW on the rest (vectors, and the parameters named in `tables`)."""
+def build(
+    options: Muon,
+    owned: Sequence[Owned],
+    tables: frozenset[str],
+    group: MakeGroup = OptimizerGroup,
+    cuts: Mapping[str, MatrixCut] = MappingProxyType({}),
+) -> Together:
+    """Muon on the hidden matrices in `owned`, AdamW on the rest (vectors, and the parameters named in `tables`).
+
+    `cuts`: how the matrices lie on the ranks of which each has a part, by name.
+    """
     assert options.learning_rate is not None, "config.defaults.resolve fills the learning rate"
     hidden = [parameter for parameter in owned if moves(parameter, tables)]
     others = [parameter for parameter in owned if not moves(parameter, tables)]
     assert all(parameter.whole for parameter in hidden), "composition refuses Muon on pieces of matrices"
     members: list[Optimizer] = []
     if hidden:
-        members.append(group(MuonStep([parameter.tensor for parameter in hidden], options), hidden, KINDS))
+        groups: defaultdict[MatrixCut | None, list[nn.Parameter]] = defaultdict(list)
+        for part in hidden:
+            groups[cuts.get(part.name)].append(part.tensor)
+        moved = MuonStep([{"params": parts, "cut": cut} for cut, parts in groups.items()], options)
+        together = partial(batches, ranks=max((len(cut.parts) for cut in groups if cut is not None), default=1))
+        members.append(group(moved, hidden, StateKinds(("momentum",), batches=together)))
     if others:
         members.append(build_adamw(options.adamw, others, group))
     return Together(members)

@@ -187,6 +187,13 @@ class CostInputs:
         """Parameters that a rank's optimizer moves."""
         return sum(states.elements / division.optimizer for states, division in self.parts)
 
+    @property
+    def matrix_bytes(self) -> Number:
+        """Bytes of the matrices that a rank's Muon moves: tensor ranks send their parts to the ranks that take whole
+        ones, and get them back."""
+        profile = self.request.profile
+        return self.request.bytes_each * self.owned * profile.hidden / max(1, profile.trainable)
+
     def experts(self, samples: Number, rounds: Number) -> Cost:
         """What tokens for other ranks' experts cost in a step, where experts are spread."""
         request, layouts = self.request, self.layouts

@@ -203,6 +203,8 @@ def sent(step: CostInputs, samples: int, nodes: Sequence[int]) -> dict[str, floa
         norms = (2 * step.stage_layers + 1) * profile.width * step.storage.grads
         sent_bytes["gradients"] += ring_bytes("all_reduce", norms, layout.tp) * (rounds if layout.grads > 1 else 1)
         sent_bytes["gradients"] += ring_bytes("all_reduce", norms * (1 - 1 / layout.tp), layout.shards)
+        if request.muon:
+            sent_bytes["parameters"] += 2 * ring_bytes("all_to_all", step.matrix_bytes, layout.tp)
     if int(layout.sp) > 1:
         tokens = samples * profile.tokens_per_sample / layout.sp
         exchanged = step.sequence(tokens).sent

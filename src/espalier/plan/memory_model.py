@@ -92,7 +92,7 @@ def stage(step: CostInputs, anatomy: Anatomy, micro_batches: Number, is_first: b
         travelling = step.sequence(anatomy.layer.tokens).memory_bytes["keys_values"]
     transient = np.maximum(anatomy.layer.transient + travelling, has_head * anatomy.rest.transient)
     temporaries = _temporaries(step) if request.system.temporaries else 0.0
-    update = np.maximum(orthogonal_bytes(request), temporaries * step.owned)
+    update = np.maximum(orthogonal_bytes(request, layouts.tp), temporaries * step.owned)
     update = 0.0 * update if has_window else update
     sizes["activations"] = factors.activations * activations
     # The worst moment is in backward, or in the optimizer's step when no activation is held any more.
@@ -127,8 +127,9 @@ def _resident(step: CostInputs) -> Number:
     return step.stage_parameters * (storage.params + storage.grads + step.request.low)
 
 
-def orthogonal_bytes(request: Request) -> int:
-    """Bytes Muon needs beside its state: the matrices it takes at once, the old and the new of two products."""
+def orthogonal_bytes(request: Request, ranks: Number) -> Number:
+    """Bytes Muon needs beside its state: the matrices it takes at once, the old and the new of two products; where
+    `ranks` share them, their parts as they were, as they were sent, and the whole ones."""
     if not request.muon:
         return 0
     from espalier.optim.muon import LARGEST_BATCH
@@ -138,7 +139,8 @@ def orthogonal_bytes(request: Request) -> int:
         for (rows, columns), count in request.profile.matrices.items()
         if rows * columns
     )
-    return 4 * request.bytes_each * max(at_once, default=0)
+    copies = 4 + 3 * (np.asarray(ranks) > 1)
+    return copies * request.bytes_each * max(at_once, default=0)
 
 
 def sources(request: Request, on: Fleet) -> Mapping[str, str]:

@@ -427,6 +427,9 @@ def optimizer(step: CostInputs) -> Number:
         taken = taken + share * sum(
             _orthogonal(step, *matrices) for matrices in sorted(request.profile.matrices.items())
         )
+        if np.any(step.layouts.tp > 1):
+            exchanged = collective_time.seconds("all_to_all", step.matrix_bytes, step.layouts.tp, 1, step.on)
+            taken = taken + 2 * exchanged
     return taken
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from decoders import whole
@@ -183,6 +184,37 @@ def test_curve_weights_validation_and_sample_are_those_of_one_rank(
     assert cut["matrices"]["blocks.0.attention.out.weight"] == (32, 4 * model.get("head_size", 8) // tensor)
 
 
+MUON = {
+    "tensor of 4, more ranks than key-value heads": (4, 4, (1, 1, 1), {}),
+    "2 replicas of 2, optimizer states sharded": (4, 2, (1, 1, 2), {"algorithm": "fsp"}),
+    "2 replicas of 2, all states sharded": (4, 2, (2, 2, 2), {}),
+}
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=() if "4" in case[:11] else pytest.mark.slow) for case in MUON]
+)
+def test_muon_over_cut_matrices_has_the_curve_and_weights_of_one_rank(corpus: Path, tmp_path: Path, case: str) -> None:
+    ranks, tensor, shard, more = MUON[case]
+    recipe = recipe_of(corpus, optimizer={"kind": "muon"})
+    one = trained(recipe, plan_of(recipe, 1, 1), tmp_path / "one")
+    plan = plan_of(recipe, ranks, tensor, shard, **more)
+    plan = msgspec.structs.replace(plan, units=(msgspec.structs.replace(plan.units[0], whole=shard[2] > 1),))
+    trained(recipe, plan, tmp_path / "cut", stop_after=2)
+    cut = trained(recipe, plan, tmp_path / "cut")
+    assert cut["loss"] == pytest.approx(one["loss"][2:], rel=1e-9)
+    assert cut["validation"] == pytest.approx(one["validation"], rel=1e-9)
+    wanted, found = weights(recipe, tmp_path / "one"), weights(recipe, tmp_path / "cut")
+    for name, value in found.items():
+        torch.testing.assert_close(value, wanted[name], rtol=1e-8, atol=1e-10)
+    if tensor == 2:
+        machine = cluster.loads('[[nodes]]\ndevice = "cpu"\ncores = 4\nmemory = "8GiB"\n')
+        factors = dict(zip(("params", "grads", "optimizer"), shard, strict=True))
+        layout = Layouts(algorithm=plan.algorithm, dp=2, tp=2, micro_batch=2, **factors)
+        predicted = estimate(resolve_recipe.request(Resolved(recipe)), machine, layout).sent_bytes
+        assert cut["bytes"][-1]["parameters"] == pytest.approx(predicted["parameters"], rel=0.03)
+
+
 def test_a_checkpoint_of_one_cut_resumes_under_any_other(corpus: Path, one_rank: Any, tmp_path: Path) -> None:
     recipe = recipe_of(corpus)
     unbroken, _ = one_rank({})
@@ -263,11 +295,6 @@ def test_degrees_that_do_not_divide_are_refused_with_the_nearest(tensor: int, mo
 
 
 def test_what_cannot_stand_beside_cut_matrices_is_refused_by_name(corpus: Path) -> None:
-    recipe = recipe_of(corpus, optimizer={"kind": "muon"})
-    refused = table.refusal(recipe, plan_of(recipe, 2, 2))
-    assert refused is not None
-    assert refused.pair == ("muon", "tensor_parallel")
-    assert refused.instead == "train.optimizer.kind=adamw instead of muon"
     recipe = recipe_of(corpus)
     assert table.refusal(recipe, plan_of(recipe, 2, 2)) is None
     refused = table.refusal(recipe, plan_of(recipe, 2, 2, compile=True))

@@ -1,0 +1,53 @@
+"""Ranks that have parts of matrices compute with whole ones, each with its share of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from espalier.launch.testing import ranks
+from espalier.optim import muon
+from espalier.optim.cut_matrices import MatrixCut
+
+ENDS = {
+    "equal": ((0, 3), (3, 6), (6, 9)),
+    "unequal": ((0, 2), (2, 6), (6, 9)),
+    "two have the same": ((0, 4), (0, 4), (4, 9)),
+}
+
+
+@pytest.mark.parametrize("count", [1, 3, 5])
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("parts", ENDS)
+def test_parts_of_what_is_computed_of_whole_matrices_come_back(parts: str, dim: int, count: int) -> None:
+    shape = torch.Size((9, 7) if dim == 0 else (7, 9))
+    matrices = torch.randn(count, *shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    wanted = muon.orthogonalize(matrices, 5)
+
+    def rank(group: Any) -> tuple[Tensor, list[int]]:
+        taken: list[int] = []
+
+        def compute(whole: Tensor) -> Tensor:
+            taken.append(len(whole))
+            return muon.orthogonalize(whole, 5)
+
+        first, last = ENDS[parts][group.rank()]
+        cut = MatrixCut(shape, dim, ENDS[parts], group)
+        return cut.apply(matrices.narrow(dim + 1, first, last - first), compute), taken
+
+    results = ranks(3, rank)
+    for (first, last), (part, _) in zip(ENDS[parts], results, strict=True):
+        torch.testing.assert_close(part, wanted.narrow(dim + 1, first, last - first), rtol=1e-12, atol=1e-12)
+    shares = [taken for _, [taken] in results]
+    assert sum(shares) == count
+    assert max(shares) - min(shares) <= 1
+
+
+def test_ranks_that_share_matrices_take_as_many_at_once() -> None:
+    """Also where one matrix is more than is orthogonalized at once."""
+    large = torch.Size((muon.LARGEST_BATCH // 1024, 2048))
+    assert [len(batch) for batch in muon.batches([large] * 10, ranks=4)] == [4, 4, 2]
+    assert [len(batch) for batch in muon.batches([torch.Size((1024, 1024))] * 40, ranks=3)] == [15, 15, 10]
