@@ -166,6 +166,19 @@ def test_pipelines_cut_matrices_over_unequal_numbers_of_ranks(
     as_one_rank(train(recipe_of(folder, WIDE), plan), one_wide)
 
 
+@pytest.mark.parametrize(
+    "plan",
+    [
+        degrees([([(3, 2), (4, 1)], 5), ([(4, 1)], 3)], units=(plans.Unit(optimizer=(0, 1), whole=True),)),
+        pytest.param(degrees([([(2, 2), (4, 1)], 5), ([(2, 2), (4, 1)], 3)]), marks=pytest.mark.slow),
+    ],
+)
+def test_muon_moves_whole_matrices_where_pipelines_cut_them_unlike(folder: Path, plan: plans.Plan) -> None:
+    recipe = recipe_of(folder, WIDE, {"optimizer": {"kind": "muon"}})
+    one = train(recipe, plans.Plan(ranks=(plans.Rank(share=(0, 8)),), precision="fp64"))[0]
+    as_one_rank(train(recipe, plan), one)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(20))
 def test_random_tensor_degrees_train_as_one_rank_does(folder: Path, one_wide: Trained, seed: int) -> None:
