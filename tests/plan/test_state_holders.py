@@ -84,10 +84,6 @@ def foretold(plan: Plan) -> dict[str, float]:
     return {kind: plan.predicted.memory_bytes[kind] for kind in KINDS}
 
 
-SHARED = 0.15
-"""Of models of sixteen columns, where norms and routers are many of the parameters."""
-
-
 class Draw(NamedTuple):
     """Sizes of a model, its training, and the ranks that each state is split over."""
 
@@ -122,16 +118,12 @@ def drawn(draw: random.Random) -> Draw:
     "seed", [pytest.param(seed, marks=pytest.mark.slow if seed >= 2 else ()) for seed in range(25)]
 )
 def test_planned_bytes_are_allocated_bytes(folder: Path, seed: int) -> None:
-    """Where ranks share matrices, each is priced with its share of the norms and routers too, which it has whole."""
     draw = random.Random(seed)
     for _ in range(8):
         model, train, degrees = drawn(draw)
         recipe = mixture(folder, model, train)
         plan = planned(recipe, **degrees)
-        real, told = allocated(recipe, plan, steps=False), foretold(plan)
-        for kind, size in told.items():
-            near = SHARED if degrees["tp"] > 1 else 0
-            assert real[kind] == pytest.approx(size, rel=near, abs=0), (kind, real, told, model, train, degrees)
+        assert allocated(recipe, plan, steps=False) == foretold(plan), (model, train, degrees)
 
 
 @pytest.mark.parametrize(

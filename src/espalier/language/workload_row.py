@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -32,10 +32,11 @@ from espalier.train.workload_row import (
     Sampling,
     Tokenizes,
 )
-from espalier.train.wrap_policy import deeper, tally
+from espalier.train.wrap_policy import deeper, on_last_rank, tally
 
 if TYPE_CHECKING:
     from espalier.language.tune.workload import TuneWorkload
+    from espalier.plan.axes.flat_layout import Sized
 
 
 def _options(recipe: Recipe) -> Decoder:
@@ -141,11 +142,17 @@ def _profile(recipe: Recipe) -> Profile:
 
     shallow, two = (tally(model, list(model.blocks), embeddings(model)) for model in models)
     depth, tables = options.depth or 1, 1 if size.tied else 2
-    sizes = shallow.sizes if depth == 1 else deeper(two.sizes, depth)
     parameters = 3.0 * size.width * size.feed_forward * size.experts
-    experts = ExpertSizes(size.experts, size.active, parameters, lambda: sizes)
+
+    @cache
+    def tensors(ranks: int) -> Sequence[Sized]:
+        model, known = (models[0], shallow.sizes) if depth == 1 else (models[1], two.sizes)
+        parts = known if ranks == 1 else on_last_rank(model, known, gpt.roles(model), ranks)
+        return parts if depth == 1 else deeper(parts, depth)
+
+    experts = ExpertSizes(size.experts, size.active, parameters, tensors)
     profile = Profile(
-        **vars(replace(shallow.with_more(two, depth - 1), sizes=sizes)),
+        **vars(replace(shallow.with_more(two, depth - 1), sizes=tensors(1))),
         global_batch=global_batch,
         tokens_per_sample=float(sequence * passes),
         anatomy=anatomy,

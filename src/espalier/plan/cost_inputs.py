@@ -176,8 +176,8 @@ class CostInputs:
                 exact=states.exact and states.exact._replace(optimizer=states.exact.optimizer + more),
                 elements=elements,
                 tensors=source and partial(_on_rank, source, ep, kind),
-                cuts=(layouts.pp, layouts.chunks),
-                cut=np.asarray(layouts.tp) > 1,
+                cuts=(layouts.pp, layouts.chunks, layouts.tp),
+                cut=False,
             )
             parts.append((part, division))
         return parts
@@ -316,11 +316,11 @@ class CostInputs:
 
 @lru_cache(maxsize=1024)
 def _on_rank(
-    source: Callable[[], Sequence[Sized]], ep: int, kind: tuple[bool, bool, bool], pp: int, chunks: int
+    source: Callable[[int], Sequence[Sized]], ep: int, kind: tuple[bool, bool, bool], pp: int, chunks: int, tp: int
 ) -> Lengths:
     """Of the fullest rank; `kind`: of experts or all others, under Muon, in fp64."""
     experts, muon, fp64 = kind
-    tensors = [tensor for tensor in fullest(source(), ep, pp, chunks) if (tensor.expert >= 0) == experts]
+    tensors = [tensor for tensor in fullest(source(tp), ep, pp, chunks) if (tensor.expert >= 0) == experts]
     return Lengths([_fp64(tensor) if fp64 else tensor for tensor in tensors], muon)
 
 

@@ -288,12 +288,13 @@ class Tally:
 
 class ExpertSizes(NamedTuple):
     """Experts of each layer: how many in total, how many each token has, and the parameters of all of a layer's.
-    `tensors`: all of the model, as `plan.axes.flat_layout.Sized`; None: not known."""
+    `tensors`: all of the model, as `plan.axes.flat_layout.Sized`, given how many ranks share its matrices; None: not
+    known."""
 
     total: int = 0
     active: int = 0
     parameters: float = 0.0
-    tensors: Callable[[], Sequence[Any]] | None = None
+    tensors: Callable[[int], Sequence[Any]] | None = None
 
     def on_rank(self, ranks: int) -> float:
         """Parameters of a layer's on the rank that holds most of them."""

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from fractions import Fraction
 from typing import Any
 
 import torch
 from torch import nn
 
+from espalier.parallel.tensor_roles import DIM, modules_with_roles
+from espalier.parallel.workload import Role
 from espalier.plan.axes.flat_layout import Sized
 from espalier.recipe.cost import Profile, Tally
 from espalier.train.seams import expert_numbers, fields_of
@@ -113,6 +116,24 @@ def deeper(sizes: Sequence[Sized], depth: int) -> tuple[Sized, ...]:
     first, last = second[0], second[-1] + 1
     repeated = [sized._replace(block=block) for block in range(1, depth) for sized in sizes[first:last]]
     return (*sizes[:first], *repeated, *sizes[last:])
+
+
+def on_last_rank(model: nn.Module, sizes: Sequence[Sized], roles: Mapping[str, Role], ranks: int) -> tuple[Sized, ...]:
+    """`sizes` of `model` as the last of `ranks` ranks that share its matrices has them: of what does not divide, no
+    other rank has more."""
+    shares: dict[int, Fraction] = {}
+    for part in modules_with_roles(model, roles):
+        dim = DIM.get(part.role.kind)
+        if dim is not None:
+            first, last = part.share(ranks - 1, ranks)
+            for name, parameter in part.module.named_parameters(recurse=False):
+                if name != "bias" or dim == 0:
+                    shares[id(parameter)] = Fraction(last - first, part.total)
+    trainable = (parameter for parameter in model.parameters() if parameter.requires_grad)
+    return tuple(
+        sized._replace(elements=int(sized.elements * shares.get(id(parameter), 1)))
+        for sized, parameter in zip(sizes, trainable, strict=True)
+    )
 
 
 def profile(workload: Any, remarks: Sequence[str] = ()) -> Profile:

@@ -53,7 +53,8 @@ class StateSizes:
     Attributes:
         storage: bytes of a parameter; exact: of one that keeps its precision beside low ones, None: the same.
         sizes: the trainable tensors in the model's order; empty: not known.
-        tensors: those of a rank, by the `cuts` of the model (stages, and runs of layers on each rank); None: `sizes`.
+        tensors: those of a rank, by the `cuts` of the model (stages, runs of layers on each rank, ranks to a matrix);
+            None: `sizes`.
         whole: matrices lie on one rank each (an optimizer of matrices moves them).
         elements, layers, layer: trainable parameters of a rank before sharding, its layers, parameters of one layer.
         outside: parameters outside the layers.
@@ -67,7 +68,7 @@ class StateSizes:
     storage: StateBytes
     exact: StateBytes | None = None
     sizes: Sequence[Sized] = ()
-    tensors: Callable[[int, int], Lengths] | None = None
+    tensors: Callable[[int, int, int], Lengths] | None = None
     cuts: tuple[Number, ...] = ()
     whole: bool = False
     elements: Number = 0
