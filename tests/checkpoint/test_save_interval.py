@@ -87,3 +87,5 @@ def test_a_run_that_is_taken_up_again_counts_from_its_newest_save():
 
 def test_failures_that_are_known_make_the_first_save_come_sooner():
     assert run(Disk(), RunBeginning(40, 0, 0, young_daly.ASSUMED / 16, 15), 60)[0][0] == 10
+    assert run(Disk(), RunBeginning(40, 0, 0, 1e6 / 16, 15, 1e6), 60)[0][0] == 10
+    assert run(Disk(), RunBeginning(40, 0, 0, 1e6, 0, 1e6), 60)[0][0] == 40

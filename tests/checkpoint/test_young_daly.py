@@ -38,6 +38,13 @@ def test_failures_and_quiet_hours_correct_what_was_assumed():
     assert between_failures(ASSUMED, 19) == pytest.approx(ASSUMED / 10)
 
 
+@given(st.floats(60.0, 1e9), st.floats(0.0, 1e7), st.integers(1, 100))
+def test_failures_that_were_seen_count_for_more_than_those_that_were_expected(expected, seconds, failures):
+    assert between_failures(seconds, 0, expected) == expected + seconds
+    assert between_failures(seconds, failures, expected) <= between_failures(seconds, failures)
+    assert between_failures(seconds, failures, expected) <= (expected + seconds) / (1 + failures)
+
+
 def test_the_formula_and_its_inputs_are_told():
     text = str(interval(0.02, 0.1, 3600.0))
     for words in ("every 20 steps", "sqrt(2 s M) = 12 s", "s = 0.02 s", "M = 3.6e+03 s"):

@@ -11,10 +11,13 @@ import torch.distributed as dist
 
 from espalier.cli import train
 from espalier.launch.hosts.announcement import Announcement
+from espalier.launch.ranks.supervisor import Supervisor
 from espalier.machine import cluster as clusters
 from espalier.plan import base as plans
+from espalier.plan import checkpoint_cost
 from espalier.recipe import defaults, recipe_file
 from espalier.recipe.errors import Interrupted, PeerLost, UserError
+from espalier.train import rank_spec, worker
 from espalier.train.workload_registry import Resolved
 
 MACHINE = clusters.loads('[[nodes]]\ndevice = "cpu"\ncores = 2\nmemory = "8GiB"\n')
@@ -74,3 +77,20 @@ def test_who_does_not_decide_ends_with_its_ranks_and_says_nothing(capsys: pytest
     assert follows(False, outcome=Interrupted("saved")) == (130, 1)
     assert follows(True, outcome=False) == (0, 0)
     assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("expected", [600.0, 7e6])
+def test_a_run_begins_with_the_failures_that_its_plan_expects(expected: float) -> None:
+    starts = {checkpoint_cost.NAME: 40, checkpoint_cost.FAILURES: expected}
+    rules = tuple(plans.AdaptiveRule(name, start, 0, 1e9, "failures") for name, start in starts.items())
+    job: Any = SimpleNamespace(plan=PLAN.changed(rules=rules), resolved=Resolved(*RESOLVED))
+    agent: Any = SimpleNamespace(signals=None)
+    supervisor = Supervisor(rank_spec.places(job.plan), train.care_of(job), agent)
+    assert supervisor._begin().between_failures == pytest.approx(expected, abs=9)
+    place = SimpleNamespace(refuge=None, attempt=0)
+    setting = SimpleNamespace(place=place, plan=job.plan, new=True)
+    trainer: Any = SimpleNamespace(setting=setting, step=0)
+    assert worker._pace(trainer, SimpleNamespace())._steps == 40  # type: ignore[arg-type]
+    place.attempt = 1
+    after_one = min(expected, 3600) / 2
+    assert worker._pace(trainer, SimpleNamespace())._steps == round(40 * (after_one / expected) ** 0.5)  # type: ignore[arg-type]

@@ -72,7 +72,7 @@ class RunBeginning(NamedTuple):
     """What is known when a run begins or goes on.
 
     Attributes:
-        steps: until the first save, with one failure each `young_daly.ASSUMED` seconds; step: those done already.
+        steps: until the first save, with one failure each `expected` seconds; step: those done already.
         saved: those of the newest save; a run that fails before each next one would never get there if it counted anew.
         between: seconds between failures, as known now; failures: how many there were.
     """
@@ -82,6 +82,7 @@ class RunBeginning(NamedTuple):
     saved: int = 0
     between: float = young_daly.ASSUMED
     failures: int = 0
+    expected: float = young_daly.ASSUMED
 
 
 class Pace:
@@ -98,7 +99,7 @@ class Pace:
     def __init__(self, writing: Writing, begin: RunBeginning, mean: Mean, tell: Callable[[int, str], None]) -> None:
         self._writing, self._begin, self._mean, self._tell = writing, begin, mean, tell
         self._began = time.monotonic()
-        self._steps = max(1, round(begin.steps * (begin.between / young_daly.ASSUMED) ** 0.5))
+        self._steps = max(1, round(begin.steps * (begin.between / begin.expected) ** 0.5))
         self._step, self._saved = begin.step, begin.saved
         self._usual = self._blocked = self._beside = 0.0
         self._busy = False

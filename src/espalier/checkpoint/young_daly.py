@@ -2,9 +2,10 @@
 torch.
 
 With a stall of s seconds for each save and M seconds between failures, a period T wastes s / T + T / (2 M) of the time;
-that is least for T = sqrt(2 s M). Where we deviate: M is not known when a run begins, so it starts from one assumed
-failure an hour, which every failure and every hour without one correct; and a save that costs less than a hundredth of
-the time anyway is made more often than that.
+that is least for T = sqrt(2 s M). Where we deviate: M is not known when a run begins, so it starts from what the
+plan expects of its machines (`plan.checkpoint_cost.between_failures`). The first failure puts one in an hour in its
+place, since a fault that is not the machines' comes back sooner; every failure and every hour without one correct that.
+And a save that costs less than a hundredth of the time anyway is made more often than that.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import math
 from typing import NamedTuple
 
 ASSUMED = 3600.0
-"""Seconds between failures before anything is known."""
+"""Seconds between failures where no plan says better, and what counts as seen before the first one."""
 FREE = 0.01
 """Share of the time that saving may always take."""
 
@@ -42,9 +43,9 @@ class Interval(NamedTuple):
         )
 
 
-def between_failures(seconds: float, failures: int) -> float:
-    """M after `seconds` of a run with so many failures."""
-    return (ASSUMED + seconds) / (1 + failures)
+def between_failures(seconds: float, failures: int, expected: float = ASSUMED) -> float:
+    """M after `seconds` of a run with so many failures, where `expected` was it at the begin."""
+    return ((min(expected, ASSUMED) if failures else expected) + seconds) / (1 + failures)
 
 
 def optimal(stall: float, between: float) -> float:

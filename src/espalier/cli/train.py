@@ -25,6 +25,7 @@ from espalier.launch.ranks import supervisor
 from espalier.machine import cluster as clusters
 from espalier.machine import probe
 from espalier.plan import base as plans
+from espalier.plan import checkpoint_cost
 from espalier.recipe import Recipe, recipe_file, units
 from espalier.recipe.errors import EspalierError, Interrupted
 from espalier.recipe.terminal import say, say_progress
@@ -297,6 +298,7 @@ def care_of(job: RunStart) -> supervisor.RestartOptions:
         memory=free if faults.memory == "auto" else units.size(faults.memory, "faults.memory"),
         tell=partial(_tell, job),
         stays=table.recovery(recipe, job.plan),
+        expected=checkpoint_cost.first(job.plan)[1],
     )
 
 

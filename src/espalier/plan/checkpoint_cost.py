@@ -12,7 +12,8 @@ from collections import Counter
 from pathlib import Path
 
 from espalier.checkpoint import save_interval, shared_memory, young_daly
-from espalier.machine.cluster import Cluster
+from espalier.machine.cluster import Cluster, catalogue
+from espalier.plan import plan_summary
 from espalier.plan.axes.offload import NODE, PCIE
 from espalier.plan.base import AdaptiveRule, Plan, Predicted
 from espalier.plan.collective_time import gpus
@@ -21,6 +22,7 @@ from espalier.recipe.cache_dir import free_bytes
 from espalier.recipe.errors import UserError
 
 NAME = "checkpoint.every"
+FAILURES = "mtbf"
 COPIES = "copies"
 LEAST, MOST = 1, 1_000_000
 
@@ -39,15 +41,29 @@ def paced(plan: Plan, options: Checkpoint, cluster: Cluster) -> Plan:
     limits = [units.rate(options.rate, "checkpoint.rate") * machines] if options.rate else []
     written = checkpoint_bytes(plan) / min([*disks, *limits], default=math.inf)
     writer = "checkpoint.rate" if limits and limits[0] < min(disks, default=math.inf) else "the disk"
-    interval = save_interval.choose(seconds, written, step, young_daly.ASSUMED)
+    between, sources = between_failures(plan, cluster)
+    interval = save_interval.choose(seconds, written, step, between)
     often = "every step" if interval.steps == 1 else f"every {interval.steps} steps"
     why = (
         f"A checkpoint {often} at first: a copy of {units.show_size(state)} should take {units.show_seconds(seconds)}, "
         + (f"{writer} writes one in {units.show_seconds(written)}, " if written else "")
-        + "and one failure an hour is assumed; what saves really cost corrects it."
+        + f"and a failure is expected every {between / 3600:,.{int(between < 36e3)}f} hours ({sources}); what saves "
+        "really cost, and failures, correct it."
     )
-    rule = AdaptiveRule(name=NAME, start=float(interval.steps), low=LEAST, high=MOST, signal="cost of a save, failures")
-    return plan.changed(rules=(*plan.rules, rule), why=(*plan.why, why))
+    rules = (
+        AdaptiveRule(name=NAME, start=float(interval.steps), low=LEAST, high=MOST, signal="cost of a save, failures"),
+        AdaptiveRule(name=FAILURES, start=between, low=0, high=3600 * MOST, signal="failures"),
+    )
+    return plan.changed(rules=(*plan.rules, *rules), why=(*plan.why, why))
+
+
+def between_failures(plan: Plan, cluster: Cluster) -> tuple[float, str]:
+    """Mean seconds between two failures of the devices and machines of a plan's ranks, and what that rests on."""
+    rates = [(catalogue.failure_rate(place.table), place) for place in plan_summary.places_of(plan, cluster)]
+    parts = dict.fromkeys((rate, place.rank if rate.of == "device" else place.node) for rate, place in rates)
+    kinds = dict.fromkeys(rate for rate, _ in rates)
+    sources = "; ".join(f"{rate.hours:,.6g} of a {rate.of}, {rate.source}" for rate in kinds)
+    return 3600 / sum(1 / rate.hours for rate, _ in parts), sources
 
 
 def checkpoint_bytes(plan: Plan) -> float:
@@ -77,9 +93,10 @@ def refuse_full(plan: Plan, options: Checkpoint, folder: Path) -> None:
         )
 
 
-def first(plan: Plan) -> int:
-    """Steps until the first checkpoint."""
-    return next((max(1, round(rule.start)) for rule in plan.rules if rule.name == NAME), save_interval.FIRST)
+def first(plan: Plan) -> tuple[int, float]:
+    """Steps until the first checkpoint, and seconds between two failures, as the plan expects them."""
+    starts = {rule.name: rule.start for rule in plan.rules}
+    return max(1, round(starts.get(NAME, save_interval.FIRST))), starts.get(FAILURES, young_daly.ASSUMED)
 
 
 def with_copies(plan: Plan, memory: int | str, cluster: Cluster) -> Plan:

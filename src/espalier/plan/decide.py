@@ -37,8 +37,9 @@ def decide(
             best = candidate
     for each in choices:
         best = replace(best, plan=each.finish(best, ask))
-    plan = checkpoint_cost.paced(best.plan, request.recipe.checkpoint, cluster)
+    there = best.cluster if best.plan.replicas else cluster
+    plan = checkpoint_cost.paced(best.plan, request.recipe.checkpoint, there)
     plan = checkpoint_cost.with_copies(plan, request.recipe.faults.memory, cluster)
-    sentences = plan_summary.sentences(plan, best.cluster if plan.replicas else cluster)
+    sentences = plan_summary.sentences(plan, there)
     words = (sentence for each in choices for sentence in each.words(best, ask))
     return replace(best, plan=plan.changed(why=(*sentences, *plan.why, *words)), finished=True)

@@ -296,9 +296,10 @@ def _leave(trainer: Trainer, saved: Checkpoints | None) -> None:
 def _pace(trainer: Trainer, saved: Checkpoints) -> Pace:
     """When the run goes to the disk."""
     setting, place = trainer.setting, trainer.setting.place
-    between = (
-        place.refuge.between_failures if place.refuge is not None else young_daly.between_failures(0, place.attempt)
-    )
+    first, expected = checkpoint_cost.first(setting.plan)
+    between = young_daly.between_failures(0, place.attempt, expected)
+    if place.refuge is not None:
+        between = place.refuge.between_failures
 
     def mean(values: Sequence[float]) -> list[float]:
         agreed = torch.tensor(values, dtype=torch.float64)
@@ -309,7 +310,7 @@ def _pace(trainer: Trainer, saved: Checkpoints) -> Pace:
         setting.emit("rule", name=checkpoint_cost.NAME, step=trainer.step, value=every, why=why)
 
     newest = 0 if setting.new else max(0, saved.newest())
-    begin = RunBeginning(checkpoint_cost.first(setting.plan), trainer.step, newest, between, place.attempt)
+    begin = RunBeginning(first, trainer.step, newest, between, place.attempt, expected)
     return Pace(saved, begin, mean, tell)
 
 

@@ -64,7 +64,7 @@ def test_a_round_is_the_shortest_that_hides_its_exchange() -> None:
     steps = plan.state(LocalRoundsState).steps
     assert (steps - 1) * local < 1.1 * flight <= steps * local * (1 + 1e-9)
     assert plan.predicted.terms["outer"] == 0
-    assert [rule.name for rule in plan.rules] == ["sync.steps", "checkpoint.every"]
+    assert [rule.name for rule in plan.rules] == ["sync.steps", "checkpoint.every", "mtbf"]
     assert any("local steps hide that in full precision" in sentence for sentence in plan.why)
     assert loads(dumps(plan)) == plan
 

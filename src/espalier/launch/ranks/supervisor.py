@@ -62,6 +62,7 @@ class RestartOptions:
         shapes: who plans the run anew where a place is lost or stays slow; None: it keeps its ranks.
         heard: makes the shape that the first of several hosts tells (`RunShape.encoded`).
         leaves: whether `shapes` plans without a host that does not come back.
+        expected: seconds between two failures, before there was one.
     """
 
     restarts: int | None = None
@@ -73,6 +74,7 @@ class RestartOptions:
     continues: bool = False
     heard: Callable[[str], RunShape] | None = None
     leaves: bool = False
+    expected: float = young_daly.ASSUMED
 
 
 def run(task: Entrypoint, places: Sequence[RankSpec], care: RestartOptions) -> list[Any]:
@@ -197,7 +199,7 @@ class Supervisor:
         self.pulses = pulses or Pulses(len(self.places), self.care.heartbeat)
         self.pulses.begin(now)
         self.logs = {place.rank: (place.log, postmortem.size(place.log)) for place in self.places}
-        between = young_daly.between_failures(now - self.began, self.attempt)
+        between = young_daly.between_failures(now - self.began, self.attempt, self.care.expected)
         later = pulses is not None and self.care.stays == "rounds"
         return Attempt.of(self.attempt, self.places, self.pulses, between, later)
 

@@ -15,7 +15,7 @@ from typing import Literal
 import msgspec
 from msgspec import Struct
 
-from espalier.machine.cluster.values import Device, Link
+from espalier.machine.cluster.values import Device, Link, Node
 from espalier.recipe import units
 from espalier.recipe.errors import UserError, nearest
 
@@ -32,6 +32,14 @@ RDMA_FROM = 5e9
 """Bytes/s from which a network of GPUs counts as RDMA unless its file says TCP: 40 Gbit/s, InfiniBand QDR."""
 
 Fabric = Literal["rdma", "tcp"]
+
+
+class FailureRate(Struct, frozen=True, forbid_unknown_fields=True):
+    """Mean hours between two failures of one device, or of one machine, and who says so."""
+
+    hours: float
+    of: Literal["device", "machine"]
+    source: str
 
 
 class _Card(Struct, forbid_unknown_fields=True):
@@ -56,6 +64,7 @@ class _Family(Struct, forbid_unknown_fields=True):
     cards: tuple[_Card, ...]
     times: dict[str, float] = {}
     sustained: dict[str, float] = {}
+    failures: str = "home"
 
 
 class _KnownNetwork(Struct, forbid_unknown_fields=True):
@@ -75,6 +84,7 @@ class _Wire(Struct, forbid_unknown_fields=True):
 class _Catalogue(Struct, forbid_unknown_fields=True):
     silent: frozenset[str]
     spread: dict[str, float]
+    failures: dict[str, FailureRate]
     family: tuple[_Family, ...]
     links: dict[str, _Wire]
     network: dict[str, _KnownNetwork]
@@ -139,6 +149,14 @@ def device(name: str, cores: int = 1, memory: int = 0, where: str = "device") ->
         spread=_catalogue().spread[basis] if family.kind == "cuda" else 0.0,
         source=f"{family.source}; {shares}" if family.kind == "cuda" else family.source,
     )
+
+
+def failure_rate(node: Node) -> FailureRate:
+    """How often such a machine fails: as its file says, else as published of the kind of its devices."""
+    if node.mtbf:
+        return FailureRate(node.mtbf, "machine", "nodes.mtbf")
+    family, _ = _cards().get(node.device.name, _cards()["cpu"])
+    return _catalogue().failures[family.failures]
 
 
 def link(name: str) -> Link | None:

@@ -63,6 +63,7 @@ class _MachineTable(Struct, forbid_unknown_fields=True):
     between: Quantity | _NetworkTable | None = None
     role: Literal["trainer", "optimizer", "standby"] = "trainer"
     price: float = 0.0
+    mtbf: float | None = None
 
 
 class _File(Struct, forbid_unknown_fields=True):
@@ -155,22 +156,13 @@ def _dump_node(node: Node) -> dict[str, Any]:
         "name": node.name,
         "between": msgspec.to_builtins(node.between) if node.between else "",
         "price": node.price,
+        "mtbf": node.mtbf,
     }
     return {key: value for key, value in table.items() if value not in ("", 0, [], ())}
 
 
 def _node(table: _MachineTable, links: _Links, where: str) -> Node:
-    for key in ("count", "devices"):
-        if getattr(table, key) < 1:
-            raise UserError(f"{where}.{key} is {getattr(table, key)}.", do=f"{key} = 1 or more")
-    if not (table.price >= 0 and math.isfinite(table.price)):
-        raise UserError(f"{where}.price is {table.price}.", do="price = 2.5, of one machine for an hour")
-    if table.cores < 0:
-        raise UserError(f"{where}.cores is {table.cores}.", do="leave it out when unknown")
-    if table.name and table.count > 1:
-        raise UserError(
-            f"{where} names {table.count} machines {table.name!r}.", do="a name is one machine's: count = 1"
-        )
+    _check_machine(table, where)
     memory = units.size(_finite(table.memory, f"{where}.memory"), f"{where}.memory")
     it = table.device
     if isinstance(it, str):
@@ -189,7 +181,7 @@ def _node(table: _MachineTable, links: _Links, where: str) -> Node:
     return Node(
         device=it, inside=inside, count=table.count, devices=table.devices, cores=table.cores, memory=memory,
         disks=table.disks, name=table.name, between=_network(table.between, it, f"{where}.between"),
-        price=table.price,
+        price=table.price, mtbf=table.mtbf or 0.0,
     )  # fmt: skip
 
 
@@ -228,6 +220,22 @@ def _line(stated: Quantity | _Line | None, where: str, usual: Callable[[float], 
 
 
 # --- refusing ----------------------------------------------------------------------------------------------------
+
+
+def _check_machine(table: _MachineTable, where: str) -> None:
+    for key in ("count", "devices"):
+        if getattr(table, key) < 1:
+            raise UserError(f"{where}.{key} is {getattr(table, key)}.", do=f"{key} = 1 or more")
+    if not (table.price >= 0 and math.isfinite(table.price)):
+        raise UserError(f"{where}.price is {table.price}.", do="price = 2.5, of one machine for an hour")
+    if table.mtbf is not None:
+        _positive(table.mtbf, f"{where}.mtbf")
+    if table.cores < 0:
+        raise UserError(f"{where}.cores is {table.cores}.", do="leave it out when unknown")
+    if table.name and table.count > 1:
+        raise UserError(
+            f"{where} names {table.count} machines {table.name!r}.", do="a name is one machine's: count = 1"
+        )
 
 
 def _check_device(it: Device, where: str) -> None:

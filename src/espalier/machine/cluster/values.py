@@ -118,6 +118,8 @@ class Node(Value, frozen=True, kw_only=True):
     """To other machines, where it is slower than the cluster's."""
     price: float = 0.0
     """Of one machine for an hour, in any currency; 0 when not said."""
+    mtbf: float = 0.0
+    """Mean hours between two failures of one machine; 0: as `catalogue.failure_rate` has it."""
 
 
 class Pair(Value, frozen=True, array_like=True, forbid_unknown_fields=True):
