@@ -37,6 +37,7 @@ PLANNER = {
     "sharding": "sharding",
     "state_holders": "sharding",
     "tensor": "tensor_parallel",
+    "token_chunks": "token_chunks",
 }
 """Which mechanism a module of plan/axes belongs to."""
 

@@ -49,7 +49,8 @@ from espalier.mechanisms.unequal_pipelines.cost import EngineCosts
 from espalier.mechanisms.unequal_pipelines.pipeline_solver import Group, Slot, SolvedPipeline
 from espalier.plan import base as plans
 from espalier.plan import collective_time, replan
-from espalier.plan.memory_model import CPU_MEMORY, CPU_RUNTIME
+from espalier.plan.cost_inputs import CPU_MEMORY
+from espalier.plan.memory_model import CPU_RUNTIME
 from espalier.plan.request import Request
 from espalier.recipe import Pin
 from espalier.train import request_from_recipe

@@ -1,12 +1,13 @@
 """The planned language run beside what a user would write or take instead: same model, same data, same machine.
 
-    python bench/language.py [--quick] [--pairs N] [--json FILE] [--only SHAPE,...,first-step]
+    python bench/language.py [--quick] [--pairs N] [--json FILE] [--only SHAPE,...,first-step,chunked-loss]
 
 Peers: a plain DistributedDataParallel loop (fused AdamW, gradient_as_bucket_view), FSDP2, one process with all threads,
 the 60 lines of bench/plain_loop.py, and the Hugging Face Trainer with its own Llama of the same shape. All train fp32
 with AdamW and clip at 1.0. Each measurement is a fresh set of forked ranks that runs a few steps; ours and every peer
-take turns, so that the machine's mood strikes all alike. Also measured: peak memory, and the time from command to first
-step.
+take turns, so that the machine's mood strikes all alike. Also measured: peak memory, the time from command to first
+step, and (chunked-loss) one rank whose vocabulary is large, its loss by chunks of tokens beside the whole form and
+beside the plain loop with a chunked cross entropy, whose logits are computed again in backward.
 
 Where there is a GPU, one rank trains on it by Espalier's own plan, as do the plain loop (under autocast to bfloat16, as
 it stands and through torch.compile) and the Trainer (bf16); a row more says how far the plan's prediction was off.
@@ -68,6 +69,8 @@ SHAPES = (
     Shape("10M-256", 6, 384, 256, 2048),
     Shape("20M-1024", 6, 512, 1024, 2048),
 )
+WORDS, CHUNK = 32_768, 256
+CHUNKED = Shape("7M-32k-words", 2, 192, 512, 2048)
 ON_GPU = (Shape("120M-1024", 12, 768, 1024, 32768), Shape("350M-2048", 24, 1024, 2048, 32768))
 
 
@@ -98,8 +101,8 @@ class Case:
         return [self.workload.batches(step, shard)[0][:2] for step in range(count)]
 
 
-def make_case(shape: Shape, cache: Path) -> Case:
-    """Derives the recipe, opens the corpus and lets Espalier plan (trials included)."""
+def make_case(shape: Shape, cache: Path, **changes: dict[str, Any]) -> Case:
+    """Derives the recipe, opens the corpus and lets Espalier plan (trials included). `changes`: of tables."""
     table = {
         "name": shape.name,
         "model": {"depth": shape.depth, "width": shape.width},
@@ -111,6 +114,8 @@ def make_case(shape: Shape, cache: Path) -> Case:
             "optimizer": {"kind": "adamw"},
         },
     }
+    for name, change in changes.items():
+        table[name] = {**table.get(name, {}), **change}
     recipe, derivations = defaults.resolve(recipe_file.from_table(table))
     resolved = Resolved(recipe, derivations)
     workload = workload_registry.open_workload(resolved)
@@ -211,7 +216,7 @@ def compiled(case: Case, steps: int) -> Measured:
     return plain_loop(case, steps, compiled=True)
 
 
-def plain_loop(case: Case, steps: int, compiled: bool = False) -> Measured:
+def plain_loop(case: Case, steps: int, compiled: bool = False, chunk: int = 0, threads: int = CORES) -> Measured:
     """The 60 lines of bench/plain_loop.py: the same decoder in plain PyTorch, one process with a thread per core."""
     options = case.resolved.recipe.model
     names = ("width", "depth", "heads", "kv_heads", "feed_forward", "vocabulary")
@@ -224,8 +229,8 @@ def plain_loop(case: Case, steps: int, compiled: bool = False) -> Measured:
         rate = case.resolved.recipe.train.optimizer.learning_rate
         micro_batch = len(rows[0]) if DEVICE.type == "cpu" else case.plan.micro_batch
         request = {"sizes": sizes, "data": str(data), "batch": len(rows[0]), "micro_batch": micro_batch}
-        request |= {"device": str(DEVICE), "compiled": compiled}
-        file.write_text(json.dumps({**request, "threads": CORES, "learning_rate": rate}))
+        request |= {"device": str(DEVICE), "compiled": compiled, "chunk": chunk}
+        file.write_text(json.dumps({**request, "threads": threads, "learning_rate": rate}))
         program = Path(__file__).parent / "plain_loop.py"
         done = subprocess.run([sys.executable, program, file], capture_output=True, text=True, check=False, timeout=600)
     if done.returncode:
@@ -319,6 +324,31 @@ def throughput(case: Case, pairs: int, steps: int, note: str) -> list[Row]:
     return rows
 
 
+def chunked_loss(pairs: int, steps: int, note: str) -> list[Row]:
+    """The loss by chunks beside the whole form and the plain loop's chunks, one rank of one thread."""
+
+    def case(chunk: int) -> Case:
+        pin = {"ranks": 1, "threads": 1, "recompute": "none", "loss_chunk": chunk}
+        pin["micro_batch"] = CHUNKED.batch_tokens // CHUNKED.sequence
+        model, train = {"vocabulary": WORDS, "tied": True}, {"precision": "fp32"}
+        return make_case(CHUNKED, Path(), model=model, train=train, plan={"trial": False, "pin": pin})
+
+    ours_chunked, whole = case(CHUNK), case(0)
+    contestants: dict[str, Callable[[], Measured]] = {
+        "ours": lambda: ours(ours_chunked, steps),
+        "the whole form": lambda: ours(whole, steps),
+        "plain loop, chunked": lambda: plain_loop(whole, steps, chunk=CHUNK, threads=1),
+        "plain loop, whole": lambda: plain_loop(whole, steps, threads=1),
+    }
+    turns = [{name: contestant() for name, contestant in contestants.items()} for _ in range(pairs)]
+    rows, label = [], f"{CHUNKED.name}, loss by {CHUNK} tokens{note}"
+    for name in list(contestants)[1:]:
+        speeds = [(each["ours"].tokens_per_second, each[name].tokens_per_second) for each in turns]
+        rows.append(compare(label, name, "tokens/s", speeds))
+    memory = [(each["ours"].memory / 2**20, each["the whole form"].memory / 2**20) for each in turns]
+    return [*rows, compare(label, "the whole form", "MiB peak", memory, higher_is_better=False)]
+
+
 def _predicted(case: Case, label: str, turns: list[Measured | None]) -> Row:
     """Seconds of a step beside the plan's."""
     said = case.plan.predicted.step_seconds
@@ -390,7 +420,7 @@ def main() -> None:
     torch.set_num_threads(1)
     note = ", quick" if wanted.quick else ""
     known = SHAPES if DEVICE.type == "cpu" else ON_GPU
-    every = [shape.name for shape in (known[:2] if wanted.quick else known)] + ["first-step"]
+    every = [shape.name for shape in (known[:2] if wanted.quick else known)] + ["first-step", "chunked-loss"]
     asked = wanted.only.split(",") if wanted.only else every
     shapes = [shape for shape in known if shape.name in asked]
     pairs = wanted.pairs or (3 if wanted.quick else 15)
@@ -398,6 +428,8 @@ def main() -> None:
     for shape in shapes:
         case = make_case(shape, Path())
         rows += throughput(case, pairs, 5 if DEVICE.type == "cpu" else 12, note)
+    if "chunked-loss" in asked:
+        rows += chunked_loss(pairs, 5, note)
     if "first-step" in asked:
         rows += first_step(3 if wanted.quick else 5, note)
     publish(rows, wanted.json)

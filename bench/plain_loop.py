@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 
 class Block(nn.Module):
@@ -54,10 +55,23 @@ class Decoder(nn.Module):
         self.register_buffer("sin", angles.sin(), persistent=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.stream(tokens))
+
+    def stream(self, tokens: Tensor) -> Tensor:
         x = self.embedding(tokens)
         for block in self.blocks:
             x = block(x, self.cos, self.sin)
-        return self.head(self.norm(x))
+        return self.norm(x)
+
+    def loss(self, x: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(self.head(x), targets, reduction="sum")
+
+
+def chunked_loss(model: Decoder, tokens: Tensor, targets: Tensor, chunk: int) -> Tensor:
+    """The mean loss; logits of `chunk` tokens are there at a time, and computed again in backward."""
+    x = model.stream(tokens).flatten(0, 1)
+    parts = zip(x.split(chunk), targets.flatten().split(chunk), strict=True)
+    return sum(checkpoint(model.loss, *part, use_reentrant=False) for part in parts) / len(x)
 
 
 def train(request: dict[str, Any]) -> tuple[list[float], int]:
@@ -74,7 +88,10 @@ def train(request: dict[str, Any]) -> tuple[list[float], int]:
         optimizer.zero_grad(set_to_none=True)
         for part in batch.to(device).split(request["micro_batch"]):
             with torch.autocast(device.type, torch.bfloat16, enabled=device.type != "cpu"):
-                loss = F.cross_entropy(run(part[:, :-1]).flatten(0, 1), part[:, 1:].flatten())
+                if chunk := request.get("chunk", 0):
+                    loss = chunked_loss(model, part[:, :-1], part[:, 1:], chunk)
+                else:
+                    loss = F.cross_entropy(run(part[:, :-1]).flatten(0, 1), part[:, 1:].flatten())
             (loss * len(part) / len(batch)).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()

@@ -16,7 +16,7 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from espalier import recipe as config
 from espalier.language import gpt
 from espalier.language.operation_counts import DecoderLoad
-from espalier.plan import collective_time, memory_model
+from espalier.plan import collective_time, cost_inputs, memory_model
 from espalier.plan.axes.sharding import StateBytes
 from espalier.plan.cost_inputs import CostInputs
 from espalier.plan.layouts import MODES, Layouts, chains
@@ -147,7 +147,7 @@ def test_recomputation_keeps_less_however_the_model_is_cut(algorithm: str) -> No
 def test_a_card_keeps_what_its_size_allows(name: str, least: float) -> None:
     """Before anything is held: a small card loses little more of its memory than a large one."""
     on = collective_time.fleet(gpus(name, devices=1), 1)
-    nothing = memory_model.limit(on.kinds[0], decoder()) - memory_model.CUDA_RUNTIME
+    nothing = cost_inputs.limit(on.kinds[0], decoder()) - memory_model.CUDA_RUNTIME
     assert least < nothing / on.kinds[0].table.device.memory < 0.96
 
 

@@ -15,6 +15,7 @@ import pytest
 
 from espalier.language.workload import open_language
 from espalier.launch.ranks import agent
+from espalier.mechanisms.token_chunks.state import TokenChunksState
 from espalier.plan import base as plans
 from espalier.plan import compose
 from espalier.recipe import defaults, recipe_file
@@ -50,18 +51,22 @@ ALONE = {
     "two stages": ({}, {"stages": 2}, 1e-9),
     "optimizer on disk": ({}, {"offload": plans.Offload(optimizer="disk")}, 1e-9),
     "matrices over 2": ({}, {"tensor": 2, "algorithm": "fsp"}, 1e-9),
+    "loss by chunks": ({}, {"loss": 50}, 1e-9),
+    "feed-forward by chunks": ({}, {"feed_forward": 20}, 1e-9),
     "codec without loss": ({}, {"ranks": 2, "codec": "split"}, 1e-9),
     "int8 with feedback": ({}, {"ranks": 2, "codec": "int8"}, 2e-2),
 }
 
-# Answers to one question exclude each other; all other pairs must run. Stages whose ranks
-# share sequences are in test_cuts.py, struck ranks in tests/faults, replicas that agree by rounds in test_rounds.py.
+# Answers to one question exclude each other (a cut feed-forward has no chunks); all other pairs must run. Stages
+# whose ranks share sequences are in test_cuts.py, struck ranks in tests/faults, replicas that agree by rounds in
+# test_rounds.py.
 QUESTIONS = [
     ["ranks", "unequal shares"],
     ["accumulation"],
     ["recompute selective", "recompute block"],
     ["muon"],
-    ["matrices over 2"],
+    ["matrices over 2", "feed-forward by chunks"],
+    ["loss by chunks"],
     ["clip"],
     ["cosine"],
     ["bf16"],
@@ -135,7 +140,8 @@ def shares(cuts, each=1):
 
 
 def plan_of(samples, ranks=1, cuts=None, shard=(), sequence=(1, 1), tensor=1, stages=1, codec="exact", depth=2, **how):
-    """A plan for batches of so many samples."""
+    """A plan for batches of so many samples. `loss`, `feed_forward`: tokens of a chunk."""
+    chunks = TokenChunksState(loss=how.pop("loss", 0), feed_forward=how.pop("feed_forward", 0))
     heads, context = sequence
     each = shares(cuts or tuple(samples * rank // ranks for rank in range(ranks + 1)), heads * context * tensor)
     cut = {"heads": heads, "context": context, "tensor": tensor}
@@ -147,7 +153,7 @@ def plan_of(samples, ranks=1, cuts=None, shard=(), sequence=(1, 1), tensor=1, st
     groups = [tuple(range(size)) if size > 1 else () for size in shard]
     unit = plans.Unit(**dict(zip(("params", "grads", "optimizer"), groups, strict=False)), whole=True)
     exchange = plans.Exchange(traffic="gradients", codec=codec)
-    how = {"micro_batch": 8, **how}
+    how = {"micro_batch": 8, "choices": {"token_chunks": chunks}, **how}
     return plans.Plan(ranks=each * stages, units=(unit,), exchanges=(exchange,), stages=held, **how)
 
 

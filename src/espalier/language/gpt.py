@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from espalier import recipe as config
+from espalier.kernels.linear_cross_entropy import IGNORED, HeadWords, linear_cross_entropy
 from espalier.language.attention_variants import attention_of, capped, geglu, rates
 from espalier.language.elementwise import rms_norm, rotate, swiglu
 from espalier.language.kv_cache import Cache, Past
@@ -32,9 +33,6 @@ from espalier.recipe.decoder_shapes import DecoderSizes, sizes
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
-
-IGNORED = -100
-"""A target with this value has no loss."""
 
 
 class Rotary(NamedTuple):
@@ -156,6 +154,8 @@ class FeedForward(nn.Module):
 class DecoderBlock(nn.Module):
     """One layer: attention, then feed-forward, each on the normalised residual stream and added to it."""
 
+    seams: ClassVar = {"feed_forward": ("feed_forward",)}
+
     def __init__(self, size: DecoderSizes, layer: int = 0, feed_forward: nn.Module | None = None) -> None:
         super().__init__()
         self.attention_norm = norm_of(size)
@@ -211,7 +211,9 @@ class GPT(nn.Module):
         self.head = None if size.tied else nn.Linear(size.width, size.vocabulary, bias=False)
         self.through: Through = plainly
         self.predict: Callable[[Tensor, Tensor], Tensor] = F.linear
-        self.score: Callable[[Tensor, Tensor, Tensor], Tensor] = partial(score, cap=size.logit_cap)
+        self.score: Callable[..., Tensor] = partial(score, cap=size.logit_cap)
+        self.loss_chunk = 0
+        """Tokens whose logits are there at a time while the loss is computed; 0: all."""
 
     def block(self, layer: int) -> DecoderBlock:
         """A new layer."""
@@ -267,7 +269,8 @@ class GPT(nn.Module):
 
     def losses(self, x: Float[Tensor, "batch seq width"], targets: Int[Tensor, "batch seq"]) -> Float[Tensor, ""]:
         """Sum of the cross entropies of `targets`, from the residual stream after the last block."""
-        return self.score(self.norm(x), self.words, targets)
+        scored = partial(self.score, chunk=self.loss_chunk) if self.loss_chunk else self.score
+        return scored(self.norm(x), self.words, targets)
 
     @property
     def words(self) -> Float[Tensor, "vocabulary width"]:
@@ -289,9 +292,12 @@ def score(
     words: Float[Tensor, "vocabulary width"],
     targets: Int[Tensor, "batch seq"],
     cap: float | None = None,
+    chunk: int = 0,
 ) -> Float[Tensor, ""]:
     """Sum of the cross entropies of `targets` by the head `words`, from the normalised residual stream. `cap`: of the
-    logits."""
+    logits; `chunk`: tokens whose logits are there at a time, 0: all."""
+    if chunk:
+        return linear_cross_entropy(x.flatten(0, -2), HeadWords(words, cap), targets.flatten(), chunk)
     return cross_entropy_sum(capped(F.linear(x, words), cap), targets)
 
 
@@ -430,5 +436,13 @@ def work(setting: DecoderLoad) -> Anatomy:
     # swiglu keeps gate and up, `down` keeps their product; recomputation stops where `down` would begin.
     product = size.feed_forward * compute
     return decoder_work(
-        setting, Feed((gate_up, down), (gate_up,), moved=5 * product, saved=3 * product, working=2 * product)
+        setting,
+        Feed(
+            (gate_up, down),
+            (gate_up,),
+            moved=5 * product,
+            saved=3 * product,
+            working=2 * product,
+            matrices=3 * size.width * size.feed_forward,
+        ),
     )

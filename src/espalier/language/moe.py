@@ -20,7 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from espalier.language.gpt import GPT, IGNORED, DecoderBlock, FeedForward, Given, Rotary
+from espalier.kernels.linear_cross_entropy import IGNORED
+from espalier.language.gpt import GPT, DecoderBlock, FeedForward, Given, Rotary
 from espalier.language.kv_cache import Past
 from espalier.language.operation_counts import DecoderLoad, Feed, decoder_work
 from espalier.parallel.expert_map import ExpertRoute
@@ -119,6 +120,8 @@ def imbalance(
 
 class MoeBlock(DecoderBlock):
     """One layer with experts. Gives the residual stream and the layer's penalties `[batch]`."""
+
+    seams: ClassVar = {}
 
     def __init__(self, size: DecoderSizes, layer: int = 0) -> None:
         super().__init__(size, layer, Experts(size))

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from espalier.recipe.cost import VALUE_BYTES, WHOLE, Anatomy, Cut, Number, Product, Terms, Work
+from espalier.recipe.cost import VALUE_BYTES, WHOLE, Anatomy, Cut, Number, Product, Terms, TokenChunks, Work
 from espalier.recipe.decoder_shapes import DecoderSizes
 
 
@@ -44,13 +44,15 @@ class DecoderLoad:
 @dataclass(frozen=True)
 class Feed:
     """The feed-forward part of one layer: its products, and those that recomputation repeats; bytes per token moved in
-    forward, kept for backward, and held beyond that while backward works on it (before any cut)."""
+    forward, kept for backward, and held beyond that while backward works on it (before any cut). `matrices`:
+    parameters, where each token goes through all of them; 0: it does not."""
 
     products: tuple[Product, ...]
     again: tuple[Product, ...]
     moved: int
     saved: int
     working: int
+    matrices: int = 0
 
 
 def decoder_work(setting: DecoderLoad, feed: Feed) -> Anatomy:
@@ -85,6 +87,7 @@ def decoder_work(setting: DecoderLoad, feed: Feed) -> Anatomy:
         tokens=tokens,
         length=setting.sequence,
         head_size=size.head_size,
+        chunks=_feed_chunks(setting, feed, attention_products, core) if feed.matrices else None,
     )
     head = Product(tokens, size.width, size.vocabulary / tensor)
     rest = Work(
@@ -96,8 +99,46 @@ def decoder_work(setting: DecoderLoad, feed: Feed) -> Anatomy:
         again=0.0 * tokens,
         samples=setting.micro_batch,
         tokens=tokens,
+        chunks=_loss_chunks(setting),
     )
     return Anatomy(size.layers, layer, rest)
+
+
+def _feed_chunks(setting: DecoderLoad, feed: Feed, attention: tuple[Product, ...], core: Number) -> TokenChunks:
+    """Of a layer: its feed-forward keeps its input, and is computed again in backward."""
+    tensor, tokens, mode = setting.cut.tensor, setting.tokens, setting.recompute
+    whole, fed = feed.saved * tokens / tensor, sum(product.flops for product in feed.products)
+    before = sum(product.flops for product in attention)
+    again = fed + {"none": 0.0, "selective": before, "block": before + core}[mode]
+    whole_layer = mode == "none"
+    return TokenChunks(
+        size=whole + feed.working * tokens / tensor,
+        each=(feed.saved + feed.working) / tensor,
+        saved=whole_layer * whole,
+        transient=(not whole_layer) * whole + feed.working * tokens / tensor,
+        # Gradients of the input, of all matrices, and of one of three as a chunk adds it.
+        sums=tokens * setting.size.width * setting.compute + feed.matrices * setting.whole * 4 / 3 / tensor,
+        moved=feed.matrices * setting.whole / tensor,  # backward adds to the sums: two of three passes
+        again=again / (before + core + fed),
+    )
+
+
+def _loss_chunks(setting: DecoderLoad) -> TokenChunks:
+    """Of the head: its gradients are made with the logits, chunk by chunk."""
+    size, tokens, tensor = setting.size, setting.tokens, setting.cut.tensor
+    logits, words = size.vocabulary * setting.whole / tensor, size.vocabulary * size.width / tensor
+    low = setting.compute % setting.whole  # as products give and take them
+    copies = logits * (size.logit_cap is not None) + size.vocabulary * low / tensor
+    return TokenChunks(
+        size=tokens * logits,
+        each=logits + copies,
+        saved=0.0 * tokens,
+        transient=3 * tokens * logits,
+        sums=words * setting.whole + tokens * size.width * setting.compute,
+        moved=words * 2 * (setting.whole + low) / 3,  # the head's gradient, of three passes
+        again=0.0 * tokens,
+        divides=True,
+    )
 
 
 def _kept(setting: DecoderLoad, feed: Feed) -> Terms:

@@ -138,6 +138,9 @@ def _profile(recipe: Recipe) -> Profile:
     def anatomy(micro_batch: Any, recompute: str, precision: str, cut: Cut) -> Anatomy:
         whole = work(DecoderLoad(size, sequence, micro_batch * passes, recompute, precision, cut))
         whole = whole if chunked is None else chunked(whole, size.vocabulary, size.width)
+        if recipe.tune is not None:
+            layer, rest = (replace(part, chunks=None) for part in (whole.layer, whole.rest))
+            whole = replace(whole, layer=layer, rest=rest)
         return whole.undivided if isinstance(recipe.tune, Adapters) else whole
 
     shallow, two = (tally(model, list(model.blocks), embeddings(model)) for model in models)
@@ -156,7 +159,8 @@ def _profile(recipe: Recipe) -> Profile:
         global_batch=global_batch,
         tokens_per_sample=float(sequence * passes),
         anatomy=anatomy,
-        facts={"expert_parallel": experts} if isinstance(options, Moe) else {},
+        facts=({"expert_parallel": experts} if isinstance(options, Moe) else {})
+        | ({"token_chunks": True} if recipe.tune is None else {}),
     )
     if isinstance(recipe.tune, Adapters):  # ranks have all of the frozen weights
         from espalier.language.tune import lora

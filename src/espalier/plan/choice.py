@@ -158,6 +158,10 @@ TABLE: dict[str, ChoiceRow] = {
         "espalier.mechanisms.expert_parallel.choice",
         lambda request, cluster: request.expert_ranks > 1,
     ),
+    "token_chunks": ChoiceRow(
+        "espalier.mechanisms.token_chunks.choice",
+        lambda request, cluster: "token_chunks" in request.profile.facts,
+    ),
     "optimizer_node": ChoiceRow(
         "espalier.mechanisms.optimizer_node.choice",
         lambda request, cluster: request.offload == NODE,

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial, reduce
 from operator import add
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -20,12 +20,13 @@ from espalier.plan.axes.sequence import SequenceGrid, SequenceLoad
 from espalier.plan.axes.sequence import cost as sequence_cost
 from espalier.plan.axes.sharding import Division, Lengths, StateBytes, StateSizes, Wire, cost, volumes
 from espalier.plan.axes.state_holders import fullest
+from espalier.plan.axes.token_chunks import by_chunks, chunk_tokens
 from espalier.plan.base import RESIDENT
 from espalier.plan.collective_time import DeviceGroup, Fleet
 from espalier.plan.layouts import Layouts
 from espalier.plan.request import Request
 from espalier.recipe import units
-from espalier.recipe.cost import Cost, Cut, Number, Terms
+from espalier.recipe.cost import Anatomy, Cost, Cut, Number, Terms
 
 TURN = 3e-3
 """Seconds that each further rank on a core keeps a rank from it: what the scheduler gives at once. Four ranks on two
@@ -40,6 +41,21 @@ EACH, LARGEST = 2**20, 2**29
 (Megatron-Core takes a million gradients for each rank), and the most."""
 
 
+CUDA_MEMORY = 0.95
+"""Share of a GPU's memory to be used: the allocator's blocks do not fill the rest. AMSP's rule, 0.92 M - 2 GiB, was
+made for cards of 80 GB: of one of 12 GB it takes a quarter before anything is held."""
+CPU_MEMORY = 0.9
+
+
+def limit(kind: DeviceGroup, request: Request) -> float:
+    """Bytes that a rank of this kind may hold: what the device allows, or less on demand."""
+    device = kind.table.device
+    share = CUDA_MEMORY if device.kind == "cuda" else CPU_MEMORY
+    usable = (share if request.system.headroom else 1.0) * device.memory / kind.setting.processes
+    allowed = request.recipe.plan.memory
+    return usable if allowed is None else min(usable, float(units.size(allowed, "plan.memory")))
+
+
 @dataclass(frozen=True)
 class CostInputs:
     """What a price is of: request, fleet, the kind of rank at hand, and layouts. `speed`: of this kind's ranks over the
@@ -51,6 +67,35 @@ class CostInputs:
     layouts: Layouts
     speed: Number = 1.0
     resident_optimizer: Number = 0.0
+    chooses_chunks: ClassVar[bool] = True
+    """Whether loss and feed-forward are computed by chunks of tokens where nobody asks for it."""
+
+    def anatomy(self, size: Number) -> Anatomy:
+        """The work of a micro-batch of `size` samples on one rank, by chunks of tokens where these are chosen."""
+        whole = self.whole(size)
+        loss, feed_forward = self.chunks(whole)
+        return replace(whole, layer=by_chunks(whole.layer, feed_forward), rest=by_chunks(whole.rest, loss))
+
+    def whole(self, size: Number) -> Anatomy:
+        """The same with all tokens at once."""
+        request = self.request
+        return request.profile.anatomy(size, self.layouts.recompute, request.precision, self.cut)
+
+    def chunks(self, whole: Anatomy) -> tuple[Number, Number]:
+        """Tokens that the loss, and a layer's feed-forward, take at a time; 0: all. A loss that is scaled takes all;
+        so do feed-forwards that are cut or compiled, or whose gradients are put off."""
+        request, layouts, pin = self.request, self.layouts, self.request.pin
+        loss, feed_forward = pin.loss_chunk, pin.feed_forward_chunk
+        ours = request.system.storage is None and not request.system.fsdp and request.offload.parameters == "device"
+        chooses = self.chooses_chunks and ours and request.precision != "fp16"
+        if chooses and None in (loss, feed_forward):
+            room = min(limit(kind, request) for kind in self.on.kinds)
+            if loss is None:
+                loss = chunk_tokens(whole.rest, room)
+            if feed_forward is None and not request.recipe.train.compile:
+                plain = (np.asarray(layouts.tp) == 1) & (np.asarray(layouts.schedule) != "zero_bubble")
+                feed_forward = chunk_tokens(whole.layer, room, plain)
+        return (0 if loss is None else loss), (0 if feed_forward is None else feed_forward)
 
     @property
     def cut(self) -> Cut:
@@ -270,7 +315,7 @@ class CostInputs:
         if self.request.offload.activations != "device":
             each = -(-self.request.profile.global_batch // np.asarray(self.layouts.dp))
             size = np.minimum(np.maximum(1, np.asarray(self.layouts.micro_batch)), each)
-            anatomy = self.request.profile.anatomy(size, self.layouts.recompute, self.request.precision, self.cut)
+            anatomy = self.anatomy(size)
             waiting["activations"] = offload_cost.activations(anatomy.layer.saved, self.stage_layers)
         if "optimizer" in waiting:
             waiting["optimizer"] = waiting["optimizer"] - self.resident_optimizer

@@ -7,12 +7,13 @@ one small plan for each set of degrees that are more than 1.
 from __future__ import annotations
 
 from dataclasses import replace
+from importlib import import_module
 from typing import Any
 
 import numpy as np
 
 from espalier.plan.axes.offload import NODE
-from espalier.plan.base import Plan, Rank, Stage, Unit
+from espalier.plan.base import ChoiceState, Plan, Rank, Stage, Unit
 from espalier.plan.compose import Refusal
 from espalier.plan.layouts import Layouts, stage_layers
 from espalier.plan.request import Request, exchanges
@@ -48,7 +49,8 @@ def refusal(request: Request, **degrees: int) -> Refusal | None:
     if request.refuses is None:
         return None
     kind = {axis: degrees.get(axis, 1) > 1 for axis in AXES}
-    return request.refuses(_smallest(request, Layouts(recompute=request.recompute or "none"), kind))
+    layouts = Layouts(recompute=request.recompute or "none", schedule=request.pin.schedule or "1f1b")
+    return request.refuses(_smallest(request, layouts, kind))
 
 
 def _smallest(request: Request, layouts: Layouts, kind: dict[str, bool]) -> Plan:
@@ -87,5 +89,13 @@ def _smallest(request: Request, layouts: Layouts, kind: dict[str, bool]) -> Plan
         algorithm=layouts.algorithm,
         recompute="none" if request.offload.parameters != "device" else layouts.recompute,
         precision=request.precision,
+        choices=_chunks(request),
         compile=request.recipe.train.compile,
     )
+
+
+def _chunks(request: Request) -> dict[str, ChoiceState]:
+    """What is pinned of chunks of tokens; what the planner chooses itself runs."""
+    pinned = {"loss": request.pin.loss_chunk or 0, "feed_forward": request.pin.feed_forward_chunk or 0}
+    table = import_module("espalier.plan.choice").TABLE
+    return {"token_chunks": table["token_chunks"].state(**pinned)} if any(pinned.values()) else {}

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from espalier.machine.cluster import Cluster
-from espalier.plan import collective_time, device_model, memory_model, step_time
+from espalier.plan import collective_time, cost_inputs, device_model, memory_model, step_time
 from espalier.plan.axes import offload, optimizer_node, placement_plan
 from espalier.plan.axes import tensor as tensor_cost
 from espalier.plan.axes.offload import NODE
@@ -99,7 +99,7 @@ def price(
         )
         size = np.minimum(np.maximum(1, np.asarray(layouts.micro_batch)), samples)
         memory_bytes = memory_model.memory_bytes(step, size, -(-samples // size))
-        limit, peak = memory_model.limit(kind, request), sum(memory_bytes.values())
+        limit, peak = cost_inputs.limit(kind, request), sum(memory_bytes.values())
         priced = Priced(step_time.step_seconds(step, samples), memory_bytes, limit, peak, peak - limit)
         if request.offload != RESIDENT:
             priced = replace(priced, over=step.lacking(priced.over), waiting=step.waiting)

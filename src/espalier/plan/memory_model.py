@@ -14,21 +14,16 @@ import numpy as np
 
 from espalier.plan.axes import offload_tiers as offload_cost
 from espalier.plan.axes import pipeline as pipeline_cost
-from espalier.plan.collective_time import DeviceGroup, Fleet
+from espalier.plan.collective_time import Fleet
 from espalier.plan.cost_inputs import CostInputs
 from espalier.plan.request import Request
-from espalier.recipe import units
 from espalier.recipe.cost import Anatomy, Number, Terms
 
 CUDA_RUNTIME = 800 * 2**20
 """Bytes on a GPU that hold nothing of the model: the context (300 MB with kernels loaded when needed, as CUDA does
 since 11.7, more than 1,000 MB before: pytorch/pytorch issue 107667), kernels that a step then loads, and workspaces."""
-CUDA_MEMORY = 0.95
-"""Share of a GPU's memory to be used: the allocator's blocks do not fill the rest. AMSP's rule, 0.92 M - 2 GiB, was
-made for cards of 80 GB: of one of 12 GB it takes a quarter before anything is held."""
 CPU_RUNTIME = 240 * 2**20
 """Anonymous and shared pages of a rank whose model is next to nothing: 233 to 245 MiB measured."""
-CPU_MEMORY = 0.9
 ROOMY = {"cuda": 0.8, "cpu": 0.5}
 """Share of what a rank may hold up to which larger micro-batches are preferred among equals: fewer passes."""
 SLACK = {"cuda": 0.1, "cpu": 0.4}
@@ -40,15 +35,6 @@ COMMUNICATION = 2**28
 """Bytes of buffers that NCCL holds for each kind of group a rank is in. Assumed."""
 CAST = 4
 """Bytes per parameter of 16-bit gradients that are cast for the update, all together."""
-
-
-def limit(kind: DeviceGroup, request: Request) -> float:
-    """Bytes that a rank of this kind may hold: what the device allows, or less on demand."""
-    device = kind.table.device
-    share = CUDA_MEMORY if device.kind == "cuda" else CPU_MEMORY
-    usable = (share if request.system.headroom else 1.0) * device.memory / kind.setting.processes
-    allowed = request.recipe.plan.memory
-    return usable if allowed is None else min(usable, float(units.size(allowed, "plan.memory")))
 
 
 def memory_bytes(step: CostInputs, size: Number, in_flight: Number) -> Terms:
@@ -65,7 +51,7 @@ def memory_bytes(step: CostInputs, size: Number, in_flight: Number) -> Terms:
 
 def ends(step: CostInputs, size: Number, in_flight: Number) -> tuple[Terms, Terms]:
     """Bytes by kind on the first stage and on the last; the same object where no layout has more than one."""
-    anatomy = step.request.profile.anatomy(size, step.layouts.recompute, step.request.precision, step.cut)
+    anatomy = step.anatomy(size)
     first = stage(step, anatomy, in_flight, is_first=True)
     if np.all(np.asarray(step.layouts.pp) == 1):
         return first, first

@@ -21,12 +21,13 @@ def check(request: Request, cluster: Cluster) -> None:
     """Refuses pins that cannot be met. Raises UserError naming the pin and the nearest valid value."""
     pin, there = request.pin, gpus(cluster)
     for name, value in given(pin):
-        if isinstance(value, int) and value < 1:
+        if isinstance(value, int) and value < 1 and not name.endswith("_chunk"):
             raise UserError(f"plan.pin.{name} = {value} is not possible.", do=f"plan.pin.{name}=1, or leave it out")
     for name in ("tp", "sp", "hp", "cp", "pp", "dp"):
         if (value := getattr(pin, name)) is not None:
             _check_degree(request, name, value, there)
     _check_experts(request)
+    _check_chunks(request)
     _check_degrees(request)
     if pin.shard is not None:
         _check_chain(pin.shard, there)
@@ -111,6 +112,25 @@ def _check_experts(request: Request) -> None:
     if pin.ranks and pin.ranks % (ep * (pin.tp or 1)):
         raise _no_division("plan.pin.ep x plan.pin.tp", ep * (pin.tp or 1), "ranks", pin.ranks)
     _at_most("ep", ep, request.profile.global_batch, "samples of the global batch", "a larger train.batch_tokens")
+
+
+def _check_chunks(request: Request) -> None:
+    """Whether loss and feed-forward can be computed by chunks of tokens, where that is pinned."""
+    able = {"loss_chunk": "token_chunks" in request.profile.facts}
+    able["feed_forward_chunk"] = able["loss_chunk"] and not request.experts.total
+    for name, can in able.items():
+        if not (chunk := getattr(request.pin, name)):
+            continue
+        if not can:
+            raise UserError(
+                f"plan.pin.{name} = {chunk}: this model is not computed by chunks of tokens.",
+                why="the loss of decoders trained on text is, and feed-forwards that are no experts",
+                do=f"leave plan.pin.{name} out",
+            )
+        if why := executable.refusal(request):
+            raise UserError(
+                f"plan.pin.{name} = {chunk} cannot run.", why=why.reason, do=f"plan.pin.{name}=0, or {why.instead}"
+            )
 
 
 def _check_degrees(request: Request) -> None:

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from espalier.machine.cluster import Cluster, Device, Node
-from espalier.plan import collective_time, device_model, executable, memory_model
+from espalier.plan import collective_time, cost_inputs, device_model, executable, memory_model
 from espalier.plan import layouts as space
 from espalier.plan.axes import offload
 from espalier.plan.axes.sharding import exchanges, volumes
@@ -405,7 +405,7 @@ def _fullness(request: Request, on: collective_time.Fleet, batch: Layouts) -> tu
         step = CostInputs(request, on, kind, batch)
         peak = sum(memory_model.memory_bytes(step, size, -(-samples // size)).values())
         peaks.append(peak)
-        over = peak - memory_model.limit(kind, request)
+        over = peak - cost_inputs.limit(kind, request)
         overs.append(over if request.offload == RESIDENT else step.lacking(over))
     return np.max(peaks, axis=0).reshape(-1), np.max(overs, axis=0).reshape(-1)
 

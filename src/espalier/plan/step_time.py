@@ -129,8 +129,7 @@ def _elsewhere(step: CostInputs, terms: Terms, rounds: Number) -> Terms:
 
 def passes(step: CostInputs, size: Number) -> tuple[Pass, dict[str, Number]]:
     """One layer's pass, and the seconds by part of a micro-batch in the stage that has all the rest too."""
-    request, layouts = step.request, step.layouts
-    anatomy = request.profile.anatomy(size, layouts.recompute, request.precision, step.cut)
+    anatomy = step.anatomy(size)
     layer = _together(step, _exchanged(step, compute(step, anatomy.layer), anatomy))
     rest = _together(step, replace(compute(step, anatomy.rest), tensor=ends_seconds(step, anatomy.rest.tokens)))
     layers = step.stage_layers
@@ -180,7 +179,7 @@ def prefetch(step: CostInputs, size: Number) -> dict[Prefetch, float]:
     gather begins, the fastest first; empty where nothing is gathered."""
     if int(step.layouts.params) == 1:
         return {}
-    anatomy = step.request.profile.anatomy(size, step.layouts.recompute, step.request.precision, step.cut)
+    anatomy = step.anatomy(size)
     layer = _exchanged(step, compute(step, anatomy.layer), anatomy)
     rest = float(layer.total - layer.weights)
     by_start = {start: rest + float(taken) for start, taken in gathering(step, layer, anatomy.layer).items()}

@@ -36,6 +36,29 @@ class Product:
 
 
 @dataclass(frozen=True)
+class TokenChunks:
+    """What of a `Work` need not be there for all tokens at once, and what it costs to compute some at a time.
+
+    Attributes:
+        size: bytes that are there for all tokens otherwise (logits, inner activations), once each.
+        each: bytes that a token of a chunk takes.
+        saved, transient: bytes that `Work` then has less of.
+        sums: bytes held beside the chunk: gradients that chunks add to.
+        moved: bytes read and written for each chunk, as `Work.moved`; again: in place of `Work.again`.
+        divides: every product is one of the chunks.
+    """
+
+    size: Number
+    each: Number
+    saved: Number
+    transient: Number
+    sums: Number
+    moved: Number
+    again: Number
+    divides: bool = False
+
+
+@dataclass(frozen=True)
 class Work:
     """What one micro-batch asks of a device, before the device is named.
 
@@ -52,6 +75,7 @@ class Work:
         moved_back: bytes read and written in backward; None: twice those of forward.
         length, head_size: positions that attention sees, and the width of its heads; 0 where there is none.
         reading: seconds of a core in which the micro-batch is made, beside the step where a core is free.
+        chunks: what is otherwise where it is computed some tokens at a time; None: it cannot be.
     """
 
     products: tuple[Product, ...]
@@ -68,6 +92,7 @@ class Work:
     length: Number = 0
     head_size: Number = 0
     reading: Number = 0.0
+    chunks: TokenChunks | None = None
 
     @property
     def forward_flops(self) -> Number:

@@ -3,7 +3,8 @@
 `attend(query, key, value, where)` of a decoder (see `parallel.attend`), `aggregate(block, rows, ...)` of a graph
 network
 (see `graph.networks.base`), `route(x, chosen, weights, experts)` of a mixture of experts (see `parallel.expert_map`),
-and `total(counts)`, which adds up what a module counts of whole sequences. A module says which of its fields
+`total(counts)`, which adds up what a module counts of whole sequences, and the module `feed_forward(x)` of a dense
+decoder's block (see `mechanisms.token_chunks`). A module says which of its fields
 belong to which seam: `seams = {"attend": ("attend",)}`.
 """
 
@@ -18,7 +19,7 @@ from espalier.train.mechanism import Build, Mechanism
 if TYPE_CHECKING:
     from torch import nn
 
-Seam = Literal["attend", "aggregate", "route", "total"]
+Seam = Literal["attend", "aggregate", "route", "total", "feed_forward"]
 
 
 def fields_of(model: nn.Module, seam: Seam) -> list[tuple[nn.Module, str]]:

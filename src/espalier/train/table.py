@@ -129,6 +129,10 @@ def _waves(recipe: Recipe, plan: Plan) -> bool:
     return "task_waves" in plan.choices
 
 
+def _chunks(recipe: Recipe, plan: Plan) -> bool:
+    return "token_chunks" in plan.choices
+
+
 def _cut_matrices(recipe: Recipe, plan: Plan) -> bool:
     return any(stage.tensor > 1 for stage in plan.stages)
 
@@ -154,6 +158,8 @@ TABLE: tuple[Choose, ...] = (
     build.choose_recompute,
     build.choose_precision,
     build.choose_compile,
+    MechanismRow("token_chunks.mechanism", _chunks, "choose_loss"),
+    MechanismRow("token_chunks.mechanism", _chunks),
     MechanismRow("tensor_parallel.mechanism", _cut_matrices),
     optimizers.choose_matrices,
     MechanismRow("pipeline.mechanism", _stages, "choose_stages"),

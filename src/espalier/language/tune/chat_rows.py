@@ -20,8 +20,8 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from espalier.kernels.linear_cross_entropy import IGNORED
 from espalier.language import row_files, text_sources
-from espalier.language.gpt import IGNORED
 from espalier.language.tokenizer import Tokenizer
 from espalier.language.tune.chat_template import ChatTemplate
 from espalier.language.tune.conversations import (

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from espalier.kernels.linear_cross_entropy import IGNORED
 from espalier.language import generate, gpt, hf, row_files, text_sources
 from espalier.language.decoder_workload import DecoderWorkload, RowBatch, TokenWindows
 from espalier.language.tokenizer import Tokenizer, kept_tokenizer
@@ -134,7 +135,7 @@ class TuneWorkload(DecoderWorkload):
         if isinstance(self.tune, Dpo):
             losses = dpo.losses(model, batch, self.tune.beta).loss
             return losses.sum(), torch.tensor(len(losses))
-        return model.loss_sum(*batch), (batch.targets != gpt.IGNORED).sum()
+        return model.loss_sum(*batch), (batch.targets != IGNORED).sum()
 
     def validation_samples(self) -> int:
         """Held-out rows or pairs, up to `train.validate_tokens`."""
@@ -158,7 +159,7 @@ class TuneWorkload(DecoderWorkload):
             losses = dpo.losses(model, batch, self.tune.beta)
             return {name: (float(figure.sum()), float(len(figure))) for name, figure in losses._asdict().items()}
         nats = float(model.loss_sum(*batch))
-        answers = batch.targets[batch.targets != gpt.IGNORED].cpu()
+        answers = batch.targets[batch.targets != IGNORED].cpu()
         return {"loss": (nats, float(len(answers))), "nats_per_byte": (nats, float(self._byte_lengths[answers].sum()))}
 
     def summary(self, totals: Mapping[str, float]) -> Mapping[str, float]:

@@ -34,8 +34,13 @@ STAGES = Claim(
     after={"matrices", "tensor"},
 )
 GPIPE = replace(PIPELINE, name="gpipe", instead=("1f1b",), option="")
-ZERO_BUBBLE = replace(GPIPE, name="zero_bubble", forbids={"compiles blocks", "parameters are gathered"})
-"""Gradients of weights are computed when their block is not at work any more: neither gathered nor compiled."""
+ZERO_BUBBLE = replace(
+    GPIPE,
+    name="zero_bubble",
+    forbids={"compiles blocks", "parameters are gathered", "feed-forwards by chunks"},
+)
+"""Gradients of weights are computed when their block is not at work any more: neither gathered nor compiled, and its
+activations are still there."""
 CLAIMS = {schedule.name: schedule for schedule in (PIPELINE, GPIPE, ZERO_BUBBLE)}
 
 

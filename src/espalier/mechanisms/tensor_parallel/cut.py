@@ -9,8 +9,10 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
+from espalier.kernels.linear_cross_entropy import HeadWords, linear_cross_entropy
 from espalier.mechanisms.tensor_parallel import layers
 from espalier.mechanisms.tensor_parallel.stream import Stream
 from espalier.parallel.mesh import ProcessMesh
@@ -105,11 +107,18 @@ def _install_head(model: Any, stream: Stream) -> None:
     total = model.size.vocabulary
     first, _ = even(total, stream.rank, stream.ranks)
 
+    def largest(values: Tensor) -> Tensor:
+        return stream.sum(values, dist.ReduceOp.MAX)()
+
     def predict(x: Tensor, words: Tensor) -> Tensor:
         return layers.whole_words(columns.product(0, x), stream, total)
 
-    def score(x: Tensor, words: Tensor, targets: Tensor) -> Tensor:
-        logits, cap = columns.product(0, x), model.size.logit_cap
+    def score(x: Tensor, words: Tensor, targets: Tensor, chunk: int = 0) -> Tensor:
+        cap = model.size.logit_cap
+        if chunk:
+            head = HeadWords(words, cap, first, largest, lambda values: stream.sum(values)())
+            return linear_cross_entropy(layers.whole_tokens(x, stream), head, targets.flatten(), chunk)
+        logits = columns.product(0, x)
         return layers.cross_entropy_sum(logits if cap is None else cap * (logits / cap).tanh(), targets, stream, first)
 
     model.predict, model.score = predict, score

@@ -14,11 +14,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from espalier.kernels.linear_cross_entropy import IGNORED
 from espalier.mechanisms.tensor_parallel.stream import Arrived, Stream
 from espalier.parallel.tensor_roles import even
-
-IGNORED = -100
-"""A target with this value has no loss."""
 
 
 class Entry:
@@ -201,6 +199,13 @@ def cross_entropy_sum(logits: Tensor, targets: Tensor, stream: Stream, first: in
     """Sum of the cross entropies of `targets`, of whose logits this rank has the words from `first` on.
     Differentiable."""
     return _CrossEntropySum.apply(logits, targets, stream, first)
+
+
+def whole_tokens(x: Tensor, stream: Stream) -> Tensor:
+    """[tokens, width] of all ranks' tokens, which each multiplies by words of its own. Differentiable."""
+    if torch.is_autocast_enabled(x.device.type):
+        x = x.to(torch.get_autocast_dtype(x.device.type))  # what is exchanged is what products read
+    return _Enter.apply(x, Entry(stream)).flatten(0, -2)
 
 
 class _Once(torch.autograd.Function):

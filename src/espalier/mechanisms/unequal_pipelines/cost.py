@@ -12,6 +12,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import ClassVar
 
 import numpy as np
 
@@ -23,7 +24,7 @@ from espalier.mechanisms.unequal_pipelines.pipeline_solver import (
     SolvedPipeline,
     SolvedStage,
 )
-from espalier.plan import collective_time, device_model, memory_model, step_time
+from espalier.plan import collective_time, cost_inputs, device_model, memory_model, step_time
 from espalier.plan.collective_time import DeviceGroup, gpus
 from espalier.plan.cost_inputs import CostInputs
 from espalier.plan.layouts import Layouts
@@ -35,6 +36,7 @@ from espalier.recipe.cost import Number, Terms
 class StageInputs(CostInputs):
     """What a price is of, for a stage of so many layers, and parameters outside the layers."""
 
+    chooses_chunks: ClassVar[bool] = False
     layers_here: Number = 1
     outside_here: float = 0.0
 
@@ -155,11 +157,11 @@ class EngineCosts:
     def held(self, group: Group, slot: Slot, layers: Number) -> tuple[Terms, float]:
         """(bytes by kind, what a rank may hold) of a stage of so many layers."""
         inputs = self.inputs(group, slot.stages, layers, self.outside(slot))
-        anatomy = self.request.profile.anatomy(self.size, self.recompute, self.request.precision, inputs.cut)
+        anatomy = inputs.anatomy(self.size)
         flying = slot.stages - slot.number
         return (
             memory_model.stage(inputs, anatomy, flying, is_first=not slot.last or slot.first),
-            memory_model.limit(inputs.kind, self.request),
+            cost_inputs.limit(inputs.kind, self.request),
         )
 
     def most_layers(self, group: Group, slot: Slot) -> int:
