@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -25,12 +26,14 @@ class Ask:
         calibration: what measurements say of the coefficients.
         trials: what settles ranks, threads and micro-batch of a processor, and between cut plans;
             None: estimates do.
+        below: seconds of a step that is there already: on many ranks only what may be faster is searched.
     """
 
     request: Request
     cluster: Cluster
     calibration: Calibration = DATASHEET
     trials: Trials | None = None
+    below: float = math.inf
 
     def changed(self, **changes: Any) -> Ask:
         """The same question of another request."""

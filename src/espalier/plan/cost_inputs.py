@@ -365,8 +365,11 @@ def _on_rank(
 ) -> Lengths:
     """Of the fullest rank; `kind`: of experts or all others, under Muon, in fp64."""
     experts, muon, fp64 = kind
-    tensors = [tensor for tensor in fullest(source(tp), ep, pp, chunks) if (tensor.expert >= 0) == experts]
+    tensors = [tensor for tensor in _fullest(source, tp, ep, pp, chunks) if (tensor.expert >= 0) == experts]
     return Lengths([_fp64(tensor) if fp64 else tensor for tensor in tensors], muon)
+
+
+_fullest = lru_cache(maxsize=256)(lambda source, tp, *cuts: fullest(source(tp), *cuts))
 
 
 def _fp64(tensor: Sized) -> Sized:

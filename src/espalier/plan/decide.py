@@ -6,6 +6,7 @@ besides laying a model over ranks is asked of the table in `plan.choice`, in its
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from espalier.machine.cluster import Cluster
@@ -17,17 +18,21 @@ from espalier.plan.request import Request
 
 
 def decide(
-    request: Request, cluster: Cluster, calibration: Calibration = DATASHEET, trials: Trials | None = None
+    request: Request,
+    cluster: Cluster,
+    calibration: Calibration = DATASHEET,
+    trials: Trials | None = None,
+    below: float = math.inf,
 ) -> PlanDecision:
     """The plan of `request` on `cluster`: the best of all candidates, with what every choice adds to it.
 
     Args:
-        calibration, trials: see `Ask`.
+        calibration, trials, below: see `Ask`.
 
     Raises:
         UserError: pins that cannot be met. (That nothing fits is said by `PlanDecision.taken`.)
     """
-    ask = Ask(request, cluster, calibration, trials)
+    ask = Ask(request, cluster, calibration, trials, below)
     choices = choice.asked(request, cluster)
     best = next((alone for each in choices if (alone := each.alone(ask)) is not None), None) or best_layout(ask)
     if best.finished:

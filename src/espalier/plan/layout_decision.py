@@ -45,8 +45,8 @@ def _searched(ask: Ask) -> PlanDecision:
     pins.check(request, cluster)
     free = request.pin.shard is None and request.recipe.plan.redundancy == 1
     processor = not gpus(cluster) and len(cluster.devices()) == 1
-    result = search.search(request, cluster, calibration, whole=free and processor)
-    spread = _over_ranks(request, cluster, calibration) if "expert_parallel" in request.profile.facts else []
+    result = search.search(request, cluster, calibration, whole=free and processor, below=ask.below)
+    spread = _over_ranks(ask, _fastest_of((request, result))) if "expert_parallel" in request.profile.facts else []
     if spread and (result.options or request.pin.offload == "none"):
         alone = [(request, result)]
         if request.pin.offload is None:
@@ -72,10 +72,11 @@ def _searched(ask: Ask) -> PlanDecision:
     return PlanDecision(request, cluster, result, with_trials(plan, plans, measured))
 
 
-def _over_ranks(request: Request, cluster: Cluster, calibration: Calibration) -> list[tuple[Request, SearchResult]]:
+def _over_ranks(ask: Ask, alone: float) -> list[tuple[Request, SearchResult]]:
     """Searches with experts over ranks, where nobody said over how many and that can run: over all ranks of a machine,
-    and over 2, 4 and so on. Ranks of one processor gain nothing: one rank has its memory and threads."""
-    pin = request.pin
+    and over 2, 4 and so on. Ranks of one processor gain nothing: one rank has its memory and threads. `alone`: seconds
+    of a step with every expert on each rank."""
+    request, cluster, pin, below = ask.request, ask.cluster, ask.request.pin, min(ask.below, alone)
     cut = pin.shard is not None and max(pin.shard.params or 1, pin.shard.grads or 1) > 1
     if pin.ep is not None or cut or request.recipe.train.compile or len(cluster.devices()) == 1:
         return []
@@ -84,7 +85,8 @@ def _over_ranks(request: Request, cluster: Cluster, calibration: Calibration) ->
     searches = []
     for count in sorted(ranks for ranks in counts if 1 < ranks <= most and places % ranks == 0):
         asked = replace(request, ep=count)
-        searches.append((asked, search.search(asked, cluster, calibration)))
+        searches.append((asked, search.search(asked, cluster, ask.calibration, below=below)))
+        below = min(below, _fastest_of(searches[-1]))
     return [pair for pair in searches if pair[1].options]
 
 

@@ -117,6 +117,20 @@ def grid(request: Request, on: Fleet, layouts: Layouts, memory: str = "device") 
     )
 
 
+def fullness(request: Request, on: Fleet, layouts: Layouts) -> tuple[Any, Any]:
+    """Peak bytes and bytes beyond the limit of every layout, on the tightest kind of rank."""
+    samples = samples_each(request, layouts)
+    size = np.minimum(layouts.micro_batch, samples)
+    peaks, overs = [], []
+    for kind in on.kinds:
+        step = CostInputs(request, on, kind, layouts)
+        peak = sum(memory_model.memory_bytes(step, size, -(-samples // size)).values())
+        peaks.append(peak)
+        over = peak - cost_inputs.limit(kind, request)
+        overs.append(over if request.offload == RESIDENT else step.lacking(over))
+    return np.max(peaks, axis=0).reshape(-1), np.max(overs, axis=0).reshape(-1)
+
+
 def slowest(request: Request, on: Fleet, layouts: Layouts) -> Number:
     """Seconds of a step on the slowest kind of rank, without the bytes."""
     samples = samples_each(request, layouts)

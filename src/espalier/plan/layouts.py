@@ -10,7 +10,7 @@ shard of parameters holds whole shards of gradients, and each of those whole sha
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from typing import Any
@@ -171,15 +171,18 @@ def divisors(number: int) -> tuple[int, ...]:
 
 
 @cache
-def chains(ranks: int, per_node: int) -> NDArray[np.int64]:
+def chains(ranks: int, per_node: int, few: bool = False) -> NDArray[np.int64]:
     """All nested (params, grads, optimizer) factors of `ranks` [n, 3].
 
     Candidates (AMSP, section 2.2 of its reading): divisors of a node's `per_node` ranks, those times a divisor of the
-    nodes, and all ranks.
+    nodes, and all ranks. `few`: only one rank, a node's, all, and one between these.
     """
     inside = {d for d in divisors(ranks) if per_node % d == 0}
     node = max(inside)
     candidates = sorted(inside | {node * d for d in divisors(ranks // node)} | {ranks})
+    if few:
+        larger = [factor for factor in candidates if factor >= node]
+        candidates = sorted({1, node, larger[len(larger) // 2], ranks})
     nested = [
         (params, grads, optimizer)
         for optimizer in candidates
@@ -198,26 +201,11 @@ def grid(algorithm: str, world: int, per_node: int, limits: Limits) -> Iterator[
         for tp, hp, cp, window in limits.cuts(algorithm, world // pp):
             sp = hp * cp
             dp = world // (pp * tp * sp)
-            sizes = np.array(limits.micro_batches(dp), dtype=np.int64)
-            if not len(sizes):
-                continue
-            factors = limits.factors(chains(dp * sp, max(1, per_node // tp)), dp * sp)
-            if not len(factors):
-                continue
-            block = np.empty((len(factors), len(sizes), 10), dtype=np.int64)
-            block[..., :6] = (dp, tp, hp, cp, window, pp)
-            block[..., 6:9] = factors[:, None, :]
-            block[..., 9] = sizes[None, :]
-            # Sharded gradients and tokens of experts are exchanged in every micro-batch, so the smallest share needs
-            # a sample for each.
-            most, fewest = -(-limits.profile.global_batch // dp), limits.profile.global_batch // dp
-            shared = ((factors[:, None, 1] > 1) | (limits.experts > 1)) & (-(-most // sizes) > fewest)[None, :]
-            rows.append(block[~shared])
+            rows.append(_sharded((dp, tp, hp, cp, window, pp), limits.micro_batches(dp), per_node, limits))
     table = np.concatenate(rows).T if rows else np.empty((10, 0))
     if not table.size:
         return
-    names = ("dp", "tp", "hp", "cp", "window", "pp", "params", "grads", "optimizer", "micro_batch")
-    arrays: dict[str, Any] = dict(zip(names, table, strict=True))
+    arrays: dict[str, Any] = dict(zip(COLUMNS, table, strict=True))
     only = limits.pin.placement
     placements: tuple[Placement, ...] = (only,) if only else ("head_first", "context_first")
     for placement in placements:
@@ -238,6 +226,39 @@ def grid(algorithm: str, world: int, per_node: int, limits: Limits) -> Iterator[
             yield Layouts(algorithm, mode, threads=limits.threads, placement=placement, **chosen)
 
 
+COLUMNS = ("dp", "tp", "hp", "cp", "window", "pp", "params", "grads", "optimizer", "micro_batch")
+
+
+def _sharded(degrees: tuple[int, ...], micro_batches: list[int], per_node: int, limits: Limits) -> NDArray[Any]:
+    """`COLUMNS` of the layouts of these degrees (the first six) and micro-batches, with all factors [n, 10]."""
+    dp, tp, hp, cp, _, _ = degrees
+    ranks, batch = dp * hp * cp, limits.profile.global_batch
+    factors = limits.factors(chains(ranks, max(1, per_node // tp), limits.few), ranks)
+    sizes = np.array(micro_batches, dtype=np.int64)
+    block = np.empty((len(factors), len(sizes), 10), dtype=np.int64)
+    block[..., :6] = degrees
+    block[..., 6:9] = factors[:, None, :]
+    block[..., 9] = sizes[None, :]
+    # Sharded gradients and tokens of experts are exchanged in every micro-batch, so the smallest share needs a sample
+    # for each.
+    most, fewest = -(-batch // dp), batch // dp
+    starved = (-(-most // sizes) > fewest)[None, :]
+    return block[~(((factors[:, None, 1] > 1) | (limits.experts > 1)) & starved)]
+
+
+def with_factors(cuts: Sequence[Layouts], per_node: int, limits: Limits) -> Layouts:
+    """The layouts of some cuts of one algorithm, recomputation and placement, with all factors of their states."""
+    tables = [
+        _sharded(tuple(getattr(cut, name) for name in COLUMNS[:6]), [cut.micro_batch], per_node, limits) for cut in cuts
+    ]
+    counts = [len(table) for table in tables]
+    arrays: dict[str, Any] = dict(zip(COLUMNS, np.concatenate(tables).T, strict=True))
+    others: dict[str, Any] = {
+        name: np.repeat([getattr(cut, name) for cut in cuts], counts) for name in ("schedule", "chunks")
+    }
+    return replace(cuts[0], **arrays, **others)
+
+
 @dataclass(frozen=True)
 class Limits:
     """What a model, a batch and pins leave of the space.
@@ -248,6 +269,7 @@ class Limits:
         per_node: ranks on one machine.
         redundancy: ranks that must hold each optimizer shard.
         experts: ranks of an expert group; more than 1: states beside them are sharded for the optimizer only.
+        few: only the factors that count most.
     """
 
     profile: Profile
@@ -257,6 +279,7 @@ class Limits:
     threads: int = 1
     redundancy: int = 1
     experts: int = 1
+    few: bool = False
 
     def stages(self, world: int) -> list[int]:
         """Numbers of pipeline stages."""

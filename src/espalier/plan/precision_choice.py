@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import replace
 
@@ -30,7 +31,7 @@ class PrecisionChoice(PlanChoice):
 
 
 def _decided(ask: Ask) -> PlanDecision:
-    return decide(ask.request, ask.cluster, ask.calibration, ask.trials)
+    return decide(ask.request, ask.cluster, ask.calibration, ask.trials, ask.below)
 
 
 def _fastest(ask: Ask) -> PlanDecision:
@@ -47,7 +48,7 @@ def _fastest(ask: Ask) -> PlanDecision:
         if not best[0] and known and possible(asked.request, ask.cluster, ask.calibration) >= best[1]:
             continue
         try:
-            made.append(_decided(asked))
+            made.append(_decided(replace(asked, below=math.inf if best[0] or not ask.cluster.same_speed else best[1])))
         except UserError as error:
             refusal = refusal or error
     if not made and refusal is not None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from espalier.machine.cluster import Cluster, Device, Node
-from espalier.plan import collective_time, cost_inputs, device_model, executable, memory_model
+from espalier.plan import coarse_search, collective_time, device_model, executable, memory_model
 from espalier.plan import layouts as space
 from espalier.plan.axes import offload
 from espalier.plan.axes.sharding import exchanges, volumes
@@ -30,7 +30,7 @@ from espalier.plan.base import RESIDENT
 from espalier.plan.calibration import DATASHEET, LEAST, Calibration
 from espalier.plan.collective_time import gpus
 from espalier.plan.cost_inputs import CostInputs
-from espalier.plan.layout_estimate import Priced, Shares, price, samples_each, slowest
+from espalier.plan.layout_estimate import Priced, Shares, fullness, price, samples_each, slowest
 from espalier.plan.layouts import ALGORITHMS, MODES, Layouts, Limits
 from espalier.plan.request import Request
 from espalier.plan.step_time import compute
@@ -135,10 +135,16 @@ class SearchResult:
 
 
 def search(
-    request: Request, cluster: Cluster, calibration: Calibration = DATASHEET, *, whole: bool = False
+    request: Request,
+    cluster: Cluster,
+    calibration: Calibration = DATASHEET,
+    *,
+    whole: bool = False,
+    below: float = math.inf,
 ) -> SearchResult:
     """Prices every layout and keeps the best of each kind. Never raises for lack of memory: see `SearchResult.closest`.
-    `whole`: keeps the best of those with whole states too, as a search that is pinned to them would."""
+    `whole`: keeps the best of those with whole states too, as a search that is pinned to them would. `below`: as in
+    `Ask`."""
     tie = min(TIE, max(LEAST, calibration.spread))
     selected: list[Option] = []
     selected_whole: list[Option] = []
@@ -146,10 +152,16 @@ def search(
     best, priced = float("inf"), 0
     known: dict[executable.Kind, bool] = {}
     for part, on, threads, equal, unequal in _promising_first(request, cluster, calibration):
-        if unequal > best * (1 + tie):
+        many = on.ranks > coarse_search.EXHAUSTIVE
+        if unequal > (min(best, below) if many else best) * (1 + tie):
             continue
         limits = _limits(request, on, threads)
-        for every in _batches(request, limits, on.ranks, on.per_node, known):
+        batches = _grids(request, limits, on)
+        if many:
+            few = _runnable(request, _grids(request, replace(limits, few=True), on), known)
+            cuts, count = coarse_search.cuts(request, weakest(request, on), few)
+            batches, priced = coarse_search.refined(cuts, on.per_node, limits), priced + count
+        for every in _runnable(request, batches, known):
             slow = every.algorithm != "data" and equal > best * (1 + tie)
             batch = every.at(np.flatnonzero(in_one_ring(every, on.ranks))) if slow else every
             if not len(batch):
@@ -348,16 +360,18 @@ def _limits(request: Request, on: collective_time.Fleet, threads: int) -> Limits
     )
 
 
-def _batches(
-    request: Request, limits: Limits, ranks: int, per_node: int, known: dict[executable.Kind, bool]
-) -> Iterator[Layouts]:
+def _grids(request: Request, limits: Limits, on: collective_time.Fleet) -> Iterator[Layouts]:
     pinned, profile = request.pin.algorithm, request.profile
     for algorithm in (pinned,) if pinned else ALGORITHMS:
         if algorithm == "data" or profile.heads or (algorithm == "megatron" and profile.tensor > 1):
-            for batch in space.grid(algorithm, ranks, per_node, limits):
-                runnable = np.flatnonzero(executable.runs(request, batch, known))
-                if len(runnable):
-                    yield batch.at(runnable)
+            yield from space.grid(algorithm, on.ranks, on.per_node, limits)
+
+
+def _runnable(request: Request, batches: Iterable[Layouts], known: dict[executable.Kind, bool]) -> Iterator[Layouts]:
+    for batch in batches:
+        runnable = np.flatnonzero(executable.runs(request, batch, known))
+        if len(runnable):
+            yield batch.at(runnable)
 
 
 def _price(
@@ -366,7 +380,8 @@ def _price(
     """Of each schedule of a batch the fastest that fit and the most frugal; the same of those with `whole` states, if
     asked for; the least violating one where none fits."""
     weak = weakest(request, on) if len(on.kinds) > 1 else on
-    peak, over = _fullness(request, weak, batch)
+    batch = coarse_search.fitting(request, weak, batch)
+    peak, over = fullness(request, weak, batch)
     if not np.any(over <= 0):
         at = int(np.argmin(over))
         return [], [], Option(batch.at(at), part, float("inf"), float(peak[at]), float(over[at]))
@@ -394,20 +409,6 @@ def _price(
     priced += [replace(option, leaving=sent[option.layout]) for option in unequal]
     unsharded = np.flatnonzero(np.broadcast_to(chosen.optimizer, fits.shape) == 1) if whole else np.empty(0, dtype=int)
     return priced, options(_pick(seconds, peak, chosen, unsharded)), None
-
-
-def _fullness(request: Request, on: collective_time.Fleet, batch: Layouts) -> tuple[Any, Any]:
-    """Peak bytes and bytes beyond the limit of every layout, on the tightest kind of rank."""
-    samples = samples_each(request, batch)
-    size = np.minimum(batch.micro_batch, samples)
-    peaks, overs = [], []
-    for kind in on.kinds:
-        step = CostInputs(request, on, kind, batch)
-        peak = sum(memory_model.memory_bytes(step, size, -(-samples // size)).values())
-        peaks.append(peak)
-        over = peak - cost_inputs.limit(kind, request)
-        overs.append(over if request.offload == RESIDENT else step.lacking(over))
-    return np.max(peaks, axis=0).reshape(-1), np.max(overs, axis=0).reshape(-1)
 
 
 def leaving(request: Request, on: collective_time.Fleet, layouts: Layouts) -> Any:

@@ -12,7 +12,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
@@ -30,6 +30,9 @@ from espalier.plan.cost_inputs import CostInputs
 from espalier.plan.layouts import Layouts
 from espalier.plan.request import Request
 from espalier.recipe.cost import Number, Terms
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 
 @dataclass(frozen=True)
@@ -75,21 +78,25 @@ class EngineCosts:
             if (place.table.device.kind == "cuda") == cuda and device_model.has(place.table.device, request.precision):
                 known.setdefault((place.node, id(place.table)), []).append(place)
         self.places = list(known.values())
-        self.classes = [
-            DeviceClass(_name(places[0], cluster.machines), places[0].node, len(places)) for places in self.places
-        ]
         first: dict[int, int] = {}
         self._alike = [first.setdefault(id(places[0].table), kind) for kind, places in enumerate(self.places)]
         """Of each class the first with equal machines: they cost the same."""
+        self.classes = [
+            DeviceClass(
+                _name(places[0], cluster.machines), places[0].node, len(places), None if cluster.pairs else like
+            )
+            for places, like in zip(self.places, self._alike, strict=True)
+        ]
         self._layers: dict[Group, tuple[float, float]] = {}
-        self._most: dict[tuple[Group, bool, bool, int], int] = {}
+        self._most: dict[tuple[Group, bool, bool], NDArray[Any]] = {}
+        """By how many stages are left in the pipeline, less one."""
         self._links: dict[frozenset[int], Link] = {}
         self._steps: dict[tuple[Group, bool, bool, int], float] = {}
 
     def degrees(self, kind: int) -> Sequence[int]:
         return tuple(degree for degree in self.tensor if degree <= self.classes[kind].devices)
 
-    def inputs(self, group: Group, pp: int = 2, layers: Number = 1, outside: float = 0.0) -> StageInputs:
+    def inputs(self, group: Group, pp: Number = 2, layers: Number = 1, outside: float = 0.0) -> StageInputs:
         """What is priced of a stage on a group."""
         kind, tensor = group
         table = self.places[kind][0].table
@@ -116,8 +123,11 @@ class EngineCosts:
         return self.request.pin.threads or max(1, cores)
 
     def _seconds(self, group: Group) -> tuple[float, float]:
-        group = group._replace(kind=self._alike[group.kind])
         if group not in self._layers:
+            alike = group._replace(kind=self._alike[group.kind])
+            if alike != group:
+                self._layers[group] = self._seconds(alike)
+                return self._layers[group]
             layer, stage = step_time.passes(step := self.inputs(group), self.size)
             self._layers[group] = float(layer.total), float(sum(stage.values()) - step.stage_layers * layer.total)
         return self._layers[group]
@@ -154,11 +164,13 @@ class EngineCosts:
         request = self.request
         return request.profile.outside * min(1.0, (slot.first + slot.last) / max(1, request.profile.tables))
 
-    def held(self, group: Group, slot: Slot, layers: Number) -> tuple[Terms, float]:
-        """(bytes by kind, what a rank may hold) of a stage of so many layers."""
-        inputs = self.inputs(group, slot.stages, layers, self.outside(slot))
+    def held(self, group: Group, slot: Slot, layers: Number, flying: Number | None = None) -> tuple[Terms, float]:
+        """(bytes by kind, what a rank may hold) of a stage of so many layers. `flying`: micro-batches on their way, as
+        many as stages are left in its pipeline; None: as `slot` has it."""
+        stages = slot.stages if flying is None else flying + (not slot.first)
+        inputs = self.inputs(group, stages, layers, self.outside(slot))
         anatomy = inputs.anatomy(self.size)
-        flying = slot.stages - slot.number
+        flying = slot.stages - slot.number if flying is None else flying
         return (
             memory_model.stage(inputs, anatomy, flying, is_first=not slot.last or slot.first),
             cost_inputs.limit(inputs.kind, self.request),
@@ -166,11 +178,12 @@ class EngineCosts:
 
     def most_layers(self, group: Group, slot: Slot) -> int:
         group = group._replace(kind=self._alike[group.kind])
-        key = group, slot.first, slot.last, slot.stages - slot.number
+        key = group, slot.first, slot.last
         if key not in self._most:
-            stage_bytes, limit = self.held(group, slot, np.arange(1, self.layers + 1))
-            self._most[key] = int(np.count_nonzero(np.asarray(sum(stage_bytes.values())) <= limit))
-        return self._most[key]
+            layers = np.arange(1, self.layers + 1)
+            stage_bytes, limit = self.held(group, slot, layers, layers[:, None])
+            self._most[key] = np.count_nonzero(sum(stage_bytes.values()) <= limit, axis=1)
+        return int(self._most[key][slot.stages - slot.number - 1])
 
     def profile(self, seconds: Sequence[float]) -> tuple[float, float]:
         """See `StageCosts.profile`: 1F1B, as long as no pipeline has fewer micro-batches than stages."""

@@ -55,6 +55,9 @@ plans differ from run to run."""
 Counts = tuple[int, ...]
 """Devices of each class."""
 
+RateKey = tuple[Group, Group | None, bool, int]
+"""A stage and the following one, whether it is the first, and how many stages are left with it."""
+
 
 class Search:
     """Finds the fastest layout of classes of devices. Has state: pipelines solved so far.
@@ -72,7 +75,12 @@ class Search:
         )
         self.priced = 0
         self._pipelines: dict[Counts, SolvedPipeline | None] = {}
+        self._solutions: dict[Counts, SolvedPipeline | None] = {}
+        self._alike: dict[int, list[int]] = {}
+        for number, device_class in enumerate(self.classes):
+            self._alike.setdefault(number if device_class.like is None else device_class.like, []).append(number)
         self._orders: dict[frozenset[int], tuple[int, ...]] = {}
+        self._rates: dict[RateKey, StageRate] = {}
         self._speeds = [self._speed(number) for number in range(len(self.classes))]
 
     def _speed(self, number: int) -> float:
@@ -86,8 +94,22 @@ class Search:
         """The fastest pipeline of exactly these devices; None where the model does not fit."""
         if counts not in self._pipelines:
             self.priced += 1
-            self._pipelines[counts] = self._solved(counts)
+            kinds = self._first_alike(counts)
+            alike = tuple(counts[kind] for kind in kinds)
+            if alike not in self._solutions:
+                self._solutions[alike] = self._solved(alike)
+            solution = self._solutions[alike]
+            self._pipelines[counts] = None if solution is None else solution.on(kinds)
         return self._pipelines[counts]
+
+    def _first_alike(self, counts: Counts) -> list[int]:
+        """The classes in an order in which of alike ones the first have most devices."""
+        kinds = list(range(len(counts)))
+        for members in self._alike.values():
+            ordered = sorted(members, key=lambda kind: (-counts[kind], kind))
+            for place, kind in zip(members, ordered, strict=True):
+                kinds[place] = kind
+        return kinds
 
     def _weight(self, counts: Counts) -> float:
         """Micro-batches after the first that these devices get, if all devices take part by their speed."""
@@ -104,11 +126,11 @@ class Search:
         weight = self._weight(counts)
         if math.prod(map(len, ways)) <= COMPOSITIONS:
             chosen = [[group for groups in composition for group in groups] for composition in itertools.product(*ways)]
+            begun = [(self._begun(groups, weight), groups) for groups in chosen]
         else:
-            chosen = list(self._one_by_one(ways, weight))
-        begun = [(groups, self._begun(groups, weight)) for groups in chosen if len(groups) <= self.costs.layers]
+            begun = list(self._one_by_one(ways, weight))
         ranked = sorted(
-            ((made.fixed + (weight + 1) * made.each, groups) for groups, made in begun if made is not None),
+            ((made.fixed + (weight + 1) * made.each, groups) for made, groups in begun if made is not None),
             key=lambda candidate: candidate[0],
         )
         best: SolvedPipeline | None = None
@@ -116,16 +138,19 @@ class Search:
             best = _faster(best, self._ordered(groups, weight), weight)
         return best
 
-    def _one_by_one(self, ways: Sequence[Sequence[list[Group]]], weight: float) -> Iterator[list[Group]]:
-        """Compositions of the classes' groups: of each class in turn the best, beside what the others have."""
+    def _one_by_one(
+        self, ways: Sequence[Sequence[list[Group]]], weight: float
+    ) -> Iterator[tuple[SolvedPipeline | None, list[Group]]]:
+        """Compositions of the classes' groups, begun: of each class in turn the best, beside what the others have."""
         at = [way[0] for way in ways]
         best: SolvedPipeline | None = None
         for place, groups in enumerate(ways):
             for composition in groups:
                 other = [*at[:place], composition, *at[place + 1 :]]
                 together = [group for part in other for group in part]
-                yield together
-                faster = _faster(best, self._begun(together, weight), weight)
+                made = self._begun(together, weight)
+                yield made, together
+                faster = _faster(best, made, weight)
                 at, best = (other, faster) if faster is not best else (at, best)
 
     def _begun(self, groups: Sequence[Group], weight: float) -> SolvedPipeline | None:
@@ -155,7 +180,7 @@ class Search:
 
     def in_order(self, order: Sequence[Group], weight: float) -> SolvedPipeline | None:
         """The pipeline of stages in this order, with the best layers."""
-        rates = stage_rates(order, self.costs)
+        rates = stage_rates(order, self.costs, self._rates)
         layers = solve_layers(self.costs.layers, rates, weight)
         return None if layers is None else pipeline_of(order, layers, rates, self.costs)
 
@@ -350,14 +375,19 @@ class Search:
                 yield [*at, spare]
 
 
-def stage_rates(order: Sequence[Group], costs: StageCosts) -> list[StageRate]:
-    """What is known of each stage of a pipeline of these groups."""
-    rates, last = [], len(order) - 1
-    for number, group in enumerate(order):
-        slot = Slot(number, len(order))
-        awaited = number < last and costs.awaits_sends
-        extra = costs.extra(group, slot) + (costs.send(group, order[number + 1]) if awaited else 0.0)
-        rates.append(StageRate(costs.layer(group), extra, costs.most_layers(group, slot)))
+def stage_rates(
+    order: Sequence[Group], costs: StageCosts, known: dict[RateKey, StageRate] | None = None
+) -> list[StageRate]:
+    """What is known of each stage of a pipeline of these groups. `known`: those of the same costs so far."""
+    rates, stages, known = [], len(order), {} if known is None else known
+    for number, (group, following) in enumerate(zip(order, [*order[1:], None], strict=True)):
+        key = group, following, number == 0, stages - number
+        if key not in known:
+            slot = Slot(number, stages)
+            send = 0.0 if following is None else costs.send(group, following)
+            extra = costs.extra(group, slot) + (send if costs.awaits_sends else 0.0)
+            known[key] = StageRate(costs.layer(group), extra, costs.most_layers(group, slot), send)
+        rates.append(known[key])
     return rates
 
 
@@ -370,7 +400,7 @@ def pipeline_of(
     fixed, each = costs.profile(seconds)
     if costs.awaits_sends or len(order) == 1:
         return SolvedPipeline(stages, fixed, each)
-    sends = [costs.send(*pair) for pair in itertools.pairwise(order)]
+    sends = [rate.send for rate in rates[:-1]]
     slower = max(0.0, max(sends) / 2 - each)  # each way a link carries a message for each micro-batch
     return SolvedPipeline(stages, fixed + sum(sends) - slower, each + slower)
 

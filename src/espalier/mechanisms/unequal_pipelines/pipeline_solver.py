@@ -8,16 +8,18 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
 
 
 class DeviceClass(NamedTuple):
-    """Equal devices of one machine."""
+    """Equal devices of one machine. `like`: the number of the first class that costs the same in its place, links
+    included; None: this one."""
 
     name: str
     machine: int
     devices: int
+    like: int | None = None
 
 
 class Group(NamedTuple):
@@ -107,6 +109,11 @@ class SolvedPipeline:
         """Of its share."""
         return self.fixed + self.micro_batches * self.each
 
+    def on(self, kinds: Sequence[int]) -> SolvedPipeline:
+        """The same on other classes."""
+        moved = (stage._replace(group=stage.group._replace(kind=kinds[stage.group.kind])) for stage in self.stages)
+        return replace(self, stages=tuple(moved))
+
     @property
     def devices(self) -> dict[int, int]:
         """How many of each class it has."""
@@ -140,11 +147,13 @@ class UnequalLayout:
 
 
 class StageRate(NamedTuple):
-    """What `solve_layers` knows of a stage: seconds of a layer, seconds beside, and the most layers that fit."""
+    """What is known of a stage: seconds of a layer, seconds beside, the most layers that fit, and seconds of handing
+    over to the next stage."""
 
     layer: float
     extra: float
     most: int
+    send: float = 0.0
 
 
 def solve_layers(layers: int, stages: Sequence[StageRate], weight: float) -> tuple[int, ...] | None:
@@ -164,7 +173,10 @@ def solve_layers(layers: int, stages: Sequence[StageRate], weight: float) -> tup
     if sum(stage.most for stage in stages) < layers or min(stage.most for stage in stages) < 1 or len(stages) > layers:
         return None
     room = layers - len(stages) + 1
-    bounds = sorted({stage.extra + n * stage.layer for stage in stages for n in range(1, min(stage.most, room) + 1)})
+    most: dict[tuple[float, float], int] = {}
+    for layer, extra, fitting, _ in stages:
+        most[layer, extra] = max(fitting, most.get((layer, extra), 0))
+    bounds = sorted({extra + n * layer for (layer, extra), fit in most.items() for n in range(1, min(fit, room) + 1)})
     first, end = 0, len(bounds) - 1
     while first < end:
         middle = (first + end) // 2

@@ -8,7 +8,9 @@ and sizes, Li et al., arXiv 2006.15704). The same functions serve the executor a
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Hashable, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 FIRST_BUCKET = 2**20  # bytes; DistributedDataParallel's figure: the first exchange should begin early
@@ -71,69 +73,93 @@ class Arranged(NamedTuple):
 def arrange(pieces: Sequence[Piece], rule: Callable[[Any], BucketRule]) -> list[Arranged]:
     """All units, in the order in which backward completes them. A pure function of its arguments.
 
-    Pieces are taken in reverse, as backward gives their gradients. A unit closes when it has reached its bytes (the
-    first of each group `FIRST_BUCKET`, if that is less), so only a single larger piece exceeds it by much.
-
     Args:
         pieces: the trainable parameters in the model's order.
         rule: of each piece's `group`.
     """
-    done: list[Arranged] = []
-    open_: dict[Hashable, list[int]] = {}
-    elements: dict[Hashable, int] = {}
-    largest: dict[Hashable, int] = {}
-    later: set[Hashable] = set()
+    done = []
+    for (group, element_bytes, whole), indices in streams(pieces).items():
+        elements, law = [pieces[index].elements for index in indices], rule(group)
+        for first, after, length, times in cuts(elements, element_bytes, whole, law):
+            offsets = [0, *accumulate(elements[first : after - 1])]
+            if whole:
+                dealt = _dealt(elements[first:after], law.owners)
+                offsets = [owner * (length // law.owners) + filled for owner, filled in dealt]
+            for begin in range(first, first + times * len(offsets), len(offsets)):
+                done.append(Arranged(tuple(indices[begin : begin + len(offsets)]), tuple(offsets), length))
+    return sorted(done, key=lambda unit: -unit.indices[-1])
+
+
+def streams(pieces: Sequence[Piece]) -> dict[tuple[Any, int, bool], list[int]]:
+    """Indices of the pieces that may share a unit, by group, width and wholeness: the last piece first, as backward
+    gives their gradients."""
+    indices: dict[tuple[Any, int, bool], list[int]] = {}
     for index in reversed(range(len(pieces))):
         piece = pieces[index]
-        key = (piece.group, piece.element_bytes, piece.whole)
-        indices = open_.setdefault(key, [])
-        indices.append(index)
-        law = rule(piece.group)
-        elements[key] = elements.get(key, 0) + piece.elements
-        largest[key] = max(largest.get(key, 0), piece.elements)
-        limit = law.bucket_bytes if key in later else min(FIRST_BUCKET, law.bucket_bytes)
-        if not law.bucket_bytes or elements[key] * piece.element_bytes < limit:
+        indices.setdefault((piece.group, piece.element_bytes, piece.whole), []).append(index)
+    return indices
+
+
+def cuts(
+    elements: Sequence[int], element_bytes: int, whole: bool, law: BucketRule
+) -> Iterator[tuple[int, int, int, int]]:
+    """Units of a stream of pieces of so many `elements`: (begin, end, length with its padding, how many such units
+    follow one another).
+
+    A unit closes when it has reached its bytes (the first `FIRST_BUCKET`, if that is less), so only a single larger
+    piece exceeds it by much; one of `whole` pieces when also little of it is padding. Of equal pieces all units are
+    alike but the first and the last.
+    """
+    ends, equal = list(accumulate(elements)), min(elements) == max(elements)
+    begin, before, limit = 0, 0, min(FIRST_BUCKET, law.bucket_bytes)
+    while begin < len(elements):
+        end = bisect_left(ends, before + max(1, -(-limit // element_bytes)), begin) + 1 if limit else len(elements)
+        if whole:
+            end = _tight(elements, ends, begin, end, law)
+        end = min(end, len(elements))
+        length = _length(elements[begin:end], whole, law)
+        times = (len(elements) - begin) // (end - begin) if equal and begin else 1
+        yield begin, end, length, times
+        begin += times * (end - begin)
+        before, limit = ends[begin - 1], law.bucket_bytes
+
+
+def _tight(elements: Sequence[int], ends: Sequence[int], begin: int, end: int, law: BucketRule) -> int:
+    """Where, from `end` on, little of a unit of whole pieces is padding; beyond all pieces: nowhere."""
+    before = ends[begin - 1] if begin else 0
+    while end < len(elements):
+        # Every owner's share is as long as the largest piece.
+        wanted = before + (1 - PADDING) * law.owners * max(elements[begin:end])
+        if ends[end - 1] < wanted:
+            end = bisect_left(ends, wanted, end) + 1
             continue
-        # No need to deal: every owner's share is as long as the largest piece.
-        if piece.whole and elements[key] < (1 - PADDING) * law.owners * largest[key]:
-            continue
-        unit = _closed(pieces, indices, law, elements[key])
-        if unit is not None:
-            done.append(unit)
-            later.add(key)
-            del open_[key], elements[key], largest[key]
-    done += [_unit(pieces, indices, rule(pieces[indices[0]].group)) for indices in open_.values()]
-    return sorted(done, key=lambda unit: -min(unit.indices))
+        length = _length(elements[begin:end], True, law)
+        if length - (ends[end - 1] - before) <= PADDING * length:
+            break
+        end += 1
+    return end
 
 
-def _closed(pieces: Sequence[Piece], indices: Sequence[int], law: BucketRule, elements: int) -> Arranged | None:
-    """The unit of `indices`, which have so many `elements`; None where whole pieces leave too much padding."""
-    unit = _unit(pieces, indices, law)
-    return None if pieces[indices[0]].whole and unit.length - elements > PADDING * unit.length else unit
+def _length(elements: Sequence[int], whole: bool, law: BucketRule) -> int:
+    """Of a unit with its padding."""
+    if not whole:
+        return -(-sum(elements) // law.multiple) * law.multiple
+    step = law.multiple // law.owners
+    if min(elements) == max(elements):
+        most = -(-len(elements) // law.owners) * elements[0]
+    else:
+        dealt = _dealt(elements, law.owners)
+        most = max(filled + size for (_, filled), size in zip(dealt, elements, strict=True))
+    return -(-most // step) * step * law.owners
 
 
-def _unit(pieces: Sequence[Piece], indices: Sequence[int], law: BucketRule) -> Arranged:
-    return (_dealt if pieces[indices[0]].whole else _in_a_row)(pieces, indices, law)
-
-
-def _in_a_row(pieces: Sequence[Piece], indices: Sequence[int], law: BucketRule) -> Arranged:
-    """One after the other; shards may cut any of them."""
-    offsets, end = [], 0
-    for index in indices:
-        offsets.append(end)
-        end += pieces[index].elements
-    return Arranged(tuple(indices), tuple(offsets), -(-end // law.multiple) * law.multiple)
-
-
-def _dealt(pieces: Sequence[Piece], indices: Sequence[int], law: BucketRule) -> Arranged:
-    """Dealt to equal shards, the largest first, each to the emptiest: no shard's end cuts a piece."""
-    fill = [(0, owner) for owner in range(min(law.owners, len(indices)))]  # the others stay empty
-    places: dict[int, tuple[int, int]] = {}
-    for index in sorted(indices, key=lambda index: (-pieces[index].elements, index)):
+def _dealt(elements: Sequence[int], owners: int) -> list[tuple[int, int]]:
+    """(owner, elements before it there) of each piece, dealt to equal shards, the largest first, each to the emptiest:
+    no shard's end cuts a piece."""
+    fill = [(0, owner) for owner in range(min(owners, len(elements)))]  # the others stay empty
+    places = [(0, 0)] * len(elements)
+    for index in sorted(range(len(elements)), key=lambda index: (-elements[index], -index)):
         filled, owner = fill[0]
         places[index] = (owner, filled)
-        heapq.heapreplace(fill, (filled + pieces[index].elements, owner))
-    step = law.multiple // law.owners
-    each = -(-max(fill)[0] // step) * step
-    offsets = tuple(places[index][0] * each + places[index][1] for index in indices)
-    return Arranged(tuple(indices), offsets, each * law.owners)
+        heapq.heapreplace(fill, (filled + elements[index], owner))
+    return places

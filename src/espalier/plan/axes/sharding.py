@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from espalier.plan.axes.flat_layout import BUCKET, Arranged, BucketRule, Piece, arrange
+from espalier.plan.axes.flat_layout import BUCKET, Arranged, BucketRule, Piece, arrange, cuts, streams
 from espalier.plan.axes.placement import Placement, ShardFactors, inside, place
-from espalier.plan.axes.placement_plan import LOSSLESS, PIPED, ParameterGroup, groups
+from espalier.plan.axes.placement_plan import LOSSLESS, PIPED, groups
 from espalier.plan.axes.state_holders import split
 from espalier.recipe.cost import Cost, Number, Terms, ring_bytes
 
@@ -167,12 +167,28 @@ class Units(NamedTuple):
 
 class Rules(NamedTuple):
     """What the units of a model must obey: whether parameters are `gathered` by blocks, what lengths are multiples of,
-    among how many `owners` whole matrices are dealt, and the bytes of a bucket."""
+    among how many `owners` whole matrices are dealt, and the bytes of a bucket (of a block 0)."""
 
     gathered: bool
     multiple: int
     owners: int
     limit: int
+
+    @property
+    def rule(self) -> BucketRule:
+        """The same of each group."""
+        return BucketRule(*self[1:])
+
+
+class Stream(NamedTuple):
+    """Parameters that may share a unit, last first: their indices and elements, what `Units` say of theirs, and whether
+    they are whole matrices."""
+
+    indices: list[int]
+    elements: list[int]
+    kind: tuple[bool, int]
+    stays: bool
+    whole: bool
 
 
 class Lengths:
@@ -181,6 +197,7 @@ class Lengths:
     def __init__(self, sizes: Sequence[Sized], whole: bool) -> None:
         self.sizes, self.whole = sizes, whole
         self._known: dict[Rules, tuple[Units, ...]] = {}
+        self._streams: dict[tuple[bool, bool], list[Stream]] = {}
 
     def of(self, rules: Rules) -> tuple[Units, ...]:
         if rules.owners > 1:  # whole pieces are dealt anew for other owners
@@ -194,29 +211,44 @@ class Lengths:
         return self._known[rules]
 
     def _kinds(self, rules: Rules) -> Iterator[Units]:
-        sizes, parameter_groups = self.sizes, self._groups(rules)
-        last = max((group.gathered[1] for group in parameter_groups if group.gathered), default=0)
-        kinds: dict[tuple[bool, int], list[tuple[int, bool]]] = {}
-        for unit in self.arranged(rules):
-            sized, group = sizes[unit.indices[0]], parameter_groups[unit.indices[0]]
-            stays = group.gathered is not None and (group.gathered[0] is None or group.gathered[1] == last)
-            kinds.setdefault((sized.kind[1], sized.element_bytes), []).append((unit.length, stays))
+        units = [
+            (-stream.indices[end - 1], stream.kind, (length, stream.stays, times))
+            for stream in self._streamed(rules.gathered, rules.owners > 1)
+            for _, end, length, times in cuts(stream.elements, stream.kind[1], stream.whole, rules.rule)
+        ]
+        kinds: dict[tuple[bool, int], list[tuple[int, bool, int]]] = {}
+        for _, kind, row in sorted(units):
+            kinds.setdefault(kind, []).append(row)
         for kind, rows in kinds.items():
-            yield Units(*kind, *map(np.array, zip(*rows, strict=True)))
+            *values, times = map(np.array, zip(*rows, strict=True))
+            yield Units(*kind, *(np.repeat(value, times) for value in values))
 
-    def _groups(self, rules: Rules) -> list[ParameterGroup]:
-        shards = ShardFactors(params=2 if rules.gathered else 1)
-        return groups(
-            [shards] * len(self.sizes), [sized.block for sized in self.sizes], [sized.kind for sized in self.sizes]
-        )
+    def _streamed(self, gathered: bool, dealt: bool) -> list[Stream]:
+        if (gathered, dealt) not in self._streams:
+            by_group = streams(self._pieces(gathered, dealt))
+            last = max((group.gathered[1] for group, *_ in by_group if group.gathered), default=0)
+            self._streams[gathered, dealt] = [
+                Stream(
+                    indices,
+                    [self.sizes[index].elements for index in indices],
+                    (group.kind[1], element_bytes),
+                    group.gathered is not None and (group.gathered[0] is None or group.gathered[1] == last),
+                    whole,
+                )
+                for (group, element_bytes, whole), indices in by_group.items()
+            ]
+        return self._streams[gathered, dealt]
+
+    def _pieces(self, gathered: bool, dealt: bool) -> list[Piece]:
+        sizes, shards = self.sizes, ShardFactors(params=2 if gathered else 1)
+        of = groups([shards] * len(sizes), [sized.block for sized in sizes], [sized.kind for sized in sizes])
+        return [
+            Piece(sized.elements, sized.element_bytes, group, self.whole and sized.matrix and dealt)
+            for sized, group in zip(sizes, of, strict=True)
+        ]
 
     def arranged(self, rules: Rules) -> list[Arranged]:
-        pieces = [
-            Piece(sized.elements, sized.element_bytes, group, self.whole and sized.matrix and rules.owners > 1)
-            for sized, group in zip(self.sizes, self._groups(rules), strict=True)
-        ]
-        rule = BucketRule(rules.multiple, rules.owners, 0 if rules.gathered else rules.limit)
-        return arrange(pieces, lambda group: rule)
+        return arrange(self._pieces(rules.gathered, rules.owners > 1), lambda group: rules.rule)
 
 
 @lru_cache(maxsize=16)
@@ -240,12 +272,11 @@ def volumes(states: StateSizes, division: Division) -> list[Volume]:
 def _arranged(states: StateSizes, division: Division) -> list[Volume]:
     """By the units themselves; nothing of layouts that cut the model."""
     owners = division.optimizer if states.whole else 1
-    limit = np.where(division.by_level, np.minimum(states.bucket_bytes, PIPED), states.bucket_bytes)
-    known = lengths(tuple(states.sizes), states.whole)
+    gathered = np.asarray(division.params) > 1  # by blocks, whatever their bytes
+    limit = np.where(division.by_level, np.minimum(states.bucket_bytes, PIPED), states.bucket_bytes) * ~gathered
+    known = lengths(tuple(() if states.tensors else states.sizes), states.whole)
     of_rank = states.tensors or (lambda *cuts: known)
-    cut, *columns = np.broadcast_arrays(
-        states.cut, np.asarray(division.params) > 1, division.multiple, owners, limit, *states.cuts
-    )
+    cut, *columns = np.broadcast_arrays(states.cut, gathered, division.multiple, owners, limit, *states.cuts)
     rows, at = _alike(np.stack(columns).reshape(len(columns), -1) * ~cut.reshape(-1))
     table = [of_rank(*row[4:]).of(Rules(bool(row[0]), *row[1:4])) if row[1] else () for row in rows.tolist()]
     by_kind = []
@@ -398,7 +429,8 @@ def placed(chosen: ShardFactors, nodes: Sequence[int], whole: bool, bucket_bytes
     """Where the factors lie on ranks of these machines, and what units then obey."""
     placement = place(chosen, nodes)
     limit = min(bucket_bytes, PIPED) if placement.by_level else bucket_bytes
-    return placement, Rules(chosen.params > 1, placement.multiple, chosen.optimizer if whole else 1, limit)
+    gathered = chosen.params > 1
+    return placement, Rules(gathered, placement.multiple, chosen.optimizer if whole else 1, 0 if gathered else limit)
 
 
 # --- through codecs ------------------------------------------------------------------------------------------------

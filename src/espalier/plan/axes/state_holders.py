@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from functools import cache
 
 from espalier.plan.axes.flat_layout import Sized
 from espalier.plan.layouts import stage_layers
 
 
+@cache
 def split(wanted: int, holders: int) -> int:
     """Over how many of its `holders` an optimizer state is split where `wanted` ranks are asked for: the most that
     divide them."""

@@ -1,0 +1,95 @@
+"""The coarse search finds what pricing every layout finds on few ranks, and loses next to nothing on many."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from asked import decoder, gpus
+from test_search import random_case
+
+from espalier.machine.cluster import Cluster
+from espalier.plan import coarse_search, search
+from espalier.plan.request import Request
+
+MOST_LOST = 0.01
+"""Of the seconds of a step."""
+SLOW = [pytest.param(first, marks=pytest.mark.slow) for first in range(8, 200, 24)]
+
+
+@pytest.fixture
+def searched(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The search with every layout priced up to so many ranks."""
+
+    def made(request: Request, cluster: Cluster, exhaustive: int, below: float = float("inf")) -> search.SearchResult:
+        monkeypatch.setattr(coarse_search, "EXHAUSTIVE", exhaustive)
+        return search.search(request, cluster, below=below)
+
+    return made
+
+
+def large_case(seed: int) -> tuple[Request, Cluster]:
+    """72 to 1,024 ranks, and a model that mostly fits."""
+    draw = random.Random(seed)
+    kind = draw.choice(["A100-80GB", "A100-40GB", "H100", "V100-32GB"])
+    machines = draw.choice([9, 12, 16, 20, 25, 32, 48, 64, 100, 128])
+    cluster = gpus(kind, machines, 8, f"{draw.choice([25, 100, 400, 3200])}Gbit/s")
+    width, layers = draw.choice([2048, 4096, 8192]), draw.choice([16, 24, 60, 80])
+    batch = 8 * machines * draw.choice([1, 2, 8]) + draw.choice([0, 0, 24])
+    return decoder(width, layers, draw.choice([1024, 4096]), batch).changed(precision="bf16"), cluster
+
+
+@pytest.mark.parametrize(
+    ("first", "count"), [(0, 8), *(pytest.param(at, 32, marks=pytest.mark.slow) for at in range(8, 200, 32))]
+)
+def test_on_few_ranks_the_coarse_search_finds_what_pricing_every_layout_finds(
+    searched: Any, first: int, count: int
+) -> None:
+    for seed in range(first, first + count):
+        request, cluster = random_case(seed)
+        every, coarse = searched(request, cluster, 64), searched(request, cluster, 0)
+        assert bool(every.options) == bool(coarse.options), seed
+        if every.options:
+            assert coarse.options[0].seconds == every.options[0].seconds, seed
+            assert coarse.best().layout == every.best().layout, seed
+        elif every.closest is not None:
+            assert coarse.closest is not None
+            assert coarse.closest.over == every.closest.over, seed
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("first", "count"), [(0, 3), *(pytest.param(p.values[0], 24, marks=pytest.mark.slow) for p in SLOW)]
+)
+def test_on_many_ranks_it_loses_at_most_a_hundredth(searched: Any, first: int, count: int) -> None:
+    for seed in range(first, first + count):
+        request, cluster = large_case(seed)
+        every, coarse = searched(request, cluster, 10**9), searched(request, cluster, 64)
+        assert bool(every.options) == bool(coarse.options), seed
+        if every.options:
+            assert coarse.options[0].seconds <= (1 + MOST_LOST) * every.options[0].seconds, seed
+            assert coarse.best().seconds <= (1 + MOST_LOST) * every.best().seconds * (1 + every.tie), seed
+
+
+def test_up_to_64_ranks_every_layout_is_priced_and_beyond_few_of_them(searched: Any) -> None:
+    request, few, many = decoder(4096, 32, 2048, 1024), gpus("H100", 8, 8), gpus("H100", 128, 8)
+    assert searched(request, few, 64).priced == searched(request, few, 10**9).priced
+    assert searched(request, many, 64).priced < searched(request, many, 10**9).priced / 2
+
+
+@pytest.mark.parametrize("machines", [1250, 12500])
+def test_layouts_priced_on_very_many_ranks_are_bounded(searched: Any, machines: int) -> None:
+    request = decoder(8192, 120, 8192, 4 * machines).changed(precision="bf16")
+    result = searched(request, gpus("H100", machines, 8, "3200Gbit/s"), 64)
+    assert result.options
+    assert result.priced < 2_500_000
+
+
+def test_what_cannot_beat_a_plan_that_is_there_is_not_searched_on_many_ranks(searched: Any) -> None:
+    request, cluster = decoder(4096, 32, 2048, 512).changed(precision="bf16"), gpus("H100", 16, 8)
+    fastest = searched(request, cluster, 64)
+    again = searched(request, cluster, 64, fastest.options[0].seconds)
+    assert again.options[0].seconds == fastest.options[0].seconds
+    assert max(option.layout.world for option in searched(request, cluster, 64, 1e-9).options) <= 64
+    assert max(option.layout.world for option in fastest.options) > 64
