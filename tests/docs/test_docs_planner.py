@@ -29,6 +29,7 @@ from espalier.plan import (
 )
 from espalier.plan.axes import offload
 from espalier.plan.axes.sharding import Division, StateSizes, cost
+from espalier.plan.measurements import score
 from espalier.plan.measurements.table import read
 from espalier.recipe import units
 
@@ -44,7 +45,7 @@ MODULES = {
         precision,
     )
 }
-NAMES = {**MODULES, "cluster": cluster, "request": request, "layouts": layouts}
+NAMES = {**MODULES, "score": score, "cluster": cluster, "request": request, "layouts": layouts}
 IN_FACTORS = {"calibration.PRIOR", "calibration.LOWEST"}
 """Constants whose values stand in the table of factors."""
 SCALES = {"B": units.size, "s": units.seconds}

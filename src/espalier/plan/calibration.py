@@ -19,7 +19,7 @@ from espalier.machine.cluster import Cluster
 from espalier.plan import collective_time, device_model
 from espalier.plan.calibration_factors import PLAIN, CostFactors
 from espalier.plan.layout_estimate import grid, slowest
-from espalier.plan.layouts import ARRAYS, Layouts
+from espalier.plan.layouts import ARRAYS, ONE, Layouts
 from espalier.plan.request import Request
 from espalier.recipe.errors import UserError
 from espalier.recipe.serialization import Value
@@ -146,15 +146,7 @@ class Batch:
         groups: dict[tuple[Any, ...], list[int]] = {}
         for index, row in enumerate(rows):
             layout, world = row.layout, int(row.layout.world)
-            key = (
-                id(row.request),
-                id(row.cluster),
-                world,
-                layout.algorithm,
-                layout.recompute,
-                layout.threads,
-                row.memory,
-            )
+            key = (id(row.request), id(row.cluster), world, row.memory, *(getattr(layout, name) for name in ONE))
             groups.setdefault(key, []).append(index)
         self.rows = rows
         self.groups = [(np.array(chosen), *_together([rows[index] for index in chosen])) for chosen in groups.values()]
@@ -178,9 +170,7 @@ class Batch:
 def _together(rows: Sequence[Measurement]) -> tuple[Request, collective_time.Fleet, Layouts]:
     first = rows[0]
     arrays: dict[str, Any] = {name: np.array([getattr(row.layout, name) for row in rows]) for name in ARRAYS}
-    layouts = Layouts(
-        algorithm=first.layout.algorithm, recompute=first.layout.recompute, threads=first.layout.threads, **arrays
-    )
+    layouts = replace(first.layout, **arrays)
     return first.request, collective_time.fleet(first.cluster, int(first.layout.world), first.layout.threads), layouts
 
 

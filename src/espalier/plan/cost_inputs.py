@@ -59,7 +59,8 @@ def limit(kind: DeviceGroup, request: Request) -> float:
 @dataclass(frozen=True)
 class CostInputs:
     """What a price is of: request, fleet, the kind of rank at hand, and layouts. `speed`: of this kind's ranks over the
-    mean, where they share sequences in proportion to it. `resident_optimizer`: see `plan.axes.offload`."""
+    mean, where they share sequences in proportion to it. `resident_optimizer`: see `plan.axes.offload`. `stage`: that
+    asked of where they are unequal; None: the fullest."""
 
     request: Request
     on: Fleet
@@ -67,6 +68,7 @@ class CostInputs:
     layouts: Layouts
     speed: Number = 1.0
     resident_optimizer: Number = 0.0
+    stage: int | None = None
     chooses_chunks: ClassVar[bool] = True
     """Whether loss and feed-forward are computed by chunks of tokens where nobody asks for it."""
 
@@ -140,7 +142,9 @@ class CostInputs:
 
     @property
     def stage_layers(self) -> Number:
-        """Layers of the fullest stage."""
+        """Layers of the stage at hand."""
+        if stages := self.request.system.stages:
+            return max(stages) if self.stage is None else stages[self.stage]
         return -(-self.request.profile.layers // np.asarray(self.layouts.pp))
 
     @property

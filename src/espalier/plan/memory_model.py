@@ -8,6 +8,7 @@ the allocator and the optimizer need for a moment, and gathered layers, are kind
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -50,22 +51,29 @@ def memory_bytes(step: CostInputs, size: Number, in_flight: Number) -> Terms:
 
 
 def ends(step: CostInputs, size: Number, in_flight: Number) -> tuple[Terms, Terms]:
-    """Bytes by kind on the first stage and on the last; the same object where no layout has more than one."""
+    """Bytes by kind on the first stage and on the last; the same object where no layout has more than one. Of stages
+    whose layers were said, the fullest and the last."""
     anatomy = step.anatomy(size)
+    if count := len(step.request.system.stages):
+        each = [
+            stage(replace(step, stage=at), anatomy, in_flight, is_first=at < count - 1, behind=at)
+            for at in range(count)
+        ]
+        return max(each, key=lambda sizes: float(np.max(sum(sizes.values())))), each[-1]
     first = stage(step, anatomy, in_flight, is_first=True)
     if np.all(np.asarray(step.layouts.pp) == 1):
         return first, first
     return first, stage(step, anatomy, in_flight, is_first=False)
 
 
-def stage(step: CostInputs, anatomy: Anatomy, micro_batches: Number, is_first: bool) -> Terms:
-    """Of the first stage (or the last), with so many micro-batches in a step."""
+def stage(step: CostInputs, anatomy: Anatomy, micro_batches: Number, is_first: bool, behind: int = 0) -> Terms:
+    """Of the first stage (or the last), or one `behind` it, with so many micro-batches in a step."""
     request, layouts, factors = step.request, step.layouts, step.on.factors
     pp, device = np.asarray(layouts.pp), step.kind.table.device
     sizes = dict(step.device_states)
     for name, size in step.frozen.items():
         sizes[name] = sizes.get(name, 0.0) + size
-    waiting = np.minimum(pipeline_cost.most_in_flight(pp, layouts.chunks) if is_first else 1, micro_batches)
+    waiting = np.minimum(pipeline_cost.most_in_flight(pp - behind, layouts.chunks) if is_first else 1, micro_batches)
     if has_window := request.offload.parameters != "device":  # all micro-batches of a layer, then the next
         waiting = micro_batches
     has_head = (pp == 1) | (not is_first)
@@ -77,7 +85,7 @@ def stage(step: CostInputs, anatomy: Anatomy, micro_batches: Number, is_first: b
     if np.any(np.asarray(layouts.cp) > 1):
         travelling = step.sequence(anatomy.layer.tokens).memory_bytes["keys_values"]
     transient = np.maximum(anatomy.layer.transient + travelling, has_head * anatomy.rest.transient)
-    temporaries = _temporaries(step) if request.system.temporaries else 0.0
+    temporaries = _temporaries(step) if request.system.storage is not None else 0.0
     update = np.maximum(orthogonal_bytes(request, layouts.tp), temporaries * step.owned)
     update = 0.0 * update if has_window else update
     sizes["activations"] = factors.activations * activations
@@ -86,7 +94,8 @@ def stage(step: CostInputs, anatomy: Anatomy, micro_batches: Number, is_first: b
     if request.system.fsdp:
         sizes["gathered"] = np.where(_fsdp(step) & (pp > 1), _resident(step), sizes["gathered"])
     within = sum(sizes.values()) if step.cuda else sizes["activations"] + sizes["transient"]
-    sizes["slack"] = factors.activations * SLACK[device.kind] * within
+    slack = SLACK[device.kind] if request.system.slack is None else request.system.slack
+    sizes["slack"] = factors.activations * slack * within
     axes = [layouts.tp, layouts.sp, layouts.dp, layouts.pp]
     groups = COMMUNICATION * sum(np.asarray(axis) > 1 for axis in axes)
     libraries = (device.runtime or CUDA_RUNTIME) + groups if step.on.cuda else max(device.runtime, CPU_RUNTIME)
@@ -96,9 +105,10 @@ def stage(step: CostInputs, anatomy: Anatomy, micro_batches: Number, is_first: b
 
 
 def _temporaries(step: CostInputs) -> Number:
-    """Bytes per parameter that an update needs beside its states: 16-bit gradients are cast for their fp32 masters."""
-    request = step.request
-    return request.system.temporaries + np.where(_fsdp(step), 0.0, CAST if request.low else 0.0)
+    """Bytes per parameter that an update needs beside its states: 16-bit gradients are cast for their fp32 masters,
+    where there are such."""
+    cast = CAST if step.storage.grads < 4 < step.storage.optimizer else 0.0
+    return step.request.system.temporaries + np.where(_fsdp(step), 0.0, cast)
 
 
 def _fsdp(step: CostInputs) -> Any:

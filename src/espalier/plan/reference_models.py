@@ -7,13 +7,13 @@ precision after ZeRO (arXiv 1910.02054): 2 bytes of parameters, 2 of gradients, 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from espalier.plan.axes.sharding import StateBytes
 from espalier.plan.request import Request, TrainingSystem
-from espalier.recipe.cost import VALUE_BYTES, Anatomy, Cut, Number, Product, Profile, Terms, Work
+from espalier.recipe.cost import VALUE_BYTES, Anatomy, Cut, ExpertSizes, Number, Product, Profile, Terms, Work
 from espalier.recipe.decoder_shapes import DecoderSizes
 
 MIXED = StateBytes(2, 2, 12)
@@ -35,6 +35,33 @@ EAGER = 2.5
 Assumed."""
 OPERATIONS = 45.0
 """Operations that a block's eager forward pass issues in such systems, biases and dropouts included. Assumed."""
+ACTIVATION = {"autocast": 16, "fp32": 20}
+"""Bytes per column that a GELU of PyTorch operations keeps, by the bytes of a value: its input, the tangent and 1 + it
+in 32 bits (autocast computes powers so), half the input, and its answer."""
+SOFTMAX = {"autocast": 6, "fp32": 4}
+"""Bytes per written score of PyTorch's softmax: its answer in fp32, and in 16 bits for the next product."""
+FUSIONS = 0.79
+"""Share of those that torch.compile's fusions leave, of GPTs up to the first batch that did not fit on five GPUs."""
+
+
+class LatentAttention(NamedTuple):
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434), in columns: of compressed `queries` (0: they are
+    not) and of compressed keys and values (`latent`); of each head's keys without (`plain`) and with positions
+    (`rotary`), and of its values."""
+
+    queries: int
+    latent: int
+    plain: int
+    rotary: int
+    value: int
+
+
+class LowRank(NamedTuple):
+    """Adapters of a rank beside `targets` (arXiv 2106.09685); frozen matrices take so many bytes a parameter."""
+
+    rank: int
+    targets: tuple[str, ...]
+    frozen: float
 
 
 @dataclass(frozen=True)
@@ -43,9 +70,11 @@ class ReferenceDecoder:
 
     `gated`: SwiGLU's three matrices instead of two. `fused`: attention that never writes its scores (FlashAttention).
     `sequence_parallel`: tensor ranks share the tokens between matrices. `keeps_shards`: of the inputs they gather they
-    keep their shares only, as Megatron-LM does (arXiv 2205.05198, section 4.2.2). `eager`: norms, positions and
+    keep their shares only, as Megatron-LM does (arXiv 2205.05198, section 4.2.2). `rotates`: queries and keys with
+    positions are kept beside the product that they were cut from. `eager`: norms, positions and
     activations are chains of PyTorch operations (as in Llama's code) instead of fused kernels (as in Megatron-LM's).
-    `loss`: one of `LOSSES`; empty: `parallel` where ranks share matrices, else `plain`.
+    `operations`: what a GPT that writes its scores keeps of its chains: `kernels` as in Megatron-LM, or of PyTorch's
+    operations, `compiled` or not. `loss`: one of `LOSSES`; empty: `parallel` where ranks share matrices, else `plain`.
     """
 
     size: DecoderSizes
@@ -54,16 +83,59 @@ class ReferenceDecoder:
     fused: bool = True
     sequence_parallel: bool = True
     keeps_shards: bool = True
+    rotates: bool = False
     eager: bool = False
+    operations: Literal["kernels", "eager", "compiled"] = "kernels"
     loss: str = ""
+    latent: LatentAttention | None = None
+    adapters: LowRank | None = None
 
     @property
     def layer_parameters(self) -> int:
         """Of one block: attention, feed-forward, two norms (of a GPT with biases, which are not counted)."""
+        return sum(rows * columns * count for rows, columns, count, _ in self.matrices) + 2 * self.size.width
+
+    @property
+    def expert_parameters(self) -> int:
+        """Of all experts of a block."""
         size = self.size
-        matrices = 3 if self.gated else 2
-        feed = matrices * size.width * size.feed_forward * size.experts
-        return 2 * size.width * (size.width + size.kv_width) + feed + 2 * size.width
+        return (3 if self.gated else 2) * size.width * size.feed_forward * size.experts
+
+    @property
+    def adapter_parameters(self) -> int:
+        """Of a block's adapters."""
+        low = self.adapters
+        size = self.size
+        up = dict.fromkeys(("gate", "up") if self.gated else ("up",), (size.width, size.feed_forward))
+        ends: dict[str, tuple[int, int]] = {
+            "query": (size.width, self._heads_columns[0]), "key": (size.width, size.kv_width),
+            "value": (size.width, size.kv_width), "out": (self._heads_columns[1], size.width),
+            "down": (size.feed_forward, size.width), **up,
+        }  # fmt: skip
+        return 0 if low is None else sum(low.rank * sum(ends[target]) for target in low.targets if target in ends)
+
+    @property
+    def _heads_columns(self) -> tuple[int, int]:
+        """Columns of a token's queries, and of what attention answers."""
+        size, latent = self.size, self.latent
+        if latent is None:
+            return size.query_width, size.query_width
+        return size.heads * (latent.plain + latent.rotary), size.heads * latent.value
+
+    @property
+    def matrices(self) -> list[tuple[int, int, int, str]]:
+        """A block's matrices: rows, columns, how many, and what they are part of."""
+        size, latent, (queries, answers) = self.size, self.latent, self._heads_columns
+        width, up = size.width, 2 if self.gated else 1
+        inputs = [(width, queries + 2 * size.kv_width, 1, "attention")]
+        if latent is not None:
+            compressed = latent.queries or queries
+            inputs = [(width, compressed + latent.latent + latent.rotary, 1, "attention")]
+            inputs += [(latent.queries, queries, 1, "attention")] * (latent.queries > 0)
+            inputs += [(latent.latent, size.heads * (latent.plain + latent.value), 1, "attention")]
+        shared = [(width, size.shared, up, "shared up"), (size.shared, width, 1, "shared down")] * (size.shared > 0)
+        experts = (width, size.feed_forward, up * size.experts, "up"), (size.feed_forward, width, size.experts, "down")
+        return [*inputs, (answers, width, 1, "out"), *experts, *shared]
 
     @property
     def outside(self) -> int:
@@ -75,15 +147,9 @@ class ReferenceDecoder:
         size, tensor = self.size, cut.tensor
         tokens = micro_batch * self.sequence / cut.sequence
         value = VALUE_BYTES.get(precision, 2)
-        inner, rows = size.feed_forward / tensor, tokens * size.active
-        up = Product(rows, size.width, inner, 2 if self.gated else 1)
-        projections = (
-            Product(tokens, size.width, (size.width + 2 * size.kv_width) / tensor),
-            Product(tokens, size.width / tensor, size.width),
-        )
+        products = tuple(self._product(matrix, tokens, tensor) for matrix in self.matrices)
         moved, scores = self._moved(value, cut)
-        core = 2.0 * tokens * self.sequence * size.width / tensor * (1 if self.fused else 2)
-        products = (*projections, up, Product(rows, inner, size.width))
+        core = 1.0 * tokens * self.sequence * sum(self._heads_columns) / tensor * (1 if self.fused else 2)
         linear = sum(product.flops for product in products)
         # Selective: with written scores only the core is done again; with FlashAttention every other product.
         selective = linear / 2 if self.fused else core
@@ -103,12 +169,22 @@ class ReferenceDecoder:
         )
         return Anatomy(size.layers, layer, self._rest(micro_batch, tokens, value, tensor))
 
+    def _product(self, matrix: tuple[int, int, int, str], tokens: Number, tensor: Number) -> Product:
+        """What a matrix multiplies. A frozen one has one gradient, not two."""
+        rows, columns, count, part = matrix
+        frozen = self.adapters is not None
+        active = tokens * self.size.active if part in ("up", "down") else tokens
+        count = count // self.size.experts if part in ("up", "down") else count
+        if part in ("out", "down", "shared down"):
+            return Product(active, rows / tensor, columns, count, leaf=frozen)
+        return Product(active, rows, columns / tensor, count, leaf=frozen)
+
     def _rest(self, micro_batch: Any, tokens: Number, value: int, tensor: Number) -> Work:
         size = self.size
         logits = tokens * size.vocabulary / tensor
         stream = tokens * size.width * value
         return Work(
-            products=(Product(tokens, size.width, size.vocabulary / tensor),),
+            products=(Product(tokens, size.width, size.vocabulary / tensor, leaf=self.adapters is not None),),
             attention=0.0 * tokens,
             moved=4 * stream + logits * (value + 2 * 4),
             saved=2 * stream + logits * value * (self.loss != "chunked"),
@@ -125,23 +201,49 @@ class ReferenceDecoder:
     def _saved(self, value: int, cut: Cut) -> Terms:
         """Bytes per token that one layer keeps, by recomputation."""
         size, tensor = self.size, cut.tensor
-        scale, width, kv = value / 2, size.width, size.kv_width
+        scale, width, split = value / 2, size.width, tensor if self.sequence_parallel else 1
+        queries, answers = self._heads_columns
+        cores = self._core_columns
+        feed = size.active * size.feed_forward + size.shared
         inputs = 4 * width  # of both products that are cut by columns
         shared = 4 * width  # of both norms
         if self.gated:
-            inside = (2 * (width + 2 * kv) + 4 * width) + size.active * 8 * size.feed_forward
+            inside = 2 * cores + 4 * answers + 8 * feed
             dropout = 0
         else:
-            inside = 2 * (width + 2 * kv) + 2 * width + 4 * size.feed_forward
+            inside = 2 * cores + 2 * answers + 4 * feed
             dropout = 2 * width
-        scores = 0.0 if self.fused else 5.0 * size.heads * self.sequence
-        split = tensor if self.sequence_parallel else 1
+        inside = inside + 2 * (queries + size.kv_width) * self.rotates
+        if self.adapters is not None:
+            inputs, inside = inputs - self._unused(inputs), inside - 2 * feed * ("down" not in self.adapters.targets)
         whole = inputs / (1 if cut.gathered and not self.keeps_shards else split)
         linear = scale * (whole + (shared + dropout) / split + inside / tensor)
-        everything = linear + scale * scores / tensor
+        scores = 0.0 if self.fused else scale * 5.0 * size.heads * self.sequence / tensor
+        if self.operations != "kernels" and not (self.fused or self.gated):
+            left = FUSIONS if self.operations == "compiled" else 1.0
+            # Under autocast three products and one each round their own copy of a norm's answer.
+            precision, casts = ("autocast", 4) if value < 4 else ("fp32", 2)
+            chains = (8 + casts * value) * width + value * (cores + answers) + ACTIVATION[precision] * feed
+            linear = left * chains / tensor
+            scores = left * SOFTMAX[precision] * size.heads * self.sequence / tensor
         block = scale * 2 * width / split
-        half = scale * (4 * width / split + (width + 2 * kv + width + 2 * size.feed_forward) / tensor)
-        return {"none": everything, "selective": half if self.fused else linear, "block": block}
+        half = scale * (4 * width / split + (cores + answers + 2 * feed) / tensor)
+        return {"none": linear + scores, "selective": half if self.fused else linear, "block": block}
+
+    def _unused(self, inputs: int) -> int:
+        """Bytes per token of inputs of frozen products that no adapter needs either."""
+        assert self.adapters is not None
+        targets = self.adapters.targets
+        return inputs // 2 * (2 - bool({"query", "key", "value"} & {*targets}) - bool({"gate", "up"} & {*targets}))
+
+    @property
+    def _core_columns(self) -> int:
+        """Columns of a token's queries, keys and values, and of what they are made from."""
+        size, latent = self.size, self.latent
+        queries, answers = self._heads_columns
+        if latent is None:
+            return queries + 2 * size.kv_width
+        return 2 * queries + answers + 2 * (latent.queries + latent.latent + latent.rotary)
 
     def _moved(self, value: int, cut: Cut) -> tuple[Number, Number]:
         """Bytes per token that a layer's forward pass reads and writes: outside products and the attention core, and
@@ -149,30 +251,37 @@ class ReferenceDecoder:
         size, tensor = self.size, cut.tensor
         split = tensor if self.sequence_parallel else 1
         stream = 14 * size.width * value / split  # two norms, two residuals, dropouts
-        turned = 4 * (size.width + size.kv_width) * value / tensor
-        feed = (5 if self.gated else 3) * size.active * size.feed_forward * value / tensor
+        turned = 4 * (self._heads_columns[0] + size.kv_width) * value / tensor
+        feed = (5 if self.gated else 3) * (size.active * size.feed_forward + size.shared) * value / tensor
         # scale, mask, softmax and dropout of the written scores
         scores = 0.0 if self.fused else 4.0 * size.heads * self.sequence * value / tensor
         return (EAGER if self.eager else 1.0) * (stream + turned + feed), scores
 
     def request(self, samples: int, precision: str, **more: Any) -> Request:
         """The planner's request for a step of `samples` samples; `more`: see `Request.changed`."""
-        size = self.size
-        parameters = size.layers * self.layer_parameters + self.outside
+        size, adapters = self.size, self.adapters
+        weights = size.layers * self.layer_parameters + self.outside
+        trained, outside, frozen = weights, self.outside, None
+        if adapters is not None:
+            trained, outside = size.layers * self.adapter_parameters, 0
+            tables = self.outside * min(VALUE_BYTES[precision], max(2.0, adapters.frozen))
+            frozen = int(size.layers * self.layer_parameters * adapters.frozen + tables)
         profile = Profile(
-            parameters=parameters,
-            trainable=parameters,
+            parameters=weights if frozen is None else weights + trained,
+            trainable=trained,
             tensors=10 * size.layers + 3,
             global_batch=samples,
             tokens_per_sample=float(self.sequence),
             anatomy=self.anatomy,
             layers=size.layers,
-            outside=self.outside,
+            outside=outside,
             tables=1 if size.tied else 2,
             heads=size.heads,
             kv_heads=size.kv_heads,
             width=size.width,
-            kv_width=size.kv_width,
+            kv_width=size.kv_width if self.latent is None else sum(self._heads_columns) // 2,
+            frozen=frozen,
+            facts={"expert_parallel": ExpertSizes(size.experts, size.active, self.expert_parameters)},
         )
         system = TrainingSystem(
             storage={"fp32": FULL, "tf32": FULL, "fp64": DOUBLE}.get(precision, MIXED),

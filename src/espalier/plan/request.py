@@ -83,6 +83,8 @@ class TrainingSystem:
         sequence_parallel: tensor ranks also share the tokens between matrices.
         refresh: how sharded parameters come back after the optimizer step: one gather, or a broadcast per owner, as in
             InternEvo, which also sums gradients whole, or reduces them to each owner in turn.
+        slack: share of a GPU's bytes that its allocator holds beside them; None: as is assumed of any.
+        stages: layers of each rank of a pipeline, where they are not as equal as can be.
         headroom: leave some of a device's memory free; False for runs that were made, whatever was left.
     """
 
@@ -93,6 +95,8 @@ class TrainingSystem:
     kernel: Kernel = "auto"
     sequence_parallel: bool = True
     refresh: Literal["gather", "broadcast"] = "gather"
+    slack: float | None = None
+    stages: tuple[int, ...] = ()
     headroom: bool = True
 
 

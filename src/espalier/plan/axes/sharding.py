@@ -112,8 +112,11 @@ class Division:
         """That of experts which groups of `ep` ranks divide among them: see `plan.axes.state_holders`."""
         ranks = np.maximum(1, self.ranks // ep)  # pipelines of unlike depth may have fewer
         machine = None if self.machine is None else self.machine // ep
-        optimizer = np.vectorize(split, otypes=[int])(self.optimizer, ranks)
-        return replace(self, optimizer=optimizer, ranks=ranks, stride=self.stride * ep, machine=machine)
+        over = np.vectorize(split, otypes=[int])
+        params, grads, optimizer = (over(state, ranks) for state in (self.params, self.grads, self.optimizer))
+        return replace(
+            self, params=params, grads=grads, optimizer=optimizer, ranks=ranks, stride=self.stride * ep, machine=machine
+        )
 
     @property
     def multiple(self) -> Any:

@@ -1,46 +1,44 @@
-"""Run records: the `model`, `cluster`, `layout`, `train` and `measured` of one JSON line. No torch.
+"""Run records: the `model`, `cluster`, `layout`, `train`, `tune` and `measured` of one JSON line. No torch.
 
 The words are those of a recipe, a cluster file and a plan's `layout`, with other systems' names of algorithms. What is
-absent is derived; what is misspelled or impossible is refused by name; what is not known is left out and noted.
+absent is derived; what is misspelled or impossible is refused by name; what is not known is left out and noted; what
+is known and changes neither seconds nor bytes is named in the row's result (`UNPRICED`).
 Megatron-LM's sequence parallelism has the group of its tensor parallelism, so it may be written as `tp`, as `sp`, or as
 both; our `tp` is that group. DeepSpeed's and Buff's all-to-all parallelism is our `sp`.
 """
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections import Counter
-from collections.abc import Hashable, Iterable, Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Hashable, Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
 
-import msgspec
 import tomli_w
 
 from espalier import recipe as config
 from espalier.machine import cluster as clusters
-from espalier.machine.cluster import Cluster
+from espalier.machine.cluster import Cluster, Device
 from espalier.plan import device_model
 from espalier.plan.base import Layout
 from espalier.plan.calibration import Measurement
 from espalier.plan.collective_time import gpus
 from espalier.plan.layouts import ALGORITHMS, Layouts, of_view
 from espalier.plan.measurements import stack_words
+from espalier.plan.measurements.model_words import MODEL_KEYS, TUNE_KEYS, RowModel, low_rank, row_model
+from espalier.plan.measurements.row_table import RowTable, refuse_misspelled
 from espalier.plan.measurements.stack_words import PRECISIONS, Meanings, Practice, meant
 from espalier.plan.precision import fast
 from espalier.plan.reference_models import DOUBLE, MEGATRON, ReferenceDecoder
 from espalier.plan.request import AUTO, Request
-from espalier.recipe import Muon, decoder_shapes, defaults, recipe_file
-from espalier.recipe.decoder_shapes import DecoderSizes
+from espalier.recipe import Muon, recipe_file
 from espalier.recipe.errors import UserError, nearest
 
 RECOMPUTES: Meanings = {
     "none": "none", "selective": "selective", "block": "block", "full": "block", True: "block", False: "none",
 }  # fmt: skip
 OPTIMIZERS: Meanings = {"adamw": "adamw", "muon": "muon", "adam": "adamw"}
-VOCABULARIES = {True: 32_000, False: 50_257}
-"""Tokens of a SwiGLU decoder (Llama 2's) and of one with two matrices (GPT-2's) whose row does not say."""
 
 STATES = ("params", "grads", "optimizer")
 NAMES: dict[str, tuple[str, tuple[str, ...]]] = {
@@ -54,91 +52,39 @@ NAMES: dict[str, tuple[str, tuple[str, ...]]] = {
 }
 """Other systems' names: the algorithm each means, and the states it splits over all replicas unless `shard` says."""
 
+PLACEMENTS: Meanings = {name.replace("_", "-"): name for name in ("head_first", "context_first", "interleaved")}
+SCHEDULES: Meanings = {"1f1b": "1f1b", "zero-bubble": "zero_bubble", "zb": "zero_bubble", "gpipe": "gpipe"}
 CHUNKS = ("chunks", "vp", "interleave")
 """Names of the number of stages that each rank of a pipeline holds."""
-_RECIPE_MODEL = ("kind", *config.Moe.__struct_fields__)
+FP8 = "fp8"
 _KEYS = {
-    # Beyond a recipe's model: SwiGLU or two matrices, attention without written scores, chains of PyTorch operations
-    # instead of fused kernels, and what it is called.
-    "model": (*_RECIPE_MODEL, "gated", "fused", "eager", "name"),
+    "model": MODEL_KEYS,
     "layout": (*("dp", "tp", "sp", "cp", "pp", "ep", "algorithm", "shard", "micro_batch", "accumulate", "recompute"),
-               *("precision", *CHUNKS), *stack_words.KEYS),
+               *("precision", *CHUNKS, "stages", "window", "placement", "schedule", "waves"), *stack_words.KEYS),
     "train": (*config.Train.__struct_fields__, *stack_words.KEYS),
+    "tune": TUNE_KEYS,
     "measured": ("step_seconds", "peak_gib", "out_of_memory", "memory"),
 }  # fmt: skip
-_TABLES = ("model", "cluster", "layout", "train", "measured")
+_TABLES = ("model", "cluster", "layout", "train", "tune", "measured")
+UNPRICED = {
+    "model": ("name", "rope_theta", "norm_epsilon", "initial", "family", "window", "attention_cap", "logit_cap",
+              "attention_scale", "rope", "balance", "balancing", "z_loss", "normalized", "context"),
+    "layout": ("waves",),
+    "train": ("steps", "seed", "schedule", "clip", "validate_every", "validate_tokens"),
+    "tune": ("alpha", "rslora", "dora", "adapter"),
+}  # fmt: skip
+"""Keys that change neither the seconds nor the bytes that are predicted, by table."""
 
 
-class _Words(dict[str, Any]):
-    """One table of a row, without what is null. `where`: its name in errors."""
+class RunRecord(NamedTuple):
+    """What a row measured, the group in which its time can be compared, and its keys that nothing is predicted from."""
 
-    where: str
-
-    @classmethod
-    def of(cls, row: Mapping[str, Any], where: str) -> _Words:
-        """The row's table of that name. Raises UserError."""
-        value = row.get(where)
-        if value is None and where not in ("train", "measured"):
-            raise UserError(f"there is no {where!r}.", do=f'"{where}": {{…}}, as in docs/planner.md')
-        if value is not None and not isinstance(value, dict):
-            raise UserError(f"{where} is not a table.", do=f'"{where}": {{…}}')
-        words = cls((key, entry) for key, entry in (value or {}).items() if entry is not None)
-        words.where = where
-        return words
-
-    @property
-    def text(self) -> bytes:
-        """The same for equal tables."""
-        return msgspec.json.encode(dict(self), order="sorted")
-
-    def count(self, key: str, default: int | None = None) -> int:
-        """The whole number above 0 at a key. Raises UserError."""
-        value = self.get(key, default)
-        if isinstance(value, float) and value.is_integer():
-            value = int(value)
-        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 2**53:
-            raise self._impossible(key, f"{self.where}.{key} = a whole number, 1 or more")
-        return value
-
-    def flag(self, key: str, default: bool) -> bool:
-        """The truth value at a key. Raises UserError."""
-        value = self.get(key, default)
-        if not isinstance(value, bool):
-            raise self._impossible(key, f"{self.where}.{key} = true or false")
-        return value
-
-    def number(self, key: str) -> float | None:
-        """The number above 0 at a key; None where there is none. Raises UserError."""
-        value = self.get(key)
-        if value is None:
-            return None
-        if isinstance(value, bool) or not isinstance(value, int | float) or not (0 < value < math.inf):
-            raise self._impossible(key, "a number above 0, or null")
-        return float(value)
-
-    def _impossible(self, key: str, do: str) -> UserError:
-        return UserError(f"{self.where}.{key} = {self.get(key)!r} is not possible.", do=do)
-
-
-def refuse_misspelled(words: Mapping[str, Any], known: Iterable[str], where: str, notes: set[str]) -> None:
-    """Raises UserError for a misspelled key; a foreign one is left out, and said in `notes`."""
-    for key in (key for key in words if key not in known):
-        close = difflib.get_close_matches(key, [name for name in known if name not in words], n=1, cutoff=0.8)
-        if close:
-            raise UserError(f"unknown key {where}.{key}.", do=f"did you mean {where}.{close[0]}?")
-        notes.add(f"{where}.{key} is not known here and was left out")
+    measurement: Measurement
+    group: tuple[Hashable, ...]
+    unpriced: tuple[str, ...]
 
 
 # --- model, cluster, training ------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Model:
-    """A decoder as its row describes it. `gated`: SwiGLU."""
-
-    size: DecoderSizes
-    gated: bool
-    words: _Words
 
 
 class Descriptions:
@@ -147,27 +93,28 @@ class Descriptions:
 
     def __init__(self) -> None:
         self.notes: set[str] = set()
-        self._models: dict[bytes, _Model] = {}
+        self._models: dict[bytes, RowModel] = {}
         self._clusters: dict[bytes, Cluster] = {}
         self._requests: dict[Hashable, Request] = {}
 
-    def measurement(self, row: Mapping[str, Any], label: str) -> tuple[Measurement, tuple[Hashable, ...]]:
-        """What a row measured, and the group in which its time can be compared. Raises UserError."""
+    def measurement(self, row: Mapping[str, Any], label: str) -> RunRecord:
+        """What a row measured. Raises UserError."""
         refuse_misspelled(row, (*_TABLES, "stack"), "row", set())
-        model_words, cluster_words, layout, train, measured = (_Words.of(row, name) for name in _TABLES)
-        for words in (train, model_words, layout, measured):
-            refuse_misspelled(words, _KEYS[words.where], words.where, self.notes)
+        tables = {name: RowTable.of(row, name) for name in _TABLES}
+        model_words, cluster_words, layout, train, _, measured = tables.values()
+        for name, known in _KEYS.items():
+            refuse_misspelled(tables[name], known, name, self.notes)
         model_text, cluster_text = model_words.text, cluster_words.text
-        model = self._models.get(model_text) or self._models.setdefault(model_text, self._model(model_words))
+        model = self._models.get(model_text) or self._models.setdefault(model_text, row_model(model_words, self.notes))
         cluster = self._clusters.get(cluster_text) or self._clusters.setdefault(cluster_text, _cluster(cluster_words))
         sequence = self._sequence(train, model)
         layouts, samples = _layout(layout, _batch(train, sequence), cluster, self.notes)
-        precision = self._precision(layout.get("precision", train.get("precision")), cluster)
+        cluster, precision = self._precision(layout.get("precision", train.get("precision")), cluster)
         recompute = layout.get("recompute", train.get("recompute", "none"))
         layouts = replace(layouts, recompute=meant("recompute", recompute, RECOMPUTES))
         _check_possible(model, cluster, layouts, precision)
-        practice = stack_words.practice({key: words[key] for words in (layout, train) for key in words})
-        request = self._request(model, train, layouts, (samples, sequence, precision), practice)
+        practice = self._practice(row, {key: words[key] for words in (layout, train) for key in words})
+        request = self._request(model, tables, layouts, (samples, sequence, precision), practice)
         seconds, peak = measured.number("step_seconds"), measured.number("peak_gib")
         ended = measured.flag("out_of_memory", False) if "out_of_memory" in measured else None
         if ended is None and (seconds is not None or peak is not None):
@@ -176,29 +123,59 @@ class Descriptions:
         kind = meant("measured.memory", measured.get("memory", "device"), stack_words.MEMORIES)
         stack = str(row.get("stack") or f"{practice.executor or 'unnamed'} on {cluster.nodes[0].device.name}")
         group = (model_text, samples, sequence, cluster_text, int(layouts.world))
-        return Measurement(request, cluster, layouts, seconds, peak, ended, label, stack, kind), group
+        unpriced = [
+            f"{name}.{key}"
+            for name, keys in UNPRICED.items()
+            for key in keys
+            if key in tables[name] and not (key == "context" and "sequence" not in train)
+        ]
+        made = Measurement(request, cluster, layouts, seconds, peak, ended, label, stack, kind)
+        return RunRecord(made, group, tuple(unpriced))
+
+    def _practice(self, row: Mapping[str, Any], words: dict[str, Any]) -> Practice:
+        """How the row's system trains: a stack that begins with a system's name has its habits."""
+        named = str(row.get("stack") or "").lower().replace("_", "-").split()
+        if "executor" not in words and named and named[0] in stack_words.SYSTEMS:
+            words["executor"] = named[0]
+            self.notes.add(f"train.executor is missing: {stack_words.SYSTEMS[named[0]]} assumed from the row's stack")
+        return stack_words.practice(words)
 
     def _request(
-        self, model: _Model, train: _Words, layouts: Layouts, step: tuple[int, int, str], practice: Practice
+        self,
+        model: RowModel,
+        tables: Mapping[str, RowTable],
+        layouts: Layouts,
+        step: tuple[int, int, str],
+        practice: Practice,
     ) -> Request:
         """Of a step of (samples, tokens of each, precision)."""
-        samples, sequence, precision = step
-        compiled = train.flag("compile", False)
+        (samples, sequence, precision), layout, train = step, tables["layout"], tables["train"]
+        habits, compiled = practice.habits, train.flag("compile", False)
         fused = model.words.flag("fused", practice.kernel != "written")
         # Who says that nothing is compiled runs PyTorch's own operations; other systems bring fused kernels.
         eager = model.words.flag("eager", model.gated and "compile" in train and not compiled)
         decoder = ReferenceDecoder(
             model.size, sequence, gated=model.gated, fused=fused, eager=eager,
-            sequence_parallel=practice.sequence_parallel, loss=practice.loss,
+            sequence_parallel=habits.sequence_parallel, keeps_shards=habits.keeps_shards, rotates=habits.rotates,
+            operations="kernels" if habits.kernels else "compiled" if compiled else "eager", loss=habits.loss,
+            latent=model.latent, adapters=low_rank(tables["tune"], precision),
         )  # fmt: skip
         given = train.get("optimizer", "adamw")
         optimizer = meant(
             "train.optimizer", given.get("kind", "adamw") if isinstance(given, dict) else given, OPTIMIZERS
         )
         megatron = layouts.tp * layouts.pp > 1 and layouts.params == 1 and precision in ("fp16", "bf16")
-        key = (decoder, samples, precision, compiled, optimizer, megatron, practice)
+        more: dict[str, Any] = {
+            "ep": self._experts(layout, layouts, model),
+            "stages": _stages(layout, layouts, decoder, practice),
+        }
+        if decoder.adapters is not None:
+            more["cut"] = int(layouts.tp * layouts.pp), int(layouts.params)
+        key = (decoder, samples, precision, compiled, optimizer, megatron, practice, *more.values())
         if key not in self._requests:
-            made = decoder.request(samples, precision, compile=compiled)
+            made = decoder.request(samples, precision, compile=compiled, ep=more["ep"], stages=more["stages"])
+            if decoder.adapters is not None:
+                made = made.changed(frozen=_frozen_on_rank(made, *more["cut"]))
             if optimizer == "muon":
                 made = _with_muon(made, decoder)
             elif megatron:
@@ -207,32 +184,30 @@ class Descriptions:
             self._requests[key] = stack_words.practised(made, replace(practice, kernel=kernel))
         return self._requests[key]
 
-    def _model(self, model_words: _Words) -> _Model:
-        words = {key: value for key, value in model_words.items() if key in _RECIPE_MODEL}
-        if words.get("kind", "gpt") not in ("gpt", "moe"):
-            raise UserError(f"model.kind = {words['kind']!r} is not possible.", do='"gpt" or "moe"')
-        if "depth" not in words and "shape" not in words:
-            raise UserError("model.depth is missing.", do="model.depth, or model.shape")
-        width, heads = words.get("width"), words.get("heads")
-        plain = words.get("kv_heads", heads) == heads
-        classic = plain and isinstance(width, int) and words.get("feed_forward") == 4 * width
-        gated = model_words.flag("gated", not classic)
-        if "vocabulary" not in words and "shape" not in words:
-            words["vocabulary"] = VOCABULARIES[gated]
-            self.notes.add(f"model.vocabulary is missing: {words['vocabulary']:,} assumed")
-        words.setdefault("kind", "gpt")
-        resolved, _ = defaults.resolve(recipe_file.from_table({"model": words}, "the row"))
-        assert isinstance(resolved.model, config.Decoder)
-        return _Model(decoder_shapes.sizes(resolved.model), gated, model_words)
+    def _experts(self, layout: RowTable, layouts: Layouts, model: RowModel) -> int:
+        """Ranks over which experts are spread; 0: none."""
+        ep, most = layout.count("ep", 1), math.gcd(int(layouts.shards), model.size.experts)
+        if ep == 1 or most % ep == 0:
+            return ep if ep > 1 else 0
+        priced = math.gcd(ep, most)
+        self.notes.add(f"layout.ep = {ep} is priced as {priced}, which divides dp x sp and the experts")
+        return priced if priced > 1 else 0
 
-    def _precision(self, precision: Any, cluster: Cluster) -> str:
+    def _precision(self, precision: Any, cluster: Cluster) -> tuple[Cluster, str]:
+        """The cluster and the precision in which values are kept: products in fp8 are bf16's at another rate."""
         if precision not in (None, AUTO):
-            return meant("precision", str(precision), PRECISIONS)
+            name = meant("precision", str(precision), {**PRECISIONS, FP8: FP8, "float8": FP8})
+            if name != FP8:
+                return cluster, name
+            self.notes.add("precision = fp8: the device's fp8 rate in dense products, everything else as in bf16")
+            return cluster.changed(
+                nodes=tuple(node.changed(device=_at_fp8(node.device)) for node in cluster.nodes)
+            ), "bf16"
         name = fast(cluster.nodes[0].device)[0]
         self.notes.add(f"precision is missing: {name} assumed")
-        return name
+        return cluster, name
 
-    def _sequence(self, train: _Words, model: _Model) -> int:
+    def _sequence(self, train: RowTable, model: RowModel) -> int:
         if "sequence" in train:
             return train.count("sequence")
         if "context" in model.words or "shape" in model.words:
@@ -241,7 +216,7 @@ class Descriptions:
         raise UserError("train.sequence is missing.", do="tokens of one sample, such as train.sequence = 2048")
 
 
-def _cluster(cluster_words: _Words) -> Cluster:
+def _cluster(cluster_words: RowTable) -> Cluster:
     words = recipe_file.without_none(dict(cluster_words))
     if isinstance(words.get("nodes"), dict):
         words["nodes"] = [words["nodes"]]
@@ -252,7 +227,7 @@ def _cluster(cluster_words: _Words) -> Cluster:
     return clusters.loads(text, "cluster")
 
 
-def _batch(train: _Words, sequence: int) -> int | None:
+def _batch(train: RowTable, sequence: int) -> int | None:
     """Samples of a step; None when the row leaves that to its layout."""
     if "batch_tokens" not in train:
         return None
@@ -266,7 +241,7 @@ def _batch(train: _Words, sequence: int) -> int | None:
     return tokens // sequence
 
 
-def _check_possible(model: _Model, cluster: Cluster, layouts: Layouts, precision: str) -> None:
+def _check_possible(model: RowModel, cluster: Cluster, layouts: Layouts, precision: str) -> None:
     if layouts.pp > model.size.layers:
         do = f"layout.pp = {model.size.layers} or fewer"
         raise UserError(f"layout.pp = {layouts.pp} is more than the model's {model.size.layers} layers.", do=do)
@@ -274,12 +249,66 @@ def _check_possible(model: _Model, cluster: Cluster, layouts: Layouts, precision
         device_model.peak(node.device, precision)  # raises UserError where the device has no such precision
 
 
+def _at_fp8(device: Device) -> Device:
+    """The device with its fp8 rate in place of bf16's in products, not in attention. Raises UserError."""
+    rate, bf16 = device.flops.get(FP8), device.flops.get("bf16")
+    if rate is None or bf16 is None:
+        why, do = (
+            f"{device.name} has no rate for it",
+            "the device as a table with flops = { fp8 = 1979e12, bf16 = ... }",
+        )
+        raise UserError("precision = 'fp8' is not possible.", why=why, do=do)
+    attention = device_model.share(device, "attention") * bf16 / rate
+    return device.changed(flops={**device.flops, "bf16": rate}, sustained={**device.sustained, "attention": attention})
+
+
+def _frozen_on_rank(request: Request, ranks: int, shards: int) -> int:
+    """Bytes of frozen weights on one of `ranks` that share a replica, sharded over so many replicas: two layers are
+    gathered at a time."""
+    profile = request.profile
+    whole = (profile.frozen or 0) / ranks
+    return int(whole / shards + (2 * whole / profile.layers if shards > 1 else 0))
+
+
+def _stages(words: RowTable, layouts: Layouts, decoder: ReferenceDecoder, practice: Practice) -> tuple[int, ...]:
+    """Layers of each rank of a pipeline where the row or its system divides them unequally. Raises UserError."""
+    layers, pp, chunks = decoder.size.layers, int(layouts.pp), int(layouts.chunks)
+    given = words.get("stages")
+    if given is None:
+        head = decoder.size.vocabulary * decoder.size.width
+        balanced = practice.habits.balances and chunks == 1 < pp
+        return by_cost(layers, decoder.layer_parameters, head, pp) if balanced else ()
+    parts: Any = given if isinstance(given, list) else str(given).split("-")
+    stages = [int(part) for part in parts if not isinstance(part, bool) and str(part).isdecimal()]
+    if len(stages) != len(parts):
+        raise UserError(f"layout.stages = {given!r} is not possible.", do='layers of each stage: [4, 4, 3], or "4-4-3"')
+    if len(stages) != pp * chunks or sum(stages) != layers:
+        why = f"{len(stages)} stages with {sum(stages)} layers"
+        do = f"layout.stages = {pp * chunks} numbers whose sum is {layers}"
+        raise UserError("layout.stages contradicts the layout.", why=why, do=do)
+    return tuple(sum(stages[rank::pp]) for rank in range(pp))
+
+
+def by_cost(layers: int, layer: float, head: float, pp: int) -> tuple[int, ...]:
+    """Layers of each stage as nanotron divides them: a stage ends with the layer by which all before have reached its
+    share of the cost, of which the head is a part."""
+    stages, done, share = [0] * pp, 0.0, (layers * layer + head) / pp
+    at = 0
+    for _ in range(layers):
+        stages[at] += 1
+        done += layer
+        at += at < pp - 1 and done > (at + 1) * share
+    return tuple(stages)
+
+
 def _with_muon(request: Request, decoder: ReferenceDecoder) -> Request:
-    size, layers = decoder.size, decoder.size.layers
-    matrices = Counter({(size.width, size.width): 2 * layers})
-    matrices[size.kv_width, size.width] += 2 * layers
-    matrices[size.feed_forward, size.width] += (2 if decoder.gated else 1) * layers * size.experts
-    matrices[size.width, size.feed_forward] += layers * size.experts
+    size, matrices = decoder.size, Counter[tuple[int, int]]()
+    for rows, columns, count, part in decoder.matrices:
+        matrices[columns, rows] += count * size.layers
+        if part == "attention" and decoder.latent is None:  # three matrices, one product
+            matrices[columns, rows] -= count * size.layers
+            matrices[size.query_width, rows] += size.layers
+            matrices[size.kv_width, rows] += 2 * size.layers
     request = request.changed(optimizer=Muon(), matrices=matrices)
     storage = request.system.storage or DOUBLE
     moments = storage.optimizer - request.bytes_each * request.profile.hidden / request.profile.parameters
@@ -289,7 +318,7 @@ def _with_muon(request: Request, decoder: ReferenceDecoder) -> Request:
 # --- layout ------------------------------------------------------------------------------------------------------
 
 
-def _layout(words: _Words, samples: int | None, cluster: Cluster, notes: set[str]) -> tuple[Layouts, int]:
+def _layout(words: RowTable, samples: int | None, cluster: Cluster, notes: set[str]) -> tuple[Layouts, int]:
     """The layout that `words` say on `cluster`, and the samples of a step (None: as many as its micro-batches hold)."""
     algorithm, sharded = _algorithm(words)
     devices = gpus(cluster) or len(cluster.devices())
@@ -305,20 +334,21 @@ def _layout(words: _Words, samples: int | None, cluster: Cluster, notes: set[str
             do=f"layout.dp = {devices // (tp * sp * pp)}" if devices >= tp * sp * pp else "a larger cluster",
         )
     micro_batch, samples = _micro_batch(words, samples, dp, notes)
+    placement: Any = meant("layout.placement", words.get("placement", "head_first"), PLACEMENTS)
     view = Layout(
         dp=dp, tp=tp, sp=sp, pp=pp, algorithm=algorithm or ("megatron" if tp > 1 else "isp" if sp > 1 else "data"),
         shard=_shard(words, dict.fromkeys(STATES, 1) | dict.fromkeys(sharded, dp * sp), dp * sp),
-        micro_batch=micro_batch, cp=cp, interleave=chunks,
+        micro_batch=micro_batch, cp=cp, interleave=chunks, window=words.count("window", 1),
+        placement=placement,
+        schedule=meant("layout.schedule", words.get("schedule", "1f1b"), SCHEDULES),
     )  # fmt: skip
     layouts = of_view(view)
-    if words.count("ep", 1) > 1:
-        notes.add("layout.ep: experts are priced as if every rank held all of them")
     if gpus(cluster):
         return layouts, samples
     return replace(layouts, threads=max(1, cluster.nodes[0].cores // -(-ranks // devices))), samples
 
 
-def _algorithm(words: _Words) -> tuple[str | None, tuple[str, ...]]:
+def _algorithm(words: RowTable) -> tuple[str | None, tuple[str, ...]]:
     """Our name of the algorithm (None: not said), and the states it splits by itself."""
     given = words.get("algorithm")
     if given is None:
@@ -338,7 +368,7 @@ def _algorithm(words: _Words) -> tuple[str | None, tuple[str, ...]]:
     return (None if both else algorithm), sharded
 
 
-def _degrees(words: _Words, algorithm: str | None, devices: int) -> tuple[int, int, int, int]:
+def _degrees(words: RowTable, algorithm: str | None, devices: int) -> tuple[int, int, int, int]:
     tp, sp, pp = (words.count(axis, 1) for axis in ("tp", "sp", "pp"))
     if tp == sp > 1 and _same_group(words, algorithm, devices):
         sp = 1
@@ -356,7 +386,7 @@ def _degrees(words: _Words, algorithm: str | None, devices: int) -> tuple[int, i
     return devices // (tp * sp * pp), tp, sp, pp
 
 
-def _same_group(words: _Words, algorithm: str | None, devices: int) -> bool:
+def _same_group(words: RowTable, algorithm: str | None, devices: int) -> bool:
     """Whether `sp` and `tp` name one group: counted twice, the layout has more ranks than there are devices."""
     tp, pp = words.count("tp"), words.count("pp", 1)
     if "dp" not in words:
@@ -365,7 +395,7 @@ def _same_group(words: _Words, algorithm: str | None, devices: int) -> bool:
     return dp * tp * pp <= devices < dp * tp * tp * pp
 
 
-def _shard(words: _Words, default: dict[str, int], ranks: int) -> dict[str, int]:
+def _shard(words: RowTable, default: dict[str, int], ranks: int) -> dict[str, int]:
     """Over how many ranks each state is split: what is absent, as little as nesting allows."""
     given = words.get("shard")
     if given is None:
@@ -373,7 +403,7 @@ def _shard(words: _Words, default: dict[str, int], ranks: int) -> dict[str, int]
     if not isinstance(given, dict):
         do = '"shard": {"params": 1, "grads": 1, "optimizer": 8}'
         raise UserError(f"layout.shard = {given!r} is not a table.", do=do)
-    shard = _Words.of({"layout.shard": given}, "layout.shard")
+    shard = RowTable.of({"layout.shard": given}, "layout.shard")
     refuse_misspelled(shard, STATES, "layout.shard", set())
     # Ranks that were counted twice (see `_same_group`) are no shards of their own.
     twice = ranks * words.count("sp", 1)
@@ -384,7 +414,7 @@ def _shard(words: _Words, default: dict[str, int], ranks: int) -> dict[str, int]
     return shards
 
 
-def _micro_batch(words: _Words, samples: int | None, dp: int, notes: set[str]) -> tuple[int, int]:
+def _micro_batch(words: RowTable, samples: int | None, dp: int, notes: set[str]) -> tuple[int, int]:
     """(samples of a micro-batch, samples of a step)."""
     accumulate = words.count("accumulate", 1)
     if "micro_batch" not in words:

@@ -18,10 +18,15 @@ from msgspec import Struct
 
 from espalier.plan.calibration import Batch, Calibration, Measurement, refuse_other_units
 from espalier.plan.calibration_factors import PLAIN, CostFactors
-from espalier.plan.layout_estimate import price
+from espalier.plan.layout_estimate import Priced, price
 from espalier.plan.measurements.table import PREDICTED, MeasuredRow, MeasuredTable
+from espalier.recipe.cost import Number
 
 RESAMPLES = 10_000
+RETURNED = 0.7
+"""Share of the allocator's loss that it returns before it fails: GPTs up to the first batch that did not fit."""
+SPLIT = 0.07
+"""Share by which its largest buffers, which need room in one piece, then take more."""
 SMALLEST_GROUP = 3
 """Rows of a group whose regret says something: of two, a coin would choose the better half of the time."""
 
@@ -29,7 +34,7 @@ Progress = Callable[[int, int], None]
 
 
 class Prediction(NamedTuple):
-    """Of one row: seconds of a step and their parts, peak bytes, and bytes beyond the limit (negative: room left)."""
+    """Of one row: seconds of a step and their parts, peak bytes, and bytes that it lacks (negative: room left)."""
 
     seconds: float
     peak: float
@@ -88,7 +93,7 @@ def predict(
         n, memory = len(chosen), rows[chosen[0]].memory
         steps = np.array([np.broadcast_to(priced.step, n) for priced in costs])
         peaks = np.array([np.broadcast_to(priced.counted(memory), n) for priced in costs])
-        over = np.array([np.broadcast_to(priced.peak - priced.limit, n) for priced in costs])
+        over = np.array([np.broadcast_to(_least(priced) - priced.limit, n) for priced in costs])
         slowest = steps.argmax(axis=0)
         terms = [{name: np.broadcast_to(value, n) for name, value in priced.seconds.items()} for priced in costs]
         for at, index in enumerate(chosen):
@@ -99,6 +104,11 @@ def predict(
         if progress:
             progress(done, len(rows))
     return [prediction for prediction in predictions if prediction is not None]
+
+
+def _least(priced: Priced) -> Number:
+    """Bytes without which a run cannot go on: before it fails, the allocator returns what it keeps unused."""
+    return priced.peak - RETURNED * priced.memory_bytes["slack"] + SPLIT * priced.memory_bytes["transient"]
 
 
 def check_units(table: MeasuredTable) -> None:
@@ -216,7 +226,7 @@ def with_predictions(table: MeasuredTable, predictions: Sequence[Prediction], ca
     pairs = list(zip(table.rows, predictions, strict=True))
     if table.form == "jsonl":
         lines = [
-            msgspec.json.encode({**row.given, "predicted": _words(prediction, band(row, calibration))})
+            msgspec.json.encode({**row.given, "predicted": _words(prediction, band(row, calibration), row.unpriced)})
             for row, prediction in pairs
         ]
         return b"\n".join((*lines, b"")).decode()
@@ -235,9 +245,10 @@ def band(row: MeasuredRow, calibration: Calibration) -> tuple[float, float]:
     return calibration.on(run.cluster, int(run.layout.world), run.stack).band
 
 
-def _words(prediction: Prediction, around: tuple[float, float]) -> dict[str, Any]:
+def _words(prediction: Prediction, around: tuple[float, float], unpriced: Sequence[str]) -> dict[str, Any]:
     low, high = around
     return {
+        **({"unpriced": unpriced} if unpriced else {}),
         "step_seconds": prediction.seconds,
         "low": prediction.seconds * low,
         "high": prediction.seconds * high,

@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from espalier.plan.axes.sharding import StateBytes
 from espalier.plan.reference_models import FOREACH, LOSSES
 from espalier.plan.request import Kernel, Request
 from espalier.recipe import units
@@ -45,7 +44,17 @@ WHOLE = 2**40
 
 
 class Habits(NamedTuple):
-    """How a system trains where a row does not say."""
+    """How a system trains where a row does not say.
+
+    Attributes:
+        sequence_parallel, overlap, bucket, broadcast, slack: as a request's.
+        update: how the optimizer moves parameters. gradients: their dtype; None: that of values. states: the dtype of
+            weights that the optimizer moves and of its moments. loss: one of `reference_models.LOSSES`, or empty.
+        kernels: norms, activations and written scores are fused kernels, not PyTorch's operations.
+        keeps_shards, rotates: as `reference_models.ReferenceDecoder`'s. balances: stages are equal in cost, of which
+            the head is a part, not in layers. fsdp: as a request's. flattens: an update copies its
+            16-bit gradients to one piece before it casts them (DeepSpeed's and InternEvo's ZeRO).
+    """
 
     overlap: bool = True
     bucket: int | None = None
@@ -53,46 +62,61 @@ class Habits(NamedTuple):
     gradients: str | None = None
     sequence_parallel: bool = True
     broadcast: bool = False
+    loss: str = ""
+    states: str = "fp32"
+    kernels: bool = False
+    keeps_shards: bool = True
+    rotates: bool = False
+    balances: bool = False
+    fsdp: bool = True
+    flattens: bool = False
+    slack: float | None = None
 
 
 EXECUTORS: Mapping[str, Habits] = {
-    "megatron-lm": Habits(overlap=False, bucket=WHOLE, update="fused", gradients="fp32"),
-    "nemo": Habits(update="fused", gradients="fp32"),
-    "megatron-deepspeed": Habits(overlap=False, update="fused", sequence_parallel=False),
-    "deepspeed": Habits(update="fused"),
-    "ddp": Habits(bucket=25 * 2**20),
-    "fsdp": Habits(),
+    "megatron-lm": Habits(overlap=False, bucket=WHOLE, update="fused", gradients="fp32", kernels=True, fsdp=False),
+    "nemo": Habits(update="fused", gradients="fp32", kernels=True, fsdp=False),
+    "megatron-deepspeed": Habits(
+        overlap=False, update="fused", sequence_parallel=False, kernels=True, fsdp=False, flattens=True
+    ),
+    "deepspeed": Habits(update="fused", fsdp=False, flattens=True),
+    "ddp": Habits(bucket=25 * 2**20, gradients="fp32"),
+    "fsdp": Habits(update="fused", loss="fused"),
     "torchtitan": Habits(update="fused"),
-    "internevo": Habits(update="fused", broadcast=True),
+    "llm-foundry": Habits(update="loop", loss="fused", kernels=True),
+    "litgpt": Habits(loss="chunked"),
+    "llmq": Habits(update="fused", loss="chunked", states="bf16", kernels=True),
+    "nanotron": Habits(
+        update="fused",
+        gradients="fp32",
+        loss="parallel",
+        keeps_shards=False,
+        rotates=True,
+        balances=True,
+        fsdp=False,
+        slack=0.025,
+    ),
+    "internevo": Habits(update="fused", broadcast=True, kernels=True, fsdp=False, flattens=True),
     "espalier": Habits(),
 }
-ALIASES = {"megatron": "megatron-lm", "megatron-core": "nemo", "fsdp1": "fsdp", "fsdp2": "fsdp", "hybrid": "fsdp",
-    "accelerate": "fsdp", "lightning": "fsdp", "internlm": "internevo", "zero": "deepspeed"}  # fmt: skip
+ALIASES = {"megatron": "megatron-lm", "megatron-core": "nemo", "megatron-bridge": "nemo", "zero": "deepspeed",
+    "fsdp1": "fsdp", "fsdp2": "fsdp", "hybrid": "fsdp", "accelerate": "fsdp", "lightning": "fsdp", "pytorch": "ddp",
+    "composer": "llm-foundry", "mosaicml": "llm-foundry", "llmfoundry": "llm-foundry", "lit-gpt": "litgpt",
+    "internlm": "internevo"}  # fmt: skip
+SYSTEMS: Meanings = {**{name: name for name in EXECUTORS}, **ALIASES}
 UNNAMED = Habits()
 
-KEYS = ("executor", "sequence_parallel", "overlap", "bucket", "gradients", "update", "attention", "loss")
+KEYS = ("executor", "sequence_parallel", "overlap", "bucket", "gradients", "states", "update", "attention", "loss")
 """What a row's `train` may say of its stack."""
 
 
 @dataclass(frozen=True)
 class Practice:
-    """How the stack of a row trains.
-
-    Attributes:
-        executor: its name, or empty. sequence_parallel, overlap, bucket, broadcast: as a request's.
-        update: how the optimizer moves parameters; None: not said. gradients: their dtype; None: not said.
-        kernel: of attention; loss: one of `reference_models.LOSSES`, or empty.
-    """
+    """How the stack of a row trains: its name or nothing, its attention kernel, and what else it does."""
 
     executor: str = ""
-    sequence_parallel: bool = True
-    overlap: bool = True
-    bucket: int | None = None
-    update: str | None = None
-    gradients: str | None = None
     kernel: Kernel = "auto"
-    loss: str = ""
-    broadcast: bool = False
+    habits: Habits = UNNAMED
 
 
 def meant(name: str, value: Any, known: Meanings) -> str:
@@ -108,31 +132,31 @@ def meant(name: str, value: Any, known: Meanings) -> str:
 def practice(words: Mapping[str, Any], where: str = "train") -> Practice:
     """What `words` say, completed by the habits of the executor they name. Raises UserError."""
     named = words.get("executor")
-    names = {**{name: name for name in EXECUTORS}, **ALIASES}
-    executor = "" if named is None else meant(f"{where}.executor", named, names)
-    habits = EXECUTORS.get(executor, UNNAMED)
-
-    def flag(key: str, default: bool) -> bool:
-        value = words.get(key, default)
-        if not isinstance(value, bool):
+    executor = "" if named is None else meant(f"{where}.executor", named, SYSTEMS)
+    said: dict[str, Any] = {}
+    for key in ("sequence_parallel", "overlap"):
+        value = words.get(key)
+        if value is not None and not isinstance(value, bool):
             raise UserError(f"{where}.{key} = {value!r} is not possible.", do=f"{where}.{key} = true or false")
-        return value
+        said[key] = value
+    for key, known in _WORDS.items():
+        said[key] = meant(f"{where}.{key}", words[key], known) if key in words else None
+    said["bucket"] = _bucket(words["bucket"], where) if "bucket" in words else None
+    kernel: Any = said.pop("attention") or "auto"
+    habits = EXECUTORS.get(executor, UNNAMED)
+    habits = habits._replace(**{key: value for key, value in said.items() if key in words})
+    if kernel == "written" and not habits.kernels and habits.gradients is None:
+        habits = habits._replace(gradients="fp32")  # of fp32 weights: autocast
+    return Practice(executor, kernel, habits)
 
-    def word(key: str, known: Meanings, default: str | None) -> str | None:
-        return meant(f"{where}.{key}", words[key], known) if key in words else default
 
-    kernel: Any = word("attention", KERNELS, "auto")
-    return Practice(
-        executor=executor,
-        sequence_parallel=flag("sequence_parallel", habits.sequence_parallel),
-        overlap=flag("overlap", habits.overlap),
-        bucket=_bucket(words["bucket"], where) if "bucket" in words else habits.bucket,
-        update=word("update", UPDATES, habits.update if executor else None),
-        gradients=word("gradients", PRECISIONS, habits.gradients),
-        kernel=kernel,
-        loss=word("loss", {name: name for name in LOSSES}, "") or "",
-        broadcast=habits.broadcast,
-    )
+_WORDS: Mapping[str, Meanings] = {
+    "update": UPDATES,
+    "gradients": PRECISIONS,
+    "states": {name: meaning for name, meaning in PRECISIONS.items() if meaning in ("fp32", "bf16", "fp16")},
+    "attention": KERNELS,
+    "loss": {name: name for name in LOSSES},
+}
 
 
 def _bucket(value: Any, where: str) -> int | None:
@@ -148,20 +172,23 @@ def _bucket(value: Any, where: str) -> int | None:
 
 def practised(request: Request, practice: Practice) -> Request:
     """The request as a stack with these habits carries it out."""
-    storage, temporaries = request.system.storage, request.system.temporaries
-    if storage is not None and practice.gradients is not None:
-        storage = storage._replace(grads=_BYTES[practice.gradients])
-    if practice.update is not None:
-        temporaries = FOREACH if practice.update == "foreach" else 0.0
-    if storage is not None and practice.update == "8bit":
-        storage = StateBytes(storage.params, storage.grads, storage.optimizer - 6)  # two moments of one byte, not four
+    habits, storage = practice.habits, request.system.storage
+    if storage is not None:
+        if request.low and habits.states != "fp32":  # nothing is kept beside the weights
+            storage = storage._replace(optimizer=storage.optimizer * 4 / 12)
+        if habits.gradients is not None:
+            storage = storage._replace(grads=_BYTES[habits.gradients])
+        if habits.update == "8bit":  # two moments of one byte, not four
+            storage = storage._replace(optimizer=storage.optimizer - 6)
     return request.changed(
         storage=storage,
-        temporaries=temporaries,
-        overlap=practice.overlap,
-        bucket="auto" if practice.bucket is None else f"{practice.bucket}B",
+        temporaries=FOREACH * (habits.update == "foreach") + 2.0 * habits.flattens,
+        fsdp=habits.fsdp,
+        overlap=habits.overlap,
+        bucket="auto" if habits.bucket is None else f"{habits.bucket}B",
         kernel=practice.kernel,
-        refresh="broadcast" if practice.broadcast else request.system.refresh,
+        refresh="broadcast" if habits.broadcast else request.system.refresh,
+        slack=habits.slack,
     )
 
 

@@ -19,6 +19,8 @@ import msgspec
 
 from espalier.plan.calibration import Measurement
 from espalier.plan.measurements import stack_words
+from espalier.plan.measurements.model_words import LATENT
+from espalier.plan.measurements.row_table import refuse_misspelled
 from espalier.plan.measurements.run_records import Descriptions
 from espalier.recipe import serialization
 from espalier.recipe.errors import UserError, nearest
@@ -35,13 +37,14 @@ FORMATS = "a CSV with the columns " + ",".join((*COLUMNS, MEASURED)) + ", or JSO
 RENAMED = {"width": "hidden", "mbs": "micro_batch", "gbs": "global_batch"}
 """Other names of columns."""
 MORE: Mapping[str, tuple[str, ...]] = {
-    "model": ("kv_heads", "feed_forward", "gated", "vocabulary", "tied", "experts", "active"),
+    "model": ("kv_heads", "head_size", "feed_forward", "gated", "vocabulary", "tied", "experts", "active", "shared",
+              *LATENT),
     "cluster": ("device", "per_node", "between"),
-    "layout": ("sp", "cp", "vp", "ep", "algorithm", "recompute"),
+    "layout": ("sp", "cp", "vp", "ep", "algorithm", "recompute", "stages", "schedule"),
     "train": ("precision", "compile", "optimizer", *stack_words.KEYS),
     "measured": ("peak_gib", "out_of_memory", "memory"),
     "row": ("stack",),
-}
+}  # fmt: skip
 """Columns that a CSV may have beside those, by the table of a JSON line whose words they are."""
 _ASSUMED: Mapping[str, Any] = {
     "vocabulary": 51_200, "tied": True, "device": "A100-80GB", "per_node": 8, "between": "800Gbit/s",
@@ -54,12 +57,14 @@ _HABITS = ("gradients", "attention", "sequence_parallel")
 
 @dataclass(frozen=True)
 class MeasuredRow:
-    """One line of a file: as it was given, what it means, and with which rows its time may be compared (`group`)."""
+    """One line of a file: as it was given, what it means, with which rows its time may be compared (`group`), and which
+    of its keys change no prediction."""
 
     line: int
     given: dict[str, Any]
     measurement: Measurement
     group: tuple[Hashable, ...]
+    unpriced: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -117,8 +122,7 @@ def _json_lines(path: str, lines: list[tuple[int, str]]) -> MeasuredTable:
                 raise UserError(f"not valid JSON: {error}.", do="one whole JSON object per line") from None
             if not isinstance(given, dict):
                 raise UserError("not a JSON object.", do='{"model": …, "cluster": …, "layout": …, "train": …}')
-            measurement, group = descriptions.measurement(given, f"line {number}")
-            rows.append(MeasuredRow(number, given, measurement, group))
+            rows.append(MeasuredRow(number, given, *descriptions.measurement(given, f"line {number}")))
     return MeasuredTable(path, "jsonl", (), tuple(rows), tuple(sorted(descriptions.notes)))
 
 
@@ -147,6 +151,9 @@ def _csv(path: str, lines: list[tuple[int, str]]) -> MeasuredTable:
         _check_columns(columns, text)
     rows: list[MeasuredRow] = []
     descriptions = Descriptions()
+    known = (*COLUMNS, *RENAMED, MEASURED, PREDICTED, *(key for keys in MORE.values() for key in keys))
+    with _at(path, head):
+        refuse_misspelled(dict.fromkeys(columns), known, "column", descriptions.notes)
     for number, line in body:
         with _at(path, number):
             given = _cells(columns, line)
@@ -154,8 +161,7 @@ def _csv(path: str, lines: list[tuple[int, str]]) -> MeasuredTable:
             at = _Gpt(**{name: _whole(name, named[name]) for name in COLUMNS})
             record = _record(at, {name: _value(text) for name, text in named.items() if text.strip()})
             _check(at, record["layout"])
-            measurement, group = descriptions.measurement(record, f"{path}, line {number}")
-            rows.append(MeasuredRow(number, given, measurement, group))
+            rows.append(MeasuredRow(number, given, *descriptions.measurement(record, f"{path}, line {number}")))
     if not rows:
         raise UserError(f"{path} has columns but no rows.", do="one row per measured step")
     return MeasuredTable(path, "csv", tuple(columns), tuple(rows), tuple(sorted(descriptions.notes)))
@@ -248,8 +254,6 @@ def _check(at: _Gpt, layout: Mapping[str, Any]) -> None:
     if used != at.gpus:
         why = f"{' x '.join(axes)} = {' x '.join(map(str, axes.values()))} = {used}"
         raise UserError(f"gpus = {at.gpus} does not fit the layout.", why=why, do=f"gpus = {used}")
-    if at.hidden % at.heads:
-        raise UserError(f"heads = {at.heads} does not divide hidden = {at.hidden}.", do="correct heads or hidden")
     if at.pp > at.layers:
         raise UserError(f"pp = {at.pp} is more than layers = {at.layers}.", do="a layer or more for every stage")
     if at.dp > at.global_batch:
