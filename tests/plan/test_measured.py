@@ -263,7 +263,9 @@ VALUES = st.one_of(
     st.dictionaries(st.text(max_size=4), st.integers(), max_size=2), st.lists(st.none(), max_size=2),
 )  # fmt: skip
 DEEPER = ("layout.tp", "layout.sp", "layout.pp", "layout.shard", "layout.algorithm", "layout.chunks", "model.gated",
-    "model.kv_heads", "model.shape", "model.kind", "train.optimizer", "train.recompute", "train.compile")  # fmt: skip
+    "model.kv_heads", "model.shape", "model.kind", "train.optimizer", "train.recompute", "train.compile",
+    "model.head_size", "model.experts", "model.kv_lora_rank", "layout.ep", "layout.stages", "layout.placement",
+    "layout.window", "train.states", "tune.kind", "tune.rank", "tune.targets", "tune.frozen")  # fmt: skip
 
 
 @settings(max_examples=150)
@@ -273,7 +275,7 @@ def test_no_value_raises_anything_but_a_user_error(
 ) -> None:
     name, key = at
     row = json.loads(json.dumps(ROW))
-    row[name] = {**row[name], key: value} if key else value
+    row[name] = {**row.get(name, {}), key: value} if key else value
     path = tmp_path_factory.getbasetemp() / "any.jsonl"
     path.write_text(json.dumps(row))
     try:

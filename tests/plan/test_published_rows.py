@@ -2,8 +2,8 @@
 
 Sources: nanotron's Llama of 1B on H100s (Hugging Face nanotron/old_bench, July 2024: allocated and reserved MiB);
 languini's GPTs on one GPU (github languini-kitchen/languini-kitchen, projects/gpt, Apache-2.0: the largest batch that
-ran and the first that did not); LitGPT's LoRA on an A100-40GB (github Lightning-AI/litgpt, resource-tables.md,
-Apache-2.0).
+ran and the first that did not); llm.q's Qwen2.5 on cards at home (github IST-DASLab/llmq, Apache-2.0); LitGPT's LoRA on
+an A100-40GB (github Lightning-AI/litgpt, resource-tables.md, Apache-2.0).
 """
 
 from __future__ import annotations
@@ -30,6 +30,11 @@ from espalier.recipe.decoder_shapes import DecoderSizes
 NANOTRON = [(1, 1, 16, 1, 12603.56, 13042), (16, 1, 1, 4, 42900.39, 44042), (1, 4, 4, 8, 24436.91, 24816),
             (1, 8, 2, 8, 16549.94, 16842), (2, 1, 8, 4, 42485.19, 42994), (1, 4, 2, 8, 25707.36, 26100),
             (2, 1, 4, 4, 39056.83, 39710), (2, 4, 1, 8, 25808.34, 27166)]  # fmt: skip
+# device, cards, shape of Qwen2.5, samples of a micro-batch: what ran with nothing recomputed or offloaded
+LLMQ = [("RTX 4090", 4, "0.5b", 16), ("RTX 5060 Ti", 1, "0.5b", 10), ("H100", 1, "7b", 4), ("H100", 8, "1.5b", 32),
+        ("RTX PRO 6000", 1, "7b", 8), ("L40S", 1, "3b", 4), ("L40S", 4, "3b", 8)]  # fmt: skip
+QWEN = {"0.5b": (24, 896, 14, 2, 4864), "1.5b": (28, 1536, 12, 2, 8960), "3b": (36, 2048, 16, 2, 11008),
+        "7b": (28, 3584, 28, 4, 18944)}  # fmt: skip
 # device, layers, width, heads, the largest batch that ran, the first that did not
 LANGUINI = [("RTX 3090", 12, 768, 12, 32, 36), ("V100-32GB", 12, 768, 12, 48, 52), ("V100-32GB", 24, 1536, 16, 9, 16),
             ("RTX 4090", 4, 512, 8, 88, 100), ("RTX 4090", 12, 768, 12, 34, 36), ("RTX 3090", 4, 512, 8, 88, 104),
@@ -100,7 +105,22 @@ def test_the_first_batch_that_does_not_fit_is_known_within_a_few_percent(tmp_pat
     assert not any(run.fits for run in first)
 
 
-class Kept:
+def test_what_llmq_ran_fits_with_its_states_in_16_bits_and_not_in_32(tmp_path: Path) -> None:
+    rows = []
+    for device, cards, shape, micro_batch in LLMQ:
+        sizes = dict(zip(("depth", "width", "heads", "kv_heads", "feed_forward"), QWEN[shape], strict=True))
+        rows.append({
+            "model": {**sizes, "vocabulary": 151936, "tied": shape != "7b"},
+            "cluster": {"nodes": [{"device": device, "devices": cards}]},
+            "layout": {"dp": cards, "micro_batch": micro_batch, "shard": {"optimizer": cards}},
+            "train": {"sequence": 1024, "batch_tokens": 524288, "precision": "bf16", "executor": "llmq"},
+        })  # fmt: skip
+    assert all(run.fits for run in predicted(tmp_path, *rows))
+    wide = [{**made, "train": {**made["train"], "states": "fp32"}} for made in rows]
+    assert sum(run.fits for run in predicted(tmp_path, *wide)) <= 5
+
+
+class SavedBytes:
     """Bytes that autograd keeps, each storage once. Has state."""
 
     def __init__(self) -> None:
@@ -141,11 +161,11 @@ def test_a_written_block_keeps_what_is_predicted() -> None:
     batch, length, width, heads = 4, 64, 128, 4
     shapes = [(width, width)] * 4 + [(4 * width, width), (width, 4 * width)]
     weights = [torch.randn(*shape, dtype=torch.bfloat16, requires_grad=True) for shape in shapes]
-    x, kept = torch.randn(batch, length, width, requires_grad=True), Kept()
+    x, saved = torch.randn(batch, length, width, requires_grad=True), SavedBytes()
     own = {weight.untyped_storage().data_ptr() for weight in weights}
-    with torch.autograd.graph.saved_tensors_hooks(kept.note, lambda tensor: tensor):
+    with torch.autograd.graph.saved_tensors_hooks(saved.note, lambda tensor: tensor):
         written_block(x, weights, heads)
-    live = kept.bytes - sum(storage.nbytes() for at, storage in kept.storages.items() if at in own)
+    live = saved.bytes - sum(storage.nbytes() for at, storage in saved.storages.items() if at in own)
     size = DecoderSizes(1, width, heads, heads, 4 * width, 100, length, True, 1e4, 1e-5)
     decoder = ReferenceDecoder(size, length, gated=False, fused=False, operations="eager")
     layer = decoder.anatomy(batch, "none", "bf16", Cut()).layer
@@ -186,9 +206,9 @@ def test_spread_experts_lie_on_fewer_ranks(tmp_path: Path) -> None:
 def test_more_expert_ranks_than_replicas_are_priced_as_the_most_that_divide_them_and_noted(tmp_path: Path) -> None:
     model = {"kind": "moe", "experts": 8, "active": 2}
     most, more = row(model=model, layout={"ep": 8}), row(model={**model, "experts": 16}, layout={"ep": 16})
-    found = read(lines(tmp_path, most, more))
-    assert found.rows[1].measurement.request.expert_ranks == 8
-    assert any("layout.ep = 16 is priced as 8" in note for note in found.notes)
+    table = read(lines(tmp_path, most, more))
+    assert table.rows[1].measurement.request.expert_ranks == 8
+    assert any("layout.ep = 16 is priced as 8" in note for note in table.notes)
 
 
 def test_latent_attention_has_the_parameters_of_deepseek_v3_s() -> None:
@@ -223,15 +243,18 @@ def test_adapters_of_a_3b_model_take_what_was_measured(tmp_path: Path) -> None:
 
 def test_a_stack_that_begins_with_a_system_s_name_has_its_habits(tmp_path: Path) -> None:
     named = {**row(), "stack": "llm-foundry v0.3.0"}
-    found = read(lines(tmp_path, named, row(train={"executor": "llm-foundry"})))
-    left, right = (entry.measurement.request for entry in found.rows)
+    table = read(lines(tmp_path, named, row(train={"executor": "llm-foundry"})))
+    left, right = (entry.measurement.request for entry in table.rows)
     assert left == right
-    assert any("llm-foundry assumed" in note for note in found.notes)
+    assert any("llm-foundry assumed" in note for note in table.notes)
+    sharded = read(lines(tmp_path, row(layout={"algorithm": "FSDP2"}), row(layout={"algorithm": "zero-3"})))
+    assert [entry.measurement.stack for entry in sharded.rows] == ["fsdp on A100-80GB", "unnamed on A100-80GB"]
+    assert any("fsdp assumed" in note for note in sharded.notes)
 
 
 def test_heads_that_divide_no_width_are_said_to_be_assumed(tmp_path: Path) -> None:
-    found = read(lines(tmp_path, row(model={"heads": 24})))
-    assert any("86 assumed" in note for note in found.notes)
+    table = read(lines(tmp_path, row(model={"heads": 24})))
+    assert any("86 assumed" in note for note in table.notes)
 
 
 def test_fp8_is_a_rate_of_products_alone(tmp_path: Path) -> None:

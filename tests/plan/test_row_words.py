@@ -16,6 +16,7 @@ from espalier.plan.measurements.table import MeasuredTable, read
 
 H100 = {"name": "H100", "kind": "cuda", "memory": 2**36, "memory_bandwidth": 3.35e12,
         "flops": {"fp8": 1979e12, "bf16": 989e12, "fp16": 989e12, "fp32": 67e12}}  # fmt: skip
+NODE: dict[str, Any] = ROW["cluster"]["nodes"][0]
 LATENT = {"q_lora_rank": 512, "kv_lora_rank": 256, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
 CUT: dict[str, Any] = {"layout": {"dp": 4, "tp": 2, "pp": 2, "accumulate": ...}, "train": {"batch_tokens": 32 * 1024}}
 RING: dict[str, Any] = {"layout": {"dp": 1, "cp": 16, "sp": 16, "accumulate": ...}, "train": {"batch_tokens": 4096}}
@@ -92,10 +93,10 @@ def scored(folder: Path, table: str, key: str, value: Any, base: dict[str, Any])
     row = {name: {**ROW[name], **base.get(name, {})} for name in ROW}
     row.setdefault(table, {})[key] = value
     made = {name: {word: given for word, given in words.items() if given is not ...} for name, words in row.items()}
-    found = read(lines(folder, json.dumps(made)))
-    measured = found.rows[0].measurement
-    predicted = score.predict(found.measurements)[0]
-    return found, (predicted, measured.step_seconds, measured.peak_bytes, measured.out_of_memory)
+    rows = read(lines(folder, json.dumps(made)))
+    measured = rows.rows[0].measurement
+    predicted = score.predict(rows.measurements)[0]
+    return rows, (predicted, measured.step_seconds, measured.peak_bytes, measured.out_of_memory)
 
 
 def test_every_word_is_tried_here() -> None:
@@ -117,7 +118,19 @@ def test_a_word_that_changes_nothing_is_named_in_the_result(tmp_path: Path, name
         base = SPREAD if key in ("balance", "balancing", "z_loss", "normalized") else {}
     else:
         base, value = {}, "x"
-    found, _ = scored(tmp_path, table, key, value, base)
-    assert name in found.rows[0].unpriced
-    written = score.with_predictions(found, score.predict(found.measurements), DATASHEET)
+    rows, _ = scored(tmp_path, table, key, value, base)
+    assert name in rows.rows[0].unpriced
+    written = score.with_predictions(rows, score.predict(rows.measurements), DATASHEET)
     assert name in json.loads(written)["predicted"]["unpriced"]
+
+
+def test_words_inside_tables_are_named_too(tmp_path: Path) -> None:
+    optimizer = {"kind": "adamw", "learning_rate": 1e-4}
+    rows, _ = scored(tmp_path, "train", "optimizer", optimizer, {"cluster": {"nodes": [{**NODE, "price": 2.5}]}})
+    assert rows.rows[0].unpriced == ("train.optimizer.learning_rate", "cluster.nodes.price")
+
+
+def test_a_key_beside_the_tables_is_named(tmp_path: Path) -> None:
+    assert read(lines(tmp_path, {**ROW, "id": 7, "predicted": {}})).notes == (
+        "row.id is not known here and was left out",
+    )

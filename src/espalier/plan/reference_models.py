@@ -24,10 +24,11 @@ DOUBLE = StateBytes(8, 8, 16)
 FOREACH = 4
 """Bytes per parameter of an update by torch's foreach AdamW beside its states: the roots of the second moments, in a
 list. Fused, 8-bit and one-by-one updates have a tensor's at most, 0."""
-LOSSES = {"plain": 3.0, "parallel": 2.0, "fused": 0.5, "chunked": 3 / 8}
+LOSSES = {"plain": 3.0, "parallel": 2.0, "fused": 0.5, "chunked": 3 / 8, "fused-chunked": 1 / 16}
 """fp32 values of each logit while backward works on the loss: `plain`, the log-softmax and two gradients; `parallel`
 (Megatron-LM), a softmax that was computed in place and its gradient; `fused`, a 16-bit gradient; `chunked`, all of an
-eighth at a time, and no logits are kept."""
+eighth at a time, and no logits are kept; `fused-chunked`, a 16-bit gradient of an eighth (Liger Kernel, arXiv
+2410.10989)."""
 
 
 EAGER = 2.5
@@ -73,8 +74,9 @@ class ReferenceDecoder:
     keep their shares only, as Megatron-LM does (arXiv 2205.05198, section 4.2.2). `rotates`: queries and keys with
     positions are kept beside the product that they were cut from. `eager`: norms, positions and
     activations are chains of PyTorch operations (as in Llama's code) instead of fused kernels (as in Megatron-LM's).
-    `operations`: what a GPT that writes its scores keeps of its chains: `kernels` as in Megatron-LM, or of PyTorch's
-    operations, `compiled` or not. `loss`: one of `LOSSES`; empty: `parallel` where ranks share matrices, else `plain`.
+    `operations`: what chains of them keep: `kernels` as Megatron-LM's, `fused` ones where a SwiGLU keeps its inputs and
+    its answer alone, or PyTorch's, `compiled` or not, where a GPT writes its scores. `loss`: one of `LOSSES`; empty:
+    `parallel` where ranks share matrices, else `plain`.
     """
 
     size: DecoderSizes
@@ -85,7 +87,7 @@ class ReferenceDecoder:
     keeps_shards: bool = True
     rotates: bool = False
     eager: bool = False
-    operations: Literal["kernels", "eager", "compiled"] = "kernels"
+    operations: Literal["kernels", "fused", "eager", "compiled"] = "kernels"
     loss: str = ""
     latent: LatentAttention | None = None
     adapters: LowRank | None = None
@@ -187,7 +189,7 @@ class ReferenceDecoder:
             products=(Product(tokens, size.width, size.vocabulary / tensor, leaf=self.adapters is not None),),
             attention=0.0 * tokens,
             moved=4 * stream + logits * (value + 2 * 4),
-            saved=2 * stream + logits * value * (self.loss != "chunked"),
+            saved=2 * stream + logits * value * (not self.loss.endswith("chunked")),
             transient=logits * max(4, value) * self._loss(tensor),
             again=0.0 * tokens,
             samples=micro_batch,
@@ -208,7 +210,7 @@ class ReferenceDecoder:
         inputs = 4 * width  # of both products that are cut by columns
         shared = 4 * width  # of both norms
         if self.gated:
-            inside = 2 * cores + 4 * answers + 8 * feed
+            inside = 2 * cores + (2 * answers + 6 * feed if self.operations == "fused" else 4 * answers + 8 * feed)
             dropout = 0
         else:
             inside = 2 * cores + 2 * answers + 4 * feed
@@ -219,7 +221,7 @@ class ReferenceDecoder:
         whole = inputs / (1 if cut.gathered and not self.keeps_shards else split)
         linear = scale * (whole + (shared + dropout) / split + inside / tensor)
         scores = 0.0 if self.fused else scale * 5.0 * size.heads * self.sequence / tensor
-        if self.operations != "kernels" and not (self.fused or self.gated):
+        if self.operations in ("eager", "compiled") and not (self.fused or self.gated):
             left = FUSIONS if self.operations == "compiled" else 1.0
             # Under autocast three products and one each round their own copy of a norm's answer.
             precision, casts = ("autocast", 4) if value < 4 else ("fp32", 2)

@@ -99,7 +99,7 @@ class Descriptions:
 
     def measurement(self, row: Mapping[str, Any], label: str) -> RunRecord:
         """What a row measured. Raises UserError."""
-        refuse_misspelled(row, (*_TABLES, "stack"), "row", set())
+        refuse_misspelled(row, (*_TABLES, "stack", "predicted"), "row", self.notes)
         tables = {name: RowTable.of(row, name) for name in _TABLES}
         model_words, cluster_words, layout, train, _, measured = tables.values()
         for name, known in _KEYS.items():
@@ -129,15 +129,26 @@ class Descriptions:
             for key in keys
             if key in tables[name] and not (key == "context" and "sequence" not in train)
         ]
+        if isinstance(given := train.get("optimizer"), dict):
+            unpriced += [f"train.optimizer.{key}" for key in given if key != "kind"]
+        nodes = cluster_words["nodes"]
+        for key in ("price", "disks"):
+            unpriced += [f"cluster.nodes.{key}"] * any(
+                key in node for node in ([nodes] if "device" in nodes else nodes)
+            )
         made = Measurement(request, cluster, layouts, seconds, peak, ended, label, stack, kind)
         return RunRecord(made, group, tuple(unpriced))
 
     def _practice(self, row: Mapping[str, Any], words: dict[str, Any]) -> Practice:
-        """How the row's system trains: a stack that begins with a system's name has its habits."""
-        named = str(row.get("stack") or "").lower().replace("_", "-").split()
-        if "executor" not in words and named and named[0] in stack_words.SYSTEMS:
-            words["executor"] = named[0]
-            self.notes.add(f"train.executor is missing: {stack_words.SYSTEMS[named[0]]} assumed from the row's stack")
+        """How the row's system trains: a stack that begins with a system's name, or FSDP, has its habits."""
+        first = str(row.get("stack") or "").partition(" ")[0]
+        stack, algorithm = (
+            stack_words.SYSTEMS.get(str(name).lower().replace("_", "-")) for name in (first, words.get("algorithm"))
+        )
+        system = stack or (algorithm if algorithm == "fsdp" else None)
+        if "executor" not in words and system is not None:
+            words["executor"] = system
+            self.notes.add(f"train.executor is missing: {system} assumed, from the row's stack or algorithm")
         return stack_words.practice(words)
 
     def _request(
@@ -157,7 +168,7 @@ class Descriptions:
         decoder = ReferenceDecoder(
             model.size, sequence, gated=model.gated, fused=fused, eager=eager,
             sequence_parallel=habits.sequence_parallel, keeps_shards=habits.keeps_shards, rotates=habits.rotates,
-            operations="kernels" if habits.kernels else "compiled" if compiled else "eager", loss=habits.loss,
+            operations=habits.kernels or ("compiled" if compiled else "eager"), loss=habits.loss,
             latent=model.latent, adapters=low_rank(tables["tune"], precision),
         )  # fmt: skip
         given = train.get("optimizer", "adamw")

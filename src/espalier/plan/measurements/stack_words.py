@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from espalier.plan.reference_models import FOREACH, LOSSES
 from espalier.plan.request import Kernel, Request
@@ -50,7 +50,8 @@ class Habits(NamedTuple):
         sequence_parallel, overlap, bucket, broadcast, slack: as a request's.
         update: how the optimizer moves parameters. gradients: their dtype; None: that of values. states: the dtype of
             weights that the optimizer moves and of its moments. loss: one of `reference_models.LOSSES`, or empty.
-        kernels: norms, activations and written scores are fused kernels, not PyTorch's operations.
+        kernels: norms, activations and written scores are kernels of its own, `fused` ones where a SwiGLU keeps its
+            inputs and its answer alone; empty: PyTorch's operations.
         keeps_shards, rotates: as `reference_models.ReferenceDecoder`'s. balances: stages are equal in cost, of which
             the head is a part, not in layers. fsdp: as a request's. flattens: an update copies its
             16-bit gradients to one piece before it casts them (DeepSpeed's and InternEvo's ZeRO).
@@ -64,7 +65,7 @@ class Habits(NamedTuple):
     broadcast: bool = False
     loss: str = ""
     states: str = "fp32"
-    kernels: bool = False
+    kernels: Literal["", "kernels", "fused"] = ""
     keeps_shards: bool = True
     rotates: bool = False
     balances: bool = False
@@ -74,18 +75,18 @@ class Habits(NamedTuple):
 
 
 EXECUTORS: Mapping[str, Habits] = {
-    "megatron-lm": Habits(overlap=False, bucket=WHOLE, update="fused", gradients="fp32", kernels=True, fsdp=False),
-    "nemo": Habits(update="fused", gradients="fp32", kernels=True, fsdp=False),
+    "megatron-lm": Habits(overlap=False, bucket=WHOLE, update="fused", gradients="fp32", kernels="kernels", fsdp=False),
+    "nemo": Habits(update="fused", gradients="fp32", kernels="fused", fsdp=False),
     "megatron-deepspeed": Habits(
-        overlap=False, update="fused", sequence_parallel=False, kernels=True, fsdp=False, flattens=True
+        overlap=False, update="fused", sequence_parallel=False, kernels="kernels", fsdp=False, flattens=True
     ),
     "deepspeed": Habits(update="fused", fsdp=False, flattens=True),
     "ddp": Habits(bucket=25 * 2**20, gradients="fp32"),
     "fsdp": Habits(update="fused", loss="fused"),
     "torchtitan": Habits(update="fused"),
-    "llm-foundry": Habits(update="loop", loss="fused", kernels=True),
+    "llm-foundry": Habits(update="loop", loss="fused", kernels="kernels"),
     "litgpt": Habits(loss="chunked"),
-    "llmq": Habits(update="fused", loss="chunked", states="bf16", kernels=True),
+    "llmq": Habits(update="fused", loss="fused-chunked", states="bf16", kernels="fused"),
     "nanotron": Habits(
         update="fused",
         gradients="fp32",
@@ -96,7 +97,7 @@ EXECUTORS: Mapping[str, Habits] = {
         fsdp=False,
         slack=0.025,
     ),
-    "internevo": Habits(update="fused", broadcast=True, kernels=True, fsdp=False, flattens=True),
+    "internevo": Habits(update="fused", broadcast=True, kernels="kernels", fsdp=False, flattens=True),
     "espalier": Habits(),
 }
 ALIASES = {"megatron": "megatron-lm", "megatron-core": "nemo", "megatron-bridge": "nemo", "zero": "deepspeed",
@@ -133,18 +134,19 @@ def practice(words: Mapping[str, Any], where: str = "train") -> Practice:
     """What `words` say, completed by the habits of the executor they name. Raises UserError."""
     named = words.get("executor")
     executor = "" if named is None else meant(f"{where}.executor", named, SYSTEMS)
-    said: dict[str, Any] = {}
+    stated: dict[str, Any] = {
+        key: meant(f"{where}.{key}", words[key], known) for key, known in _WORDS.items() if key in words
+    }
     for key in ("sequence_parallel", "overlap"):
-        value = words.get(key)
-        if value is not None and not isinstance(value, bool):
-            raise UserError(f"{where}.{key} = {value!r} is not possible.", do=f"{where}.{key} = true or false")
-        said[key] = value
-    for key, known in _WORDS.items():
-        said[key] = meant(f"{where}.{key}", words[key], known) if key in words else None
-    said["bucket"] = _bucket(words["bucket"], where) if "bucket" in words else None
-    kernel: Any = said.pop("attention") or "auto"
-    habits = EXECUTORS.get(executor, UNNAMED)
-    habits = habits._replace(**{key: value for key, value in said.items() if key in words})
+        if key in words:
+            stated[key] = words[key]
+            if not isinstance(words[key], bool):
+                do = f"{where}.{key} = true or false"
+                raise UserError(f"{where}.{key} = {words[key]!r} is not possible.", do=do)
+    if "bucket" in words:
+        stated["bucket"] = _bucket(words["bucket"], where)
+    kernel: Kernel = stated.pop("attention", "auto")
+    habits = EXECUTORS.get(executor, UNNAMED)._replace(**stated)
     if kernel == "written" and not habits.kernels and habits.gradients is None:
         habits = habits._replace(gradients="fp32")  # of fp32 weights: autocast
     return Practice(executor, kernel, habits)
@@ -155,7 +157,7 @@ _WORDS: Mapping[str, Meanings] = {
     "gradients": PRECISIONS,
     "states": {name: meaning for name, meaning in PRECISIONS.items() if meaning in ("fp32", "bf16", "fp16")},
     "attention": KERNELS,
-    "loss": {name: name for name in LOSSES},
+    "loss": {**{name: name for name in LOSSES}, "liger": "fused-chunked"},
 }
 
 
