@@ -33,7 +33,7 @@ def row(
         "model": model,
         "cluster": {"nodes": [{"device": name, "devices": count}]},
         "layout": {"precision": "bf16", "recompute": "none", **layout},
-        "train": {"sequence": tokens[0], "batch_tokens": tokens[1], "compile": True},
+        "train": {"sequence": tokens[0], "batch_tokens": tokens[1], "compile": True, "update": "fused"},
         "measured": {"step_seconds": seconds},
     }
 

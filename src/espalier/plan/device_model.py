@@ -1,8 +1,8 @@
 """Device model: seconds of products, attention and memory traffic, from measurements or a datasheet.
 
 Measured devices: FLOP/s between the measured shapes and settings by inverse-distance weights in log space, so that a
-measured shape gives its measured time. Devices of the catalogue: a share of the peak that grows with the product.
-Both take NumPy arrays. Loads no torch.
+measured shape gives its measured time. Devices of the catalogue: tiles in waves over multiprocessors, beside what they
+read and write. Both take NumPy arrays. Loads no torch.
 """
 
 from __future__ import annotations
@@ -15,20 +15,24 @@ import numpy as np
 from espalier.machine import cluster as clusters
 from espalier.machine.cluster import Device
 from espalier.plan.calibration_factors import PLAIN, CostFactors
-from espalier.recipe.cost import Number, Product, Work
+from espalier.recipe.cost import VALUE_BYTES, Number, Product, Work
 from espalier.recipe.errors import UserError
 
 PRODUCT_SHARE = 0.8
 """Share of a datasheet's peak that a large product reaches: cuBLAS on an A100 gives about 250 of 312 TFLOP/s. Assumed
 until probed or calibrated."""
-SMALL = (256, 256, 256)
-"""Rows, columns and inner size at which a product takes as long again: few tiles leave multiprocessors idle, and
-operands are read for little work.
-Assumed: measured GPT steps on A100s and H100s scatter less about their mean error with it."""
-FILLED = 250e12
-"""FLOP/s from which that holds; slower devices are filled by less: squares of 2,048 reach 93 % of the best on an RTX
-3060, all on a 4090, 74 % on a 5090 (zzc0721/torch-performance-test-data, issues 131, 78 and 15)."""
-COPY_SHARE = 0.8
+TILE = 128
+"""Rows and columns of the tile of a product that a multiprocessor computes at a time."""
+EPILOGUE = 36.0
+"""Operations at the fp32 peak for each value of a product's result, in which tensor cores wait: an A100 loses most in
+narrow models, a 4090 least. This, `TAIL`, `OVERLAP` and `COPY_SHARE` are fitted to half of bench/planner.py's steps."""
+TAIL = 0.25
+"""Of the time of a tile: what a product's last wave, full to any degree, leaves idle."""
+SPLIT = 2048
+"""Inner size beyond which a tile's sum is split among multiprocessors. Assumed."""
+OVERLAP = 4.0
+"""A product takes (compute^p + memory^p)^(1/p)."""
+COPY_SHARE = 0.75
 """Share of a datasheet's memory bandwidth in elementwise work. Assumed until probed."""
 
 # Share of the bf16 peak that FlashAttention-2 reaches on an A100 is 73 % forward and 63 % backward at best (Dao, arXiv
@@ -40,7 +44,7 @@ SHORT = 450
 """Tokens of a sequence at which a fused kernel reaches half of its share: FlashAttention-2's speed from 512 to 16 Ki
 tokens, causal, heads of 128 (the same)."""
 ATTENTION_BACKWARD = 2.5
-"""FLOP of the attention core's backward over its forward (recomputes the scores; same paper)."""
+"""FLOP of the attention core's backward over its forward (recomputes the scores; same paper); 2 of written scores."""
 
 LAUNCH = {"cuda": 18e-6, "cpu": 4e-6}
 """Seconds to issue one eager operation where it was not measured: a PyTorch dispatch with autograd's bookkeeping, and
@@ -82,16 +86,24 @@ def product_seconds(
         sizes = (product.rows, product.inner, product.columns)
         each = factors.product * flops / _measured(device, "product", precision, sizes, setting)
     elif device.peak and device.kind == "cuda":
-        sizes = (product.rows, product.columns, product.inner)
-        # A module's products are counted as FLOP alone, with 1 for sizes that nobody knows: these lose nothing.
-        small = sum(
-            (np.asarray(size) > 1) * lost / np.maximum(1, size) for lost, size in zip(SMALL, sizes, strict=True)
-        )
-        speed = _peak(device, precision) * share(device, "product", precision)
-        each = factors.product * flops / speed * (1 + factors.small * small * min(1.0, speed / FILLED))
+        each = _tiled(device, precision, product, factors)
     else:
         each = factors.product * flops / (_peak(device, precision) / _ranks(device, setting))
     return np.where(flops > 0, each * product.count, 0.0)[()]
+
+
+def _tiled(device: Device, precision: str, product: Product, factors: CostFactors) -> Number:
+    """Seconds of one product on a catalogue's GPU: tiles in waves over its multiprocessors, beside what they read and
+    write. A module's products are counted as FLOP alone, with 1 for sizes that nobody knows: these lose nothing."""
+    rows, inner, columns = (np.maximum(1, np.asarray(size)) for size in (product.rows, product.inner, product.columns))
+    known = (rows > 1) & (inner > 1) & (columns > 1)
+    speed = _peak(device, precision) * share(device, "product", precision) / factors.product
+    ends = EPILOGUE / device.flops.get("fp32", speed)
+    tile = TILE**2 * max(1, device.multiprocessors) * (2.0 * np.minimum(inner, SPLIT) / speed + ends)
+    compute = 2.0 * rows * inner * columns / speed + known * factors.small * (rows * columns * ends + TAIL * tile)
+    moved = known * VALUE_BYTES.get(precision, 2) * (rows * inner + inner * columns + rows * columns)
+    memory = factors.memory * moved / (device.memory_bandwidth * COPY_SHARE)
+    return (compute**OVERLAP + memory**OVERLAP) ** (1 / OVERLAP)
 
 
 def backward(product: Product) -> tuple[Product, ...]:
@@ -102,13 +114,22 @@ def backward(product: Product) -> tuple[Product, ...]:
 
 
 def attention_seconds(
-    device: Device, precision: str, work: Work, setting: DeviceUse, factors: CostFactors = PLAIN
+    device: Device,
+    precision: str,
+    work: Work,
+    setting: DeviceUse,
+    factors: CostFactors = PLAIN,
+    kernel: str = "auto",
 ) -> Number:
-    """Seconds of the attention core of `work`, forward, at the best that the device does."""
+    """Seconds of the attention core of `work`, forward, at the best that the device does; one that writes its scores is
+    two products."""
     flop = work.attention
     if any(rate.what == "attention" for rate in device.rates):
         sizes = (work.length, work.head_size, work.length)
         speed = _measured(device, "attention", precision, sizes, setting)
+    elif kernel == "written" and device.kind == "cuda" and work.head_size:
+        rows = flop / (2.0 * work.length * work.head_size)
+        return factors.attention * _tiled(device, precision, Product(rows, work.head_size, work.length), factors)
     else:
         speed = _peak(device, precision) * share(device, "attention") / _ranks(device, setting)
     return factors.attention * flop / speed

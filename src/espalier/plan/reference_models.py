@@ -93,6 +93,11 @@ class ReferenceDecoder:
     adapters: LowRank | None = None
 
     @property
+    def merged(self) -> bool:
+        """Whether its kernels do a residual with its norm, an activation with its product, and a loss in one pass."""
+        return self.loss in ("fused", "chunked", "fused-chunked")
+
+    @property
     def layer_parameters(self) -> int:
         """Of one block: attention, feed-forward, two norms (of a GPT with biases, which are not counted)."""
         return sum(rows * columns * count for rows, columns, count, _ in self.matrices) + 2 * self.size.width
@@ -167,6 +172,8 @@ class ReferenceDecoder:
             samples=micro_batch,
             tokens=tokens,
             issued=OPERATIONS,
+            length=self.sequence,
+            head_size=size.head_size,
             moved_again=scores / (moved + scores) if recompute == "selective" and not self.fused else None,
         )
         return Anatomy(size.layers, layer, self._rest(micro_batch, tokens, value, tensor))
@@ -188,7 +195,7 @@ class ReferenceDecoder:
         return Work(
             products=(Product(tokens, size.width, size.vocabulary / tensor, leaf=self.adapters is not None),),
             attention=0.0 * tokens,
-            moved=4 * stream + logits * (value + 2 * 4),
+            moved=4 * stream + logits * (value if self.merged else value + 2 * 4),
             saved=2 * stream + logits * value * (not self.loss.endswith("chunked")),
             transient=logits * max(4, value) * self._loss(tensor),
             again=0.0 * tokens,
@@ -252,9 +259,10 @@ class ReferenceDecoder:
         in the core where it writes its scores."""
         size, tensor = self.size, cut.tensor
         split = tensor if self.sequence_parallel else 1
-        stream = 14 * size.width * value / split  # two norms, two residuals, dropouts
+        stream = (10 if self.merged else 14) * size.width * value / split  # two norms, two residuals, dropouts
         turned = 4 * (self._heads_columns[0] + size.kv_width) * value / tensor
-        feed = (5 if self.gated else 3) * (size.active * size.feed_forward + size.shared) * value / tensor
+        each = 5 - 2 * self.merged if self.gated else 2
+        feed = each * (size.active * size.feed_forward + size.shared) * value / tensor
         # scale, mask, softmax and dropout of the written scores
         scores = 0.0 if self.fused else 4.0 * size.heads * self.sequence * value / tensor
         return (EAGER if self.eager else 1.0) * (stream + turned + feed), scores

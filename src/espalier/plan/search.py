@@ -579,7 +579,8 @@ def _abilities(request: Request, device: Device) -> tuple[float, ...]:
     rates = [peak * device_model.share(device, what, request.precision) for what in ("product", "attention")]
     if request.muon:
         rates += [device.flops.get(name, 0.0) * device_model.share(device, "product", name) for name in MUON]
-    return (*rates, device.memory_bandwidth, -device_model.issue_seconds(device), device.memory, -float(device.runtime))
+    rates += [device.flops.get("fp32", 0.0), -device.multiprocessors, device.memory_bandwidth]
+    return (*rates, -device_model.issue_seconds(device), device.memory, -float(device.runtime))
 
 
 def least_seconds(request: Request, on: collective_time.Fleet) -> tuple[float, float]:

@@ -29,8 +29,6 @@ from espalier.recipe.cost import Anatomy, Cost, Number, Product, Terms, Work
 OPERATIONS = 6.0
 """Operations issued per matrix product in an eager forward pass where the workload does not count them: a decoder block
 has 7 products among about 40 operations."""
-COMPILED = 1 / 3
-"""Share of them left when blocks are compiled. Assumed."""
 BACKWARD = 2.0
 """Operations and bytes moved in backward over forward."""
 ONCE = 200.0
@@ -45,6 +43,10 @@ CLIP_BYTES = 12
 """Per parameter: the norm reads a gradient, clipping reads and writes it."""
 ADAM_BYTES = 28
 """Per parameter, fused: reads parameter, gradient and two moments, writes all but the gradient."""
+FOREACH_BYTES = 44
+"""Per parameter, more, where each operation of AdamW goes over all tensors by itself (torch's foreach)."""
+UPDATE = 100e-6
+"""Seconds of the host for each tensor once a step, where it is not fused: its state, its gradient's scale and norm."""
 MUON_BYTES = 36
 """Per parameter beside its products: momentum, normalising, the update."""
 NEWTON_SCHULZ = 5
@@ -148,18 +150,17 @@ def compute(step: CostInputs, work: Work) -> Pass:
 
     moved = device_model.moved_seconds(device, work.moved, setting, factors)
     attention = core_seconds(step, work)
+    repeated = BACKWARD if step.request.system.kernel == "written" else device_model.ATTENTION_BACKWARD
     dense = products(work.products) + attention
     forward = dense + moved
     both = [gradient for product in work.products for gradient in device_model.backward(product)]
     back = (
         device_model.moved_seconds(device, work.moved_back, setting, factors) if work.moved_back is not None else None
     )
-    backward = (
-        products(both) + device_model.ATTENTION_BACKWARD * attention + (BACKWARD * moved if back is None else back)
-    )
+    backward = products(both) + repeated * attention + (BACKWARD * moved if back is None else back)
     again = work.again * dense + (work.again if work.moved_again is None else work.moved_again) * moved
     count = work.issued or OPERATIONS * sum((product.count for product in work.products), 0.0)
-    count = count * (COMPILED if step.request.recipe.train.compile else 1.0) * (1 + BACKWARD + work.again)
+    count = count * (1 + BACKWARD + work.again)
     weight = products(both) / 2  # the other half of backward's products are gradients of inputs
     reading = 0.0 if step.cuda or not setting.full else work.reading / setting.share
     launch = factors.issue * count * device_model.issue_seconds(device) + reading
@@ -170,7 +171,9 @@ def core_seconds(step: CostInputs, work: Work) -> Number:
     """Seconds of the attention core of `work`, forward; ranks that share tokens have so many fewer in a block."""
     request, kind = step.request, step.kind
     device, tokens = kind.table.device, request.profile.tokens_per_sample / np.asarray(step.layouts.cp)
-    taken = device_model.attention_seconds(device, request.precision, work, kind.setting, step.on.factors)
+    taken = device_model.attention_seconds(
+        device, request.precision, work, kind.setting, step.on.factors, request.system.kernel
+    )
     return taken / device_model.kernel_share(device, request.system.kernel, tokens)
 
 
@@ -419,8 +422,12 @@ def optimizer(step: CostInputs) -> Number:
     request, device, setting = step.request, step.kind.table.device, step.kind.setting
     muon = request.profile.hidden / max(1, request.profile.trainable) if request.muon else 0.0
     each = ADAM_BYTES * (1 - muon) + MUON_BYTES * muon
-    moved = request.bytes_each / 4 * (each + CLIP_BYTES) * step.owned
+    foreach = step.cuda and request.system.temporaries > 0
+    moved = request.bytes_each / 4 * (each + CLIP_BYTES + foreach * FOREACH_BYTES) * step.owned
     taken = device_model.moved_seconds(device, moved, setting, step.on.factors)
+    taken = np.maximum(
+        taken, foreach * step.on.factors.issue * UPDATE * request.profile.tensors / np.asarray(step.layouts.pp)
+    )
     if request.muon:
         share = step.owned / max(1, request.profile.trainable)
         taken = taken + share * sum(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -17,6 +18,7 @@ from espalier.mechanisms.unequal_pipelines.pipeline_search import pipeline_of, s
 from espalier.mechanisms.unequal_pipelines.pipeline_solver import Group, Slot
 from espalier.plan import base as plans
 from espalier.plan.calibration import DATASHEET
+from espalier.plan.compose import Refusal
 from espalier.plan.decide import decide
 from espalier.plan.request import Request
 from espalier.recipe import defaults, recipe_file
@@ -65,6 +67,29 @@ def test_slow_devices_get_fewer_layers_or_samples() -> None:
     assert any("Devices differ" in why for why in plan.why)
 
 
+def test_unequal_pipelines_are_as_uncertain_as_their_devices() -> None:
+    plan = decide(asked(), processors((4e10, GIB), (1e10, GIB)), DATASHEET).taken
+    assert plan.predicted is not None
+    assert plan.predicted.spread == DATASHEET.spread
+    assert "give or take 25%" in plan_page.render(plan, [], "two", 10)
+
+
+def test_where_faster_unequal_pipelines_cannot_run_the_plan_says_why() -> None:
+    request = asked()
+    allowed = request.refuses
+    assert allowed is not None
+
+    def refuses(plan: plans.Plan) -> Refusal | None:
+        differ = Refusal("its stages differ", ("pipeline", "muon"), "another optimizer")
+        return differ if plan.planner == "flashflex" else allowed(plan)
+
+    request = replace(request, refuses=refuses)
+    plan = decide(request, processors((4e10, GIB), (1e10, GIB)), DATASHEET).taken
+    assert plan.planner == "search"
+    (sentence,) = [why for why in plan.why if "Unequal pipelines" in why]
+    assert "a step, but are not possible: its stages differ; another optimizer." in sentence
+
+
 def test_what_does_not_help_is_left_out_and_it_is_said() -> None:
     slow = processors((4e10, GIB), (4e10, GIB), (1e8, GIB))
     plan = decide(asked(), slow, DATASHEET).taken
@@ -92,8 +117,8 @@ def cards(tied: bool = False) -> tuple[Request, Cluster]:
     there = clusters.loads("""
 nodes = [
     { device = "A100-80GB", devices = 3 },
-    { device = "RTX 4090", devices = 3 },
-    { device = "RTX 3090", devices = 2 },
+    { device = "RTX 3090", devices = 3 },
+    { device = "RTX 4090", devices = 2 },
 ]
 links = { between = "10Gbit/s" }
 """)

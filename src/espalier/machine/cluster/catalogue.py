@@ -53,6 +53,7 @@ class _Card(Struct, forbid_unknown_fields=True):
     sustained: dict[str, float] = {}
     basis: str = ""
     watts: float = 0.0
+    multiprocessors: int = 0
 
 
 class _Family(Struct, forbid_unknown_fields=True):
@@ -146,6 +147,7 @@ def device(name: str, cores: int = 1, memory: int = 0, where: str = "device") ->
         flops={precision: rate * scale for precision, rate in flops.items()},
         sustained=card.sustained or family.sustained,
         watts=card.watts,
+        multiprocessors=card.multiprocessors,
         spread=_catalogue().spread[basis] if family.kind == "cuda" else 0.0,
         source=f"{family.source}; {shares}" if family.kind == "cuda" else family.source,
     )

@@ -64,6 +64,8 @@ class Device(Value, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_
     """Relative error to expect of a step's seconds where nothing is calibrated; 0 when not known."""
     watts: float = 0.0
     """Power of the device at its limit; 0 when not known."""
+    multiprocessors: int = 0
+    """Of a GPU (AMD: compute units), each of which computes a tile of a product at a time; 0 when not known."""
     dispatch: float = 0.0
     """Seconds the host needs to issue one operation; 0 when not measured."""
     runtime: int = 0

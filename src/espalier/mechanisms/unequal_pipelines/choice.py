@@ -20,6 +20,7 @@ from espalier.plan import base as plans
 from espalier.plan import pins
 from espalier.plan.ask import Ask, PlanDecision
 from espalier.plan.base import Plan
+from espalier.plan.calibration import own_stack
 from espalier.plan.choice import PlanChoice
 from espalier.plan.measured_cluster import Speeds, measured, seats
 from espalier.plan.replan import check_sharing
@@ -58,11 +59,12 @@ class UnequalPipelinesChoice(PlanChoice):
         """The fastest unequal pipelines; pinned ones that are not possible leave a sentence."""
         request = replace(best.request, factors=ask.calibration.factors, ep=0)  # each rank has all experts
         cluster = best.cluster
+        spread = ask.calibration.on(cluster, len(cluster.devices()), own_stack(cluster)).spread
         asked = request.pin.pipelines or "unless slower"
         if asked not in ("unless slower", "equal", "unequal"):
             from espalier.mechanisms.unequal_pipelines import flashflex_json
 
-            plan = unequal.plan_of(*flashflex_json.layout(flashflex_json.read(asked), request, cluster, asked))
+            plan = unequal.plan_of(*flashflex_json.layout(flashflex_json.read(asked), request, cluster, asked), spread)
             why = (f"The pipelines are those of {asked}.", *plan.why)
             yield replace(best, plan=plan.changed(why=why), fits=True)
             return
@@ -73,11 +75,17 @@ class UnequalPipelinesChoice(PlanChoice):
                 sentence = f"Unequal pipelines are not possible here: {why_not or 'none of them fits'}."
                 yield best.changed(why=(sentence, *best.plan.why))
             return
-        plan = unequal.plan_of(*pipelines)
+        plan = unequal.plan_of(*pipelines, spread)
         refused = None if request.refuses is None else request.refuses(plan)
         equal = best.plan.predicted.step_seconds if best.fits and best.plan.predicted is not None else None
         slower = equal is not None and pipelines[1].seconds * unequal.FASTER > equal
-        if refused is not None or (slower and not wanted):
+        if slower and not wanted:
+            return
+        if refused is not None:
+            taken, why_not = units.show_seconds(pipelines[1].seconds), f"{refused.reason}; {refused.instead}"
+            sentence = f"Unequal pipelines would take {taken} a step, but are not possible: {why_not}."
+            if best.fits:
+                yield best.changed(why=(*best.plan.why, sentence))
             return
         compared = f"With the best equal layout a step takes {units.show_seconds(equal)}." if equal is not None else ""
         why = (*plan.why[:1], *((compared,) if compared else ()), *plan.why[1:], *request.profile.remarks)
