@@ -74,9 +74,9 @@ class ReferenceDecoder:
     keep their shares only, as Megatron-LM does (arXiv 2205.05198, section 4.2.2). `rotates`: queries and keys with
     positions are kept beside the product that they were cut from. `eager`: norms, positions and
     activations are chains of PyTorch operations (as in Llama's code) instead of fused kernels (as in Megatron-LM's).
-    `operations`: what chains of them keep: `kernels` as Megatron-LM's, `fused` ones where a SwiGLU keeps its inputs and
-    its answer alone, or PyTorch's, `compiled` or not, where a GPT writes its scores. `loss`: one of `LOSSES`; empty:
-    `parallel` where ranks share matrices, else `plain`.
+    `operations`: what chains of them keep: `kernels` as Megatron-LM's, with its dropout; `fused` ones, where a SwiGLU
+    keeps its inputs and its answer alone; or PyTorch's, `compiled` or not, where a GPT writes its scores. `loss`: of
+    `LOSSES`; empty: `parallel` where ranks share matrices, else `plain`.
     """
 
     size: DecoderSizes
@@ -221,7 +221,7 @@ class ReferenceDecoder:
             dropout = 0
         else:
             inside = 2 * cores + 2 * answers + 4 * feed
-            dropout = 2 * width
+            dropout = 2 * width * (self.operations == "kernels")
         inside = inside + 2 * (queries + size.kv_width) * self.rotates
         if self.adapters is not None:
             inputs, inside = inputs - self._unused(inputs), inside - 2 * feed * ("down" not in self.adapters.targets)

@@ -84,7 +84,7 @@ EXECUTORS: Mapping[str, Habits] = {
     "ddp": Habits(bucket=25 * 2**20, gradients="fp32"),
     "fsdp": Habits(update="fused", loss="fused"),
     "torchtitan": Habits(update="fused"),
-    "llm-foundry": Habits(update="loop", loss="fused", kernels="kernels"),
+    "llm-foundry": Habits(update="loop", loss="fused", kernels="fused"),
     "litgpt": Habits(loss="chunked"),
     "llmq": Habits(update="fused", loss="fused-chunked", states="bf16", kernels="fused"),
     "nanotron": Habits(
