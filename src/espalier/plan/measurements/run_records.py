@@ -132,7 +132,7 @@ class Descriptions:
         if isinstance(given := train.get("optimizer"), dict):
             unpriced += [f"train.optimizer.{key}" for key in given if key != "kind"]
         nodes = cluster_words["nodes"]
-        for key in ("price", "disks"):
+        for key in ("price", "disks", "mtbf"):
             unpriced += [f"cluster.nodes.{key}"] * any(
                 key in node for node in ([nodes] if "device" in nodes else nodes)
             )
