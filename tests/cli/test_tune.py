@@ -87,6 +87,7 @@ CONSTANT = "train.schedule.kind=constant"
     ("kind", "more"),
     [
         ("lora", "rank = 2"),
+        ("lora", 'rank = 2\nfrozen = "bf16"\ntargets = ["query", "value"]'),
         pytest.param("full", "", marks=SLOW),
         pytest.param("dpo", "rank = 2", marks=SLOW),
         pytest.param("dpo", "rank = 0", marks=SLOW),

@@ -122,26 +122,29 @@ def _profile(recipe: Recipe) -> Profile:
     assert sequence is not None
     assert recipe.train.batch_tokens is not None
     size, work = decoder_shapes.sizes(options), work_of(options)
-    passes, global_batch, chunked = 1, recipe.train.batch_tokens // sequence, None
+    passes, global_batch = 1, recipe.train.batch_tokens // sequence
     # Its blocks are alike, so one and two of them are built, on the meta device.
     models = [new_model(options.changed(depth=depth), 0, torch.device("meta")) for depth in (1, 2)]
     if recipe.tune is not None:
-        from espalier.language.tune import answer_loss, dpo
+        from espalier.language.tune import answer_loss, dpo, lora
         from espalier.language.tune import workload as tuned
 
         global_batch, models = tuned.batch_of(recipe), [tuned.adapted(model, recipe) for model in models]
-        if isinstance(recipe.tune, Dpo):
-            passes = dpo.ROWS
-        else:
-            chunked = answer_loss.work
+        passes = dpo.ROWS if isinstance(recipe.tune, Dpo) else 1
 
     def anatomy(micro_batch: Any, recompute: str, precision: str, cut: Cut) -> Anatomy:
-        whole = work(DecoderLoad(size, sequence, micro_batch * passes, recompute, precision, cut))
-        whole = whole if chunked is None else chunked(whole, size.vocabulary, size.width)
-        if recipe.tune is not None:
+        load = DecoderLoad(size, sequence, micro_batch * passes, recompute, precision, cut)
+        whole, tune = work(load), recipe.tune
+        if tune is not None:
             layer, rest = (replace(part, chunks=None) for part in (whole.layer, whole.rest))
             whole = replace(whole, layer=layer, rest=rest)
-        return whole.undivided if isinstance(recipe.tune, Adapters) else whole
+        if tune is not None and not isinstance(tune, Dpo):
+            each = load.whole  # of the head's gradient
+            if isinstance(tune, Adapters):  # of its copy for products
+                stored = 2 if tune.frozen == "bf16" else load.whole
+                each = load.compute * (stored != load.compute)
+            whole = answer_loss.work(whole, float(each * size.vocabulary * size.width))
+        return lora.work(whole, load, tune) if isinstance(tune, Adapters) else whole
 
     shallow, two = (tally(model, list(model.blocks), embeddings(model)) for model in models)
     depth, tables = options.depth or 1, 1 if size.tied else 2
@@ -163,8 +166,6 @@ def _profile(recipe: Recipe) -> Profile:
         | ({"token_chunks": True} if recipe.tune is None else {}),
     )
     if isinstance(recipe.tune, Adapters):  # ranks have all of the frozen weights
-        from espalier.language.tune import lora
-
         each = 8 if recipe.train.precision == "fp64" else 4
         least, more = (lora.frozen_bytes(model, recipe.tune, each) for model in models)
         return replace(profile, frozen=least + (depth - 1) * (more - least))

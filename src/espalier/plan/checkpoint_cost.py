@@ -15,7 +15,7 @@ from espalier.checkpoint import save_interval, shared_memory, young_daly
 from espalier.machine.cluster import Cluster, catalogue
 from espalier.plan import plan_summary
 from espalier.plan.axes.offload import NODE, PCIE
-from espalier.plan.base import AdaptiveRule, Plan, Predicted
+from espalier.plan.base import RESIDENT, AdaptiveRule, Plan, Predicted
 from espalier.plan.collective_time import gpus
 from espalier.recipe import Checkpoint, units
 from espalier.recipe.cache_dir import free_bytes
@@ -106,7 +106,7 @@ def with_copies(plan: Plan, memory: int | str, cluster: Cluster) -> Plan:
         memory: what a machine's copies may take together; `auto`: a quarter of what training leaves free, 0: nothing.
     """
     predicted, given = plan.predicted, memory if memory == "auto" else units.size(memory, "faults.memory")
-    if given == 0 or predicted is None or (given == "auto" and plan.offload.optimizer in ("disk", "node")):
+    if given == 0 or predicted is None or (given == "auto" and plan.offload != RESIDENT):
         return plan
     count = _count(plan)
     size = count * sum(predicted.state_bytes.values())

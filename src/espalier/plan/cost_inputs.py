@@ -107,12 +107,12 @@ class CostInputs:
     @cached_property
     def storage(self) -> StateBytes:
         """Bytes per parameter. Under bf16 today's trainer (replicated) keeps fp32 parameters and a copy; a sharded one
-        keeps bf16 parameters and the masters with the optimizer."""
+        keeps bf16 parameters and the masters with the optimizer; a window of layers is fp32."""
         request, layouts = self.request, self.layouts
         if request.system.storage is not None:
             return request.system.storage
         width, low, moments = request.bytes_each, request.low, self._moments
-        if not low:
+        if not low or offload.windowed(request.offload):
             return StateBytes(width, width, moments)
         plain = (layouts.optimizer == 1) & (layouts.tp == 1) & (layouts.sp == 1) & (layouts.pp == 1)
         return StateBytes(

@@ -107,10 +107,11 @@ def _tiled(device: Device, precision: str, product: Product, factors: CostFactor
 
 
 def backward(product: Product) -> tuple[Product, ...]:
-    """The products that backward does for one of forward: of the gradient of the weight, and of the input if it has
-    one."""
-    weight = Product(product.inner, product.rows, product.columns, product.count)
-    return (weight,) if product.leaf else (Product(product.rows, product.columns, product.inner, product.count), weight)
+    """The products that backward does for one of forward: of the gradients of the input and of the weight, if they
+    have one."""
+    of_input = Product(product.rows, product.columns, product.inner, product.count)
+    of_weight = Product(product.inner, product.rows, product.columns, product.count)
+    return (of_input,) * (not product.leaf) + (of_weight,) * (not product.frozen)
 
 
 def attention_seconds(

@@ -80,10 +80,8 @@ def _measured(ask: Ask) -> PlanDecision:
 
 
 def _rank(decision: PlanDecision) -> tuple[bool, float]:
-    """What fits, then what is fastest; of what does not, what lacks the fewest bytes."""
-    if not decision.fits:
-        return True, 0.0 if decision.search_result.closest is None else decision.search_result.closest.over
-    return False, decision.plan.step_seconds
+    """What fits, then what is fastest; of what does not, the first: the precision that people would use."""
+    return not decision.fits, decision.plan.step_seconds if decision.fits else 0.0
 
 
 CHOICE = PrecisionChoice()

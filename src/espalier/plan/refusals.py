@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
-from functools import partial
-from typing import Any, get_args, get_type_hints
+from functools import partial, reduce
+from typing import Any, NamedTuple, get_args, get_type_hints
 
 import numpy as np
 
@@ -31,7 +31,9 @@ MOST_MACHINES = 4096
 HALVINGS = 3
 """Times that sequences are halved in search of a length that fits."""
 ABSENT = "not in Espalier: optimizer states in 8 bits"
+ABSENT_OF_ADAPTERS = "not in Espalier: frozen weights shared among devices, or in host memory"
 """What others do where nothing fits."""
+OPTIMIZER = "train.optimizer.kind"
 FROZEN = get_args(get_type_hints(Adapters)["frozen"])
 """How weights under adapters are stored, the largest first."""
 ASKED = ("free", "factors", "crossings")
@@ -54,13 +56,14 @@ def refusal(request: Request, cluster: Cluster, result: SearchResult) -> UserErr
         return _disk_too_small(request, cluster, nearest, short)
     kinds = {name: size for name, size in predicted.memory_bytes.items() if name != "peak" and size}
     ordered = sorted(kinds.items(), key=lambda item: -item[1])
+    absent = ABSENT_OF_ADAPTERS if request.profile.frozen else ABSENT
     limit, devices = nearest.peak - nearest.over, units.plural(int(nearest.layout.world), "device")
     return DoesNotFit(
         f"The model does not fit: rank {_fullest(request, nearest)} needs {units.show_size(nearest.peak)} and may use "
         f"{units.show_size(limit)}, {units.show_size(nearest.over)} are missing, most of it {ordered[0][0]}.",
         why=f"the closest of {result.priced:,} layouts is {label(nearest.layout)} on {devices}: "
         + ", ".join(f"{kind} {units.show_size(size)}" for kind, size in ordered),
-        do=SEPARATOR.join([*cures(request, cluster, nearest), *([ABSENT] if gpus(cluster) else [])]),
+        do=SEPARATOR.join([*cures(request, cluster, nearest), *([absent] if gpus(cluster) else [])]),
     )
 
 
@@ -151,17 +154,30 @@ def _fullest(request: Request, option: Option) -> int:
 # --- what would help ---------------------------------------------------------------------------------------------
 
 
-Change = tuple[str, Callable[[Request], Request]]
-"""What to write, and the request after it."""
+class Change(NamedTuple):
+    """What to write for an option, by its `key`; what that means for the run; the request after it."""
+
+    key: str
+    words: str
+    apply: Callable[[Request], Request]
+    meaning: str = ""
 
 
 def cures(request: Request, cluster: Cluster, nearest: Option) -> list[str]:
     """Changes after which a plan fits, the cheapest first; each was planned. Last what only money helps with."""
-    changes = [*_on_host(request, cluster), *_lifted(request), *_held_less(request, cluster)]
-    advice = [f"{words} ({cost})" for words, change in changes if (cost := planned(change(request), cluster))]
-    others = [cure for each in choice.asked(request, cluster) for cure in each.cures(request, cluster)]
-    advice = [*others, *advice]
-    advice = [*_room_on_disk(request, cluster), *(advice or _together(request, cluster)), *_adapters(request, cluster)]
+    groups: dict[str, list[Change]] = {}
+    for change in (*_lifted(request), *_held_less(request, cluster)):
+        groups.setdefault(change.key, []).append(change)
+    advice = [cure for each in choice.asked(request, cluster) for cure in each.cures(request, cluster)]
+    for changes in groups.values():
+        if _after([changes[-1]], request, cluster):
+            mildest = next(change for change in changes if _after([change], request, cluster))
+            advice.append(_line([mildest], request, cluster))
+    advice = [
+        *_room_on_disk(request, cluster),
+        *(advice or _together(request, cluster, groups)),
+        *_adapters(request, cluster),
+    ]
     if more := _more_devices(request, cluster):
         advice.append(more)
     there = min(place.table.device.memory for place in seats(nearest.cluster, int(nearest.layout.world)))
@@ -169,6 +185,40 @@ def cures(request: Request, cluster: Cluster, nearest: Option) -> list[str]:
     if not advice or request.recipe.plan.memory is None:
         advice.append(f"devices with {units.show_size(enough)} of memory or a smaller model")
     return advice
+
+
+def _after(changes: Iterable[Change], request: Request, cluster: Cluster) -> str:
+    """What the plan after all `changes` costs; empty where nothing fits."""
+    return planned(reduce(lambda made, change: change.apply(made), changes, request), cluster)
+
+
+def _line(changes: Iterable[Change], request: Request, cluster: Cluster) -> str:
+    """What to write, what it means, and the plan after it."""
+    words = " and ".join(change.words for change in changes)
+    meanings = "; ".join(change.meaning for change in changes if change.meaning)
+    return f"{words}{': ' * bool(meanings)}{meanings} ({_after(changes, request, cluster)})"
+
+
+def _together(request: Request, cluster: Cluster, groups: Mapping[str, list[Change]]) -> list[str]:
+    """Changes that help only together: the strongest of each kind until something fits, then only those that it needs,
+    each as mild as it may be."""
+    chosen: dict[str, Change] = {}
+    for key, changes in groups.items():
+        chosen[key] = changes[-1]
+        if len(chosen) > 1 and _after(chosen.values(), request, cluster):
+            break
+    else:
+        return []
+    for key in [*chosen]:
+        fewer = {name: change for name, change in chosen.items() if name != key}
+        if _after(fewer.values(), request, cluster):
+            chosen = fewer
+            continue
+        for change in groups[key]:
+            if _after({**chosen, key: change}.values(), request, cluster):
+                chosen[key] = change
+                break
+    return [_line(chosen.values(), request, cluster)]
 
 
 def _room_on_disk(request: Request, cluster: Cluster) -> Iterator[str]:
@@ -201,83 +251,101 @@ def away_on_machine(request: Request, option: Option) -> float:
 def _lifted(request: Request) -> Iterator[Change]:
     """Without a limit that the recipe set, which costs nothing."""
     pin, options = request.pin, request.recipe.plan
+
+    def lifted(words: str, **changes: Any) -> Change:
+        return Change(words, words, partial(Request.changed, **changes))
+
     if options.memory is not None:
-        yield "leave plan.memory out", partial(Request.changed, memory=None)
+        yield lifted("leave plan.memory out", memory=None)
     if options.redundancy > 1:
-        yield "plan.redundancy=1", partial(Request.changed, redundancy=1)
+        yield lifted("plan.redundancy=1", redundancy=1)
     if options.max_devices is not None:
-        yield "leave plan.max_devices out", partial(Request.changed, max_devices=None)
+        yield lifted("leave plan.max_devices out", max_devices=None)
     given = [name for name in Pin.__struct_fields__ if getattr(pin, name) is not None]
     for name in given if len(given) > 1 else ():
-        yield f"leave plan.pin.{name} out", partial(Request.changed, pin=pin.changed(**{name: None}))
+        yield lifted(f"leave plan.pin.{name} out", pin=pin.changed(**{name: None}))
     if given:
-        yield f"leave {', '.join(f'plan.pin.{name}' for name in given)} out", partial(Request.changed, pin=Pin())
+        yield lifted(f"leave {', '.join(f'plan.pin.{name}' for name in given)} out", pin=Pin())
     if request.recompute is not None and pin.recompute is None:
-        yield "leave train.recompute out", partial(Request.changed, recompute=None)
-
-
-def _on_host(request: Request, cluster: Cluster) -> Iterator[Change]:
-    """States in the memory of machines whose size nobody said."""
-    if request.pin.offload is None and gpus(cluster) and not all(table.memory for table in cluster.nodes):
-        pin = request.pin.changed(offload="host")
-        words = 'plan.pin.offload="host", if the machines have the memory (nodes.memory)'
-        yield words, partial(Request.changed, pin=pin)
+        yield lifted("leave train.recompute out", recompute=None)
 
 
 def _held_less(request: Request, cluster: Cluster) -> Iterator[Change]:
-    """Other values of what is trained, in the order of their price: precision, optimizer, sequence."""
+    """Other values of what is trained, in the order of their price: precision, batch, optimizer, states in host memory
+    of machines whose size nobody said, sequence; of each option the mildest first."""
+
+    def other(key: str, value: str, meaning: str = "", **changes: Any) -> Change:
+        return Change(key, f"{key}={value}", partial(Request.changed, **changes), meaning)
+
     exact = request.precision in ("fp32", "tf32")
     for name in precision.candidates(cluster) if exact else ():
         if name in ("bf16", "fp16"):
-            yield f'train.precision="{name}"', partial(Request.changed, precision=name)
-    if request.profile.hidden and not request.muon:
-        muon = partial(Request.changed, optimizer=Muon())
-        yield "train.optimizer.kind=muon, which keeps one moment of a matrix instead of two", muon
+            yield other("train.precision", f'"{name}"', precision=name)
+    unknown = bool(gpus(cluster)) and not all(table.memory for table in cluster.nodes)
+    whole = request.profile.global_batch
+    windows = unknown or any(map(offload.windowed, offload.ways(request, cluster)))
+    for halved in range(1, whole.bit_length() if windows and request.profile.heads else 0):
+        samples = whole >> halved
+        tokens = int(samples * request.profile.tokens_per_sample)
+        meaning = f"{round(whole / samples)} times as many steps, each noisier"
+        yield other("train.batch_tokens", f"{tokens}", meaning, global_batch=samples)
     if request.muon:
-        adamw = partial(Request.changed, optimizer=Adamw())
-        yield "train.optimizer.kind=adamw, as Muon works on all matrices of one shape at once", adamw
+        meaning = "Muon works on whole matrices, all of one shape at once"
+        yield Change(OPTIMIZER, f"{OPTIMIZER}=adamw", partial(_with_optimizer, options=Adamw()), meaning)
+    elif request.profile.hidden:
+        meaning = "Muon keeps one moment of a matrix instead of two"
+        yield Change(OPTIMIZER, f"{OPTIMIZER}=muon", partial(_with_optimizer, options=Muon()), meaning)
+    if unknown and request.pin.offload is None:
+        pin, meaning = request.pin.changed(offload="host"), "if the machines have the memory (nodes.memory)"
+        yield other("plan.pin.offload", '"host"', meaning, pin=pin)
     for halved in range(1, HALVINGS + 1 if request.request_of is not None and request.profile.heads else 0):
         length = int(request.profile.tokens_per_sample) >> halved
         if length > 1:
-            yield f"train.sequence={length}", partial(_with_sequence, length=length)
+            yield Change("train.sequence", f"train.sequence={length}", partial(_with_sequence, length=length))
 
 
 def _adapters(request: Request, cluster: Cluster) -> Iterator[str]:
     """Adapters beside frozen weights, stored in the first way that fits; else what the smallest takes."""
-    recipe, batch = request.recipe, request.profile.global_batch
-    if request.request_of is None or not isinstance(recipe.model, Gpt) or isinstance(recipe.tune, Adapters):
+    recipe, batch, tune = request.recipe, request.profile.global_batch, request.recipe.tune
+    if request.request_of is None or not isinstance(recipe.model, Gpt):
         return
-    for frozen in FROZEN:
-        made = request.request_of(recipe.changed(tune=Lora(frozen=frozen)))
+    ways, why = FROZEN, ": adapters beside the frozen weights of model.initial"
+    if isinstance(tune, Adapters):
+        ways, why = () if tune.dora else FROZEN[FROZEN.index(tune.frozen) + 1 :], ""
+    made, words = request, ""
+    for frozen in ways:
+        fewer = [f'tune.frozen="{frozen}"'] * (frozen != FROZEN[0])
+        if isinstance(tune, Adapters):
+            made, words = request.request_of(recipe.changed(tune=tune.changed(frozen=frozen))), fewer[0]
+        else:
+            made = request.request_of(recipe.changed(tune=Lora(frozen=frozen)))
+            words = ", ".join(['tune.kind="lora"', *fewer])
         made = made.changed(global_batch=batch, **{name: getattr(request, name) for name in ASKED})
-        words = 'tune.kind="lora"' + (f', tune.frozen="{frozen}"' if frozen != FROZEN[0] else "")
         if cost := planned(made, cluster):
-            yield f"{words}: adapters beside the frozen weights of model.initial ({cost})"
+            yield f"{words}{why} ({cost})"
             return
-    if nearest := search.anywhere(made, cluster)[1].closest:
+    if words and (nearest := search.anywhere(made, cluster)[1].closest):
         peak, limit = units.show_size(nearest.peak), units.show_size(nearest.peak - nearest.over)
         yield f"not enough: {words}, which takes {peak} of {limit}"
 
 
+def _with_optimizer(request: Request, options: Adamw | Muon) -> Request:
+    made = request.changed(optimizer=options)
+    if request.request_of is None:
+        return made
+    return replace(made, refuses=request.request_of(made.recipe).refuses)
+
+
 def _with_sequence(request: Request, length: int) -> Request:
     assert request.request_of is not None
-    return replace(request, profile=request.request_of(request.changed(sequence=length).recipe).profile)
-
-
-def _together(request: Request, cluster: Cluster) -> list[str]:
-    """Changes that help only together: each on top of those before it, until something fits."""
-    words: list[str] = []
-    made = request
-    for word, change in _held_less(request, cluster):
-        words, made = [*words, word], change(made)
-        if len(words) > 1 and (cost := planned(made, cluster)):
-            return [f"{' and '.join(words)} ({cost})"]
-    return []
+    tokens = int(request.profile.global_batch * request.profile.tokens_per_sample)
+    profile = request.request_of(request.changed(sequence=length).recipe).profile
+    return replace(request, profile=profile).changed(global_batch=tokens // int(profile.tokens_per_sample))
 
 
 def _more_devices(request: Request, cluster: Cluster) -> str:
     """The smallest number of devices of the first kind that would be enough; empty where none is found."""
-    if not gpus(cluster) or cluster.pairs:
+    if not gpus(cluster) or cluster.pairs or request.profile.frozen:
         return ""
     first, *others = cluster.nodes
     alone = first.count == 1 and not others

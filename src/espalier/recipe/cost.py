@@ -21,13 +21,14 @@ VALUE_BYTES = {"fp64": 8, "fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2}
 @dataclass(frozen=True)
 class Product:
     """A dense matrix product [rows, inner] x [inner, columns], done `count` times in one forward pass. `leaf`: its left
-    side is data, which backward makes no gradient of."""
+    side is data, which backward makes no gradient of; `frozen`: its right side has none, as it is not trained."""
 
     rows: Number
     inner: Number
     columns: Number
     count: Number = 1
     leaf: bool = False
+    frozen: bool = False
 
     @property
     def flops(self) -> Number:
@@ -102,7 +103,7 @@ class Work:
     @property
     def model_flops(self) -> Number:
         """FLOPs that count for MFU: forward and backward once, recomputation not counted (attention 2x in backward)."""
-        return 3.0 * self.forward_flops
+        return 3.0 * self.forward_flops - sum(product.flops for product in self.products if product.frozen)
 
 
 @dataclass(frozen=True)

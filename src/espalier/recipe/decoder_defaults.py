@@ -98,6 +98,10 @@ def _shape(draft: Draft, name: str) -> None:
                 why=f"{name} has {preset}",
                 do="give one of the two",
             )
+    sequence = draft.get("train.sequence") or 0
+    if sequence > shape.context and draft.get("model.initial") is None:
+        reason = f"as long as the sequences it is trained on: rotary positions reach beyond {name}'s {shape.context}"
+        draft.fill("model.context", sequence, reason)
     for field in ("depth", "width", "heads", "kv_heads", "feed_forward", "vocabulary", "context", "tied"):
         draft.fill(f"model.{field}", getattr(shape, field), f"{name}: {shape.source}")
 
@@ -176,20 +180,25 @@ def _check(recipe: RecipeBase) -> None:
         raise UserError(
             f"train.sequence = {sequence} is longer than the context of the model.",
             why=f"model.context = {context}",
-            do=f"train.sequence = {context}",
+            do=f"train.sequence = {context}, or model.context = {sequence}, as rotary positions reach further",
         )
+
+
+def no_initial(tune: Adapters) -> UserError:
+    """The error where training would begin from no weights."""
+    return UserError(
+        f'tune.kind = "{type(tune).__struct_config__.tag}" has no model to start from.',
+        why="frozen weights, and a reference, are those of a trained model",
+        do="model.initial = FOLDER (Hugging Face format); model.shape alone is enough for espalier plan",
+    )
 
 
 def _adapters(tune: Adapters, model: Decoder) -> None:
     kind = type(tune).__struct_config__.tag
     if isinstance(model, Moe):
         raise UserError(f'tune.kind = "{kind}" is not possible with experts.', do='tune.kind = "full"')
-    if model.initial is None:
-        raise UserError(
-            f'tune.kind = "{kind}" has no model to start from.',
-            why="frozen weights, and a reference, are those of a trained model",
-            do="model.initial = FOLDER (Hugging Face format)",
-        )
+    if model.initial is None and model.shape is None:
+        raise no_initial(tune)
     if tune.rank < (1 if isinstance(tune, Lora) else 0):
         raise UserError(f"tune.rank = {tune.rank} is not possible.", do="tune.rank = 16")
     if model.width and tune.rank > model.width:

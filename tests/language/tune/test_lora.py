@@ -23,6 +23,7 @@ KINDS = [
     config.Lora(rank=4, dora=True),
     config.Lora(rank=4, frozen="int8"),
     config.Lora(rank=4, frozen="int4"),
+    config.Lora(rank=4, frozen="bf16", targets=("query", "value")),
 ]
 
 
@@ -54,6 +55,26 @@ def test_training_begins_at_the_frozen_model_and_merging_changes_nothing(
         adapted = stirred(model)(TOKENS)
         assert (adapted - before).abs().max() > 1e-3
         torch.testing.assert_close(plain(model)(TOKENS), adapted, rtol=1e-4, atol=1e-5)
+
+
+def test_storing_frozen_weights_in_bf16_changes_no_bit_where_products_are_in_bf16(
+    opened: Callable[..., TuneWorkload],
+) -> None:
+    """Weights that bf16 can hold: the others are rounded once instead of at every product."""
+    losses, gradients = [], []
+    workload = opened(config.Lora(rank=4))
+    rounded = {name: value.bfloat16().float() for name, value in model_of(workload).named_parameters()}
+    for frozen in ("fp32", "bf16"):
+        model = super(TuneWorkload, workload).build(torch.device("cpu"), torch.float32)
+        model.load_state_dict({name: rounded[name] for name, _ in model.named_parameters()})
+        model = stirred(lora.adapt(model, config.Lora(rank=4, frozen=frozen), seed=0))  # type: ignore[arg-type]
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model.loss_sum(TOKENS[:, :-1], TOKENS[:, 1:])
+        loss.backward()
+        losses.append(loss.detach())
+        gradients.append([parameter.grad for parameter in model.parameters() if parameter.requires_grad])
+    assert torch.equal(*losses)
+    assert all(torch.equal(left, right) for left, right in zip(*gradients, strict=True))
 
 
 @pytest.mark.parametrize("tune", KINDS)
@@ -157,7 +178,14 @@ def test_at_full_rank_a_whole_decoder_s_first_step_is_that_of_full_fine_tuning(
 
 @pytest.mark.parametrize(
     ("tune", "precision"),
-    [(KINDS[0], "bf16"), (KINDS[1], "fp64"), (KINDS[3], "fp32"), (KINDS[4], "fp32"), (config.Dpo(rank=0), "fp32")],
+    [
+        (KINDS[0], "bf16"),
+        (KINDS[1], "fp64"),
+        (KINDS[3], "fp32"),
+        (KINDS[4], "fp32"),
+        (KINDS[5], "bf16"),
+        (config.Dpo(rank=0), "fp32"),
+    ],
 )
 def test_the_plan_prices_the_frozen_weights_as_they_are_stored_and_no_copies_of_them(
     opened: Callable[..., TuneWorkload], tune: config.Adapters, precision: str

@@ -44,7 +44,8 @@ def row_log_probability(
 ) -> Float[Tensor, " rows"]:
     """The sum over each row of log p(target), targets of `IGNORED` left out."""
     counted = targets != IGNORED
-    losses = F.cross_entropy(capped(_wide(F.linear(x[counted], words)), cap), targets[counted], reduction="none")
+    logits = capped(_wide(F.linear(x[counted], words.to(x.dtype))), cap)
+    losses = F.cross_entropy(logits, targets[counted], reduction="none")
     rows = torch.arange(len(targets), device=targets.device)[:, None].expand_as(targets)[counted]
     return losses.new_zeros(len(targets)).index_add(0, rows, -losses)
 
@@ -53,7 +54,8 @@ def _wide(logits: Tensor) -> Tensor:
     return logits if logits.dtype == torch.float64 else logits.float()
 
 
-def work(anatomy: Anatomy, vocabulary: int, width: int) -> Anatomy:
-    """`anatomy` of a decoder whose head keeps no logits: a chunk of them and its copy, and the head's gradient."""
-    most = 2.0 * CHUNK_BYTES + 4.0 * vocabulary * width
+def work(anatomy: Anatomy, head: float) -> Anatomy:
+    """`anatomy` of a decoder whose head keeps no logits: a chunk of them and its copy, and the `head` bytes of the
+    head's gradient or copy."""
+    most = 2.0 * CHUNK_BYTES + head
     return replace(anatomy, rest=replace(anatomy.rest, transient=np.minimum(anatomy.rest.transient, most)))

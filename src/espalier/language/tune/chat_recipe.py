@@ -10,8 +10,10 @@ from espalier.language.tokenizer import Tokenizer, open_tokenizer
 from espalier.language.tune import chat_rows, peft
 from espalier.language.tune import workload as tuning
 from espalier.language.tune.workload import ReadChats, TuneWorkload
-from espalier.recipe import Decoder, Dpo, Lora, Recipe
-from espalier.recipe.base import Derivation
+from espalier.recipe import Adapters, Decoder, Dpo, Lora, Recipe
+from espalier.recipe.base import Derivation, Draft
+from espalier.recipe.decoder_defaults import no_initial
+from espalier.recipe.decoder_shapes import published
 from espalier.recipe.errors import UserError
 from espalier.train.workload_row import Opening, Prepared
 
@@ -19,6 +21,8 @@ LONGEST, SHORTEST = 2048, 64
 """Tokens of a derived `train.sequence`, at most and at least."""
 ROWS = 16
 """Rows of a derived batch, at most."""
+STEPS = 1000
+"""Of a recipe without conversations."""
 
 
 def prepare(recipe: Recipe, opening: Opening, derived: Sequence[Derivation], tokenizer: Tokenizer | None) -> Prepared:
@@ -26,7 +30,9 @@ def prepare(recipe: Recipe, opening: Opening, derived: Sequence[Derivation], tok
     recipe = _with_adapter(recipe, opening)
     assert isinstance(recipe.model, Decoder)
     if not recipe.data:
-        raise UserError("The recipe has no [data].", do='[data] path = "chats.jsonl", or "python:docstrings"')
+        if opening.frozen is None and recipe.model.shape is not None:
+            return _without_data(recipe)
+        raise no_data()
     tokenizer = tokenizer or open_tokenizer(recipe.data[0].tokenizer)
     if opening.frozen is not None and recipe.train.steps is not None and not opening.reads:
         return Prepared(recipe, tokenizer.vocabulary, None, derived)
@@ -46,6 +52,23 @@ def prepare(recipe: Recipe, opening: Opening, derived: Sequence[Derivation], tok
     recipe = recipe.changed(train=train)
     recipe, more = _batch_and_steps(recipe, chats)
     return Prepared(recipe, tokenizer.vocabulary, chats, [*derivations, *more])
+
+
+def no_data() -> UserError:
+    """The error where conversations are to be read."""
+    return UserError("The recipe has no [data].", do='[data] path = "chats.jsonl", or "python:docstrings"')
+
+
+def _without_data(recipe: Recipe) -> Prepared:
+    """A recipe that is only planned, from a shape: rows as long as they are at most, and as many."""
+    draft, reason = Draft(recipe), "a recipe without [data] is only planned"
+    context = published(recipe.model.shape).context  # type: ignore[attr-defined]
+    draft.fill("train.sequence", min(LONGEST, context), f"{reason}: the most that conversations make it")
+    rows = ROWS * (2 if isinstance(recipe.tune, Dpo) else 1)
+    draft.fill("train.batch_tokens", rows * draft.get("train.sequence"), f"{reason}: {rows} rows")
+    draft.fill("train.steps", STEPS, reason)
+    assert isinstance(draft.recipe, Recipe)
+    return Prepared(draft.recipe, derivations=draft.derivations)
 
 
 def _with_adapter(recipe: Recipe, opening: Opening) -> Recipe:
@@ -83,6 +106,10 @@ def _batch_and_steps(recipe: Recipe, chats: ReadChats) -> tuple[Recipe, list[Der
 def open_tuning(recipe: Recipe, opening: Opening, tokenizer: Tokenizer | None) -> TuneWorkload:
     """The workload; of a run that has frozen its preprocessing, without the data where that is not read."""
     base = base_of(opening)
+    if opening.frozen is None and isinstance(recipe.tune, Adapters) and recipe.model.initial is None:  # type: ignore[attr-defined]
+        raise no_initial(recipe.tune)
+    if not recipe.data:
+        raise no_data()
     if opening.frozen is not None:
         # A checkpoint has taken the place of weights that are trained; frozen ones are with the run.
         initial = str(base) if base is not None else recipe.model.initial if opening.reads else None  # type: ignore[attr-defined]

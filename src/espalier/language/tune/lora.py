@@ -2,8 +2,8 @@
 
 y = x W' + alpha / rank * (x A') B', with A [rank, in] drawn as PEFT draws it and B [out, rank] zero, so that training
 begins at the model's own answers. rsLoRA (arXiv 2312.03732) scales by alpha / sqrt(rank). DoRA (arXiv 2402.09353)
-trains the length of each row of W + scale * B A by itself. Frozen matrices may be kept in 8 or 4 bits (QLoRA's idea,
-arXiv 2305.14314, here with integer codes and a scale for each row, or for 64 columns of it).
+trains the length of each row of W + scale * B A by itself. Frozen matrices may be kept in bf16, or in 8 or 4 bits
+(QLoRA's idea, arXiv 2305.14314, here with integer codes and a scale for each row, or for 64 columns of it).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import math
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,7 +20,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from espalier.language.gpt import GPT
+from espalier.language.operation_counts import DecoderLoad
 from espalier.recipe import Adapters
+from espalier.recipe.cost import Anatomy, Product
+from espalier.recipe.decoder_shapes import DecoderSizes
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Float32, Int8
@@ -27,6 +31,12 @@ if TYPE_CHECKING:
 TARGETS = ("query", "key", "value", "out", "gate", "up", "down")
 GROUP = 64
 """Columns that share a scale in 4 bits."""
+ISSUED = 42
+"""Operations of a block's forward pass without adapters."""
+CAST, CODED = 6, 20
+"""Bytes read and written for each value of a matrix that is cast, and that is made of codes and cast, for a product."""
+BITS = {"bf16": 16, "int8": 8, "int4": 4}
+"""Of a frozen value, by `tune.frozen`."""
 
 
 class LoraLinear(nn.Linear):
@@ -63,7 +73,11 @@ class LoraLinear(nn.Linear):
 
     def merged_directions(self) -> Float[Tensor, "out in"]:
         """The frozen matrix and the product of the adapter's."""
-        return self.weight + self.scale * self.lora_b @ self.lora_a
+        return self.dense() + self.scale * self.lora_b @ self.lora_a
+
+    def dense(self) -> Float[Tensor, "out in"]:
+        """The frozen matrix."""
+        return self.weight
 
     @torch.no_grad()
     def merged(self) -> Float[Tensor, "out in"]:
@@ -97,18 +111,39 @@ def adapt(model: GPT, options: Adapters, seed: int) -> GPT:
     Frozen weights are no part of its `state_dict`: whoever loads that builds the model from the same weights first.
     """
     targets = options.targets or TARGETS
+    bits = BITS.get(options.frozen)
     model.requires_grad_(False)
-    for name, layer in [*model.named_modules()]:
+    for name, layer in [*model.blocks.named_modules(prefix="blocks")]:
+        if not isinstance(layer, nn.Linear):
+            continue
         parent, _, child = name.rpartition(".")
-        if child in targets and isinstance(layer, nn.Linear):
-            adapted = LoraLinear(layer, options)
-            if not layer.weight.is_meta:
-                adapted.begin(zlib.crc32(f"{seed} {name}".encode()))
-                if options.frozen != "fp32":
-                    compress(adapted, 8 if options.frozen == "int8" else 4)
-            setattr(model.get_submodule(parent), child, adapted)
+        adapted = LoraLinear(layer, options) if child in targets else layer
+        setattr(model.get_submodule(parent), child, adapted)
+        if adapted.weight.is_meta:
+            continue
+        if isinstance(adapted, LoraLinear):
+            adapted.begin(zlib.crc32(f"{seed} {name}".encode()))
+        if bits is not None:
+            compress(adapted, bits)
+    if bits == BITS["bf16"]:
+        for table in {model.embedding.weight, model.words}:
+            table.data = table.data.to(torch.bfloat16)
+        model.embedding.__class__ = WideEmbedding
+        model.predict = _predict
     leave_out_frozen(model)
     return model
+
+
+class WideEmbedding(nn.Embedding):
+    """A table stored in bf16 that begins the residual stream in fp32."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return super().forward(tokens).float()
+
+
+def _predict(x: Float[Tensor, "*batch width"], words: Tensor) -> Float[Tensor, "*batch vocabulary"]:
+    """Logits by a head that may be stored in fewer bits."""
+    return F.linear(x, words.to(x.dtype))
 
 
 def leave_out_frozen(model: nn.Module) -> None:
@@ -145,22 +180,72 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
             layer.active = True
 
 
-def frozen_bytes(model: nn.Module, options: Adapters, each: int) -> int:
+def frozen_bytes(model: GPT, options: Adapters, each: int) -> int:
     """Bytes of the weights under the adapters of `model` (maybe on the meta device), of a reference beside it, and of
     all else that is frozen: `each` for a value, or codes and scales as `compress` makes them."""
-    whole = sum(parameter.numel() for parameter in model.parameters() if not parameter.requires_grad)
-    coded = 0
-    if options.frozen != "fp32":
-        for layer in layers(model).values():
-            rows, columns = layer.weight.shape
-            whole -= rows * columns
-            group, codes = (columns, 1.0) if options.frozen == "int8" else (GROUP, 0.5)
-            groups = -(-columns // group)
-            coded += rows * groups * (int(group * codes) + 4)
-    return whole * each + coded
+    if (bits := BITS.get(options.frozen)) is None:
+        return sum(parameter.numel() * each for parameter in model.parameters() if not parameter.requires_grad)
+    total, tables = 0, {model.embedding.weight, model.words}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            continue
+        if parameter.dim() == 2 and name.startswith("blocks."):
+            rows, columns = parameter.shape
+            total += coded_bytes(rows, columns, bits)
+        else:
+            total += parameter.numel() * (2 if bits == BITS["bf16"] and parameter in tables else each)
+    return total
 
 
-# --- few bits for the frozen matrices --------------------------------------------------------------------------------
+def coded_bytes(rows: int, columns: int, bits: int) -> int:
+    """Bytes of the codes and scales of a matrix, see `quantized`."""
+    if bits == BITS["bf16"]:
+        return 2 * rows * columns
+    group = columns if bits == BITS["int8"] else GROUP
+    return rows * -(-columns // group) * (group * bits // 8 + 4)
+
+
+def work(anatomy: Anatomy, load: DecoderLoad, options: Adapters) -> Anatomy:
+    """`anatomy` of a decoder with adapters: frozen matrices have no gradient, so that inputs which only they need are
+    not kept; matrices in fp32 are cast for products in fewer bits, and the copies kept; codes are made whole."""
+    size, layer, matrices = load.size, anatomy.layer, _matrices(load.size)
+    targets, tokens = options.targets or TARGETS, layer.tokens
+    values = sum(rows * columns for rows, columns in matrices.values())
+    largest = max(rows * columns for rows, columns in matrices.values())
+    coded, cast = options.frozen in ("int8", "int4"), options.frozen == "fp32" and load.compute < load.whole
+    wide = {name: load.compute if name in ("out", "down") else load.whole for name in targets}  # of DoRA's answers
+    kept = sum(options.rank * load.compute + options.dora * matrices[name][0] * wide[name] for name in targets)
+    unused = size.width * sum(not set(group) & set(targets) for group in (TARGETS[:3], TARGETS[4:6]))
+    unused += size.feed_forward * ("down" not in targets)
+    more = tokens * (kept - load.compute * unused) + 2 * values * cast
+    thin = [
+        Product(tokens, *sides)
+        for name in targets
+        for sides in ((matrices[name][1], options.rank), (options.rank, matrices[name][0]))
+    ]
+    moved = layer.moved + values * (CODED if coded else CAST * cast)
+    fuller = replace(
+        layer,
+        products=(*(replace(product, frozen=True) for product in layer.products), *thin),
+        saved=layer.saved + more * (load.recompute == "none"),
+        transient=layer.transient + more * (load.recompute != "none") + 8 * largest * coded,
+        moved=moved,
+        issued=ISSUED + 4 * len(targets),  # two products, a scale and an addition
+        moved_back=2 * layer.moved + values * CODED * coded,
+    )
+    rest = anatomy.rest
+    head = tuple(replace(product, frozen=True) for product in rest.products)
+    return replace(anatomy, layer=fuller, rest=replace(rest, products=head)).undivided
+
+
+def _matrices(size: DecoderSizes) -> dict[str, tuple[int, int]]:
+    """(rows, columns) of the matrices of a block, by name."""
+    width, inner, key = size.width, size.feed_forward, (size.kv_width, size.width)
+    sides = ((size.query_width, width), key, key, (width, size.query_width), (inner, width), (inner, width))
+    return dict(zip(TARGETS, (*sides, (width, inner)), strict=True))
+
+
+# --- fewer bits for the frozen matrices ------------------------------------------------------------------------------
 
 
 class FrozenLinear(torch.autograd.Function):
@@ -181,8 +266,8 @@ class FrozenLinear(torch.autograd.Function):
         return gradients[0] @ weight.to(gradients[0].dtype), None, None, None
 
 
-class CompressedLora(LoraLinear):
-    """A `LoraLinear` whose frozen matrix is codes and scales."""
+class CompressedLinear(nn.Linear):
+    """A linear layer whose frozen matrix is codes and scales."""
 
     codes: Tensor
     scales: Tensor
@@ -190,31 +275,42 @@ class CompressedLora(LoraLinear):
 
     def forward(self, x: Float[Tensor, "*batch in"]) -> Float[Tensor, "*batch out"]:
         plain: Tensor = FrozenLinear.apply(x, self.codes, self.scales, self.bits)
-        return self.adapted(plain if self.bias is None else plain + self.bias, x)
+        return plain if self.bias is None else plain + self.bias
 
-    def merged_directions(self) -> Float[Tensor, "out in"]:
-        return whole(self.codes, self.scales, self.bits, self.in_features) + self.scale * self.lora_b @ self.lora_a
+    def dense(self) -> Float32[Tensor, "out in"]:
+        """The frozen matrix."""
+        return whole(self.codes, self.scales, self.bits, self.in_features).float()
+
+
+class CompressedLora(CompressedLinear, LoraLinear):
+    """A `LoraLinear` whose frozen matrix is codes and scales."""
+
+    def forward(self, x: Float[Tensor, "*batch in"]) -> Float[Tensor, "*batch out"]:
+        return self.adapted(CompressedLinear.forward(self, x), x)
 
 
 @torch.no_grad()
-def compress(layer: LoraLinear, bits: int) -> None:
-    """Keeps codes of `bits` bits (8 or 4) in place of the frozen matrix of `layer`."""
+def compress(layer: nn.Linear, bits: int) -> None:
+    """Keeps codes of `bits` bits (16, 8 or 4) in place of the frozen matrix of `layer`."""
     codes, scales = quantized(layer.weight.float(), bits)
     del layer.weight
     layer.bits = bits  # type: ignore[assignment]
     layer.register_buffer("codes", codes, persistent=False)
     layer.register_buffer("scales", scales, persistent=False)
-    layer.__class__ = CompressedLora
+    layer.__class__ = CompressedLora if isinstance(layer, LoraLinear) else CompressedLinear
 
 
 def quantized(
     weight: Float[Tensor, "out in"], bits: int
 ) -> tuple[Int8[Tensor, "out m"], Float32[Tensor, "out groups"]]:
-    """Codes nearest to `weight` and their scales: in 8 bits one scale for each row and a code in each byte; in 4 bits
-    one for each `GROUP` columns and two codes in each byte, the even column in the low half.
+    """Codes nearest to `weight` and their scales: in 16 bits bf16 without scales; in 8 bits one scale for each row and
+    a code in each byte; in 4 bits one for each `GROUP` columns and two codes in each byte, the even column in the low
+    half.
 
     The error of a value is at most half a scale, which is the largest magnitude of its row or group / 127 (or / 7).
     """
+    if bits == BITS["bf16"]:
+        return weight.bfloat16(), weight.new_empty(0)
     rows, columns = weight.shape
     levels, group = (127, columns) if bits == 8 else (7, GROUP)
     padded = F.pad(weight, (0, -columns % group)).view(rows, -1, group)
@@ -231,6 +327,8 @@ def whole(
     codes: Int8[Tensor, "out m"], scales: Float32[Tensor, "out groups"], bits: int, columns: int
 ) -> Float32[Tensor, "out in"]:
     """The matrix of `columns` columns that `quantized` made them of."""
+    if bits == BITS["bf16"]:
+        return codes
     if bits == 8:
         return codes.float() * scales
     halves = torch.stack([(codes << 4) >> 4, codes >> 4], 2).view(len(codes), -1, GROUP)

@@ -70,8 +70,10 @@ class TuneWorkload(DecoderWorkload):
     # --- the model -----------------------------------------------------------------------------------------------
 
     def build(self, device: torch.device, dtype: torch.dtype) -> gpt.GPT:
-        """The decoder of `model.initial`, adapted as the recipe says."""
-        return adapted(super().build(device, dtype), self.recipe)
+        """The decoder of `model.initial`, adapted as the recipe says; of frozen weights in fewer bits the device never
+        holds the whole."""
+        fewer = isinstance(self.tune, Adapters) and self.tune.frozen in lora.BITS and device.type != "meta"
+        return adapted(super().build(torch.device("cpu") if fewer else device, dtype), self.recipe).to(device)
 
     def skeleton(self) -> Skeleton:
         """As it is built: frozen weights are on every rank."""
@@ -349,11 +351,16 @@ def plain(model: gpt.GPT) -> gpt.GPT:
         return model
     copied = copy.deepcopy(model)
     copied._modules.pop(dpo.REFERENCE, None)
-    for name, layer in lora.layers(copied).items():
-        parent, _, child = name.rpartition(".")
-        whole = nn.Linear(layer.in_features, layer.out_features, bias=False, device="meta")
-        whole.weight, whole.bias = nn.Parameter(layer.merged()), layer.bias
-        setattr(copied.get_submodule(parent), child, whole)
+    for name, layer in [*copied.named_modules()]:
+        if isinstance(layer, lora.LoraLinear | lora.CompressedLinear):
+            parent, _, child = name.rpartition(".")
+            whole = nn.Linear(layer.in_features, layer.out_features, bias=False, device="meta")
+            matrix = layer.merged() if isinstance(layer, lora.LoraLinear) else layer.dense()
+            whole.weight, whole.bias = nn.Parameter(matrix), layer.bias
+            setattr(copied.get_submodule(parent), child, whole)
+    for table in {copied.embedding.weight, copied.words}:
+        table.data = table.data.to(copied.norm.weight.dtype)
+    copied.embedding.__class__ = nn.Embedding
     copied.score = partial(gpt.score, cap=copied.size.logit_cap)
     copied._state_dict_hooks.clear()
     copied._load_state_dict_post_hooks.clear()
