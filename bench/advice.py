@@ -25,7 +25,7 @@ from espalier.train.workload_registry import Resolved
 
 HEAD = """# What to expect from the hardware you have
 
-Fifteen everyday questions, each with a recipe, a cluster file and the planner's own answer.
+Twenty-two everyday questions, each with a recipe, a cluster file and the planner's own answer.
 `espalier plan RECIPE --cluster FILE` answers the same way about files of yours, with more detail. All numbers are
 predictions from datasheets: nothing on this page was measured ([how the planner works](planner.md)). `make pages`
 writes the page, and a test compares it with a fresh run.
@@ -133,10 +133,16 @@ def decoder(model: str, train: str, data: str = 'path = "python:stdlib"') -> str
     return f"[model]\n{model}\n\n[data]\n{data}\n\n[train]\n{train}\n"
 
 
-def nodes(device: str, devices: int = 1, count: int = 1, between: str = "") -> str:
+def adapters(shape: str, frozen: str) -> str:
+    """A recipe of LoRA, planned from a shape alone."""
+    return f'[model]\nshape = "{shape}"\n\n[tune]\nkind = "lora"\nfrozen = "{frozen}"\n'
+
+
+def nodes(device: str, devices: int = 1, count: int = 1, between: str = "", memory: str = "") -> str:
     """A cluster of equal machines."""
     lines = ["[[nodes]]", f'device = "{device}"']
     lines += [f"devices = {devices}"] * (devices > 1) + [f"count = {count}"] * (count > 1)
+    lines += [f'memory = "{memory}"'] * bool(memory)
     return "\n".join([*lines, *(["", "[links]", f'between = "{between}"'] if between else [])])
 
 
@@ -203,6 +209,55 @@ QUESTIONS = (
         "An 8B model on one RTX 4090, as people do with LoRA.",
         decoder(EIGHT_BILLION, "sequence = 2048\nbatch_tokens = 65536"),
         nodes("RTX 4090"),
+    ),
+    Question(
+        "LoRA of 8B on one RTX 4090",
+        "The same with adapters beside frozen weights in bf16.",
+        adapters("llama3-8b", "bf16"),
+        nodes("RTX 4090"),
+        "nodes.device=RTX 5090",
+    ),
+    Question(
+        "LoRA of 70B on two RTX 3090",
+        "Adapters for a 70B model on two cards of 24 GB, its frozen weights in 4 bits.",
+        adapters("llama3-70b", "int4"),
+        nodes("RTX 3090", 2),
+    ),
+    Question(
+        "7B on one RTX 4090 with 128 GiB of memory",
+        "One RTX 4090 in a machine with 128 GiB of memory: can it train all weights of a 7B model?",
+        decoder('shape = "llama-7b"', 'sequence = 2048\nbatch_tokens = 16384\noptimizer = { kind = "adamw" }'),
+        nodes("RTX 4090", memory="128GiB"),
+        "nodes.devices=2",
+    ),
+    Question(
+        "350M on a laptop with a GPU",
+        "A model of 350 million parameters on the 8 GB card of a laptop.",
+        decoder('shape = "gpt2-355m"', "sequence = 1024\nbatch_tokens = 65536"),
+        nodes("RTX 4070 Laptop"),
+        "nodes.device=RTX 4090 Laptop",
+    ),
+    Question(
+        "13B on two machines with L40S",
+        "Two machines with eight L40S each, 100 Gbit/s between them, a 13B model.",
+        decoder('shape = "llama-13b"', BATCH),
+        nodes("L40S", 8, 2, "100Gbit/s"),
+        "links.between=400Gbit/s",
+    ),
+    Question(
+        "Four cards of three kinds",
+        "An RTX 5090, two RTX 3090 and an RTX 4070 in three machines, 10 Gbit/s between them: a model of GPT-2's size.",
+        decoder('shape = "gpt2-124m"', "sequence = 1024\nbatch_tokens = 262144"),
+        '[[nodes]]\ndevice = "RTX 5090"\n\n[[nodes]]\ndevice = "RTX 3090"\ndevices = 2\n\n[[nodes]]\n'
+        'device = "RTX 4070"\n\n[links]\nbetween = "10Gbit/s"',
+        "links.between=25Gbit/s",
+    ),
+    Question(
+        "Eight servers without GPUs",
+        "Eight servers with 32 cores each, 10 Gbit/s between them: a model of GPT-2's size.",
+        decoder('shape = "gpt2-124m"', "sequence = 1024\nbatch_tokens = 262144"),
+        '[[nodes]]\ncount = 8\ndevice = "cpu"\ncores = 32\nmemory = "128GiB"\n\n[links]\nbetween = "10Gbit/s"',
+        "links.between=100Gbit/s",
     ),
     Question(
         "A mixed lab",
