@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from espalier.machine import cluster as clusters
-from espalier.machine.cluster.whatif import changed
+from espalier.machine.cluster.whatif import changed, faster
 from espalier.recipe.errors import UserError
 
 TEXT = """
@@ -91,3 +91,24 @@ def test_what_cannot_be_is_named(change: str, words: str) -> None:
     with pytest.raises(UserError) as caught:
         changed(CLUSTER, [change])
     assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("begin", ["100Mbit/s", "10Gbit/s", "200Gbit/s", '{ bandwidth = "25Gbit/s", share = 0.5 }'])
+@pytest.mark.parametrize("factor", [0.02, 0.5, 2, 50])
+def test_a_faster_cluster_has_links_as_a_file_would_say_them(begin: str, factor: float) -> None:
+    """Also their share of the bandwidth, which of a network with TCP depends on it, unless the file says it."""
+    nodes = '[[nodes]]\ndevice = "T4"\ncount = 2\n[[nodes]]\ndevice = "T4"\nbetween = "10Mbit/s"\n'
+    cluster = clusters.loads(f"{nodes}[links]\nbetween = {begin if begin[0] == '{' else repr(begin)}\n")
+    assert cluster.between is not None
+    bits = 8 * factor * cluster.between.bandwidth
+    said = f'{{ bandwidth = "{bits:.0f}bit/s", share = 0.5 }}' if begin[0] == "{" else f'"{bits:.0f}bit/s"'
+    nodes = nodes.replace("10Mbit/s", f"{10e6 * factor:.0f}bit/s")
+    assert faster(cluster, factor) == clusters.loads(f"{nodes}[links]\nbetween = {said}\n")
+
+
+def test_a_faster_cluster_has_faster_measured_links_between_machines_alone() -> None:
+    pairs = "pairs = [[0, 1, 9e9, 1e-5], [0, 2, 1e7, 1e-3], [1, 2, 2e7, 1e-3]]\n"
+    cluster = clusters.loads(f'{pairs}[[nodes]]\ndevice = "T4"\ndevices = 2\n[[nodes]]\ndevice = "T4"\n')
+    twice = faster(cluster, 2)
+    assert [pair.bandwidth for pair in twice.pairs] == [9e9, 2e7, 4e7]
+    assert (twice.between, faster(twice, 0.5)) == (None, cluster)

@@ -13,6 +13,7 @@ from espalier.machine import cluster as clusters
 from espalier.machine.cluster import Cluster, Link
 from espalier.mechanisms.local_rounds import cost
 from espalier.mechanisms.local_rounds import round_plan as co2
+from espalier.mechanisms.local_rounds.choice import FIGURES
 from espalier.mechanisms.local_rounds.co2 import chosen_of
 from espalier.mechanisms.local_rounds.options import ByRounds, Co2, DiLoCo, Eager, LocalSgd
 from espalier.mechanisms.local_rounds.state import LocalRoundsState
@@ -69,14 +70,20 @@ def test_a_round_is_the_shortest_that_hides_its_exchange() -> None:
     assert loads(dumps(plan)) == plan
 
 
-def test_four_bits_are_taken_where_rounds_would_be_long() -> None:
-    long, short = (planned(asked(Co2(codec=name)), office("20Mbit/s")) for name in ("exact", None))
-    assert long.replicas
-    assert short.replicas
-    assert long.state(LocalRoundsState).steps > co2.LONG
-    assert short.state(LocalRoundsState).settings == {"codec": "int4"}
-    assert short.state(LocalRoundsState).steps <= -(-long.state(LocalRoundsState).steps // 7)
-    assert any("with the differences as int4" in sentence for sentence in short.why)
+@pytest.mark.parametrize("between", ["30Mbit/s", "15Mbit/s", "5Mbit/s", "2Mbit/s"])
+def test_the_mildest_codec_is_taken_with_which_rounds_are_not_long(between: str) -> None:
+    names = ["exact", *co2.CODECS]
+    plans = [planned(asked(Co2(codec=name)), office(between)) for name in names]
+    lengths = [plan.state(LocalRoundsState).steps for plan in plans]
+    assert lengths == sorted(lengths, reverse=True)
+    short = [name for name, steps in zip(names, lengths, strict=True) if steps <= co2.LONG]
+    chosen = planned(asked(Co2()), office(between))
+    name = str(chosen.state(LocalRoundsState).settings.get("codec", "exact"))
+    assert name == (short or names)[0 if short else -1]
+    assert chosen.state(LocalRoundsState).steps == lengths[names.index(name)]
+    assert any(f"with the differences as {name}" in sentence for sentence in chosen.why) == (name != "exact")
+    (quality,) = (sentence for sentence in chosen.why if "learn less from each token" in sentence)
+    assert (f"{name} rounds what travels" in quality) == (name != "exact")
 
 
 def test_replicas_share_the_batch_and_cut_their_optimizer_among_their_ranks() -> None:
@@ -115,6 +122,51 @@ def test_auto_takes_rounds_only_where_little_else_would_happen() -> None:
     assert planned(asked(Auto()), office("20Mbit/s")).replicas
     assert not planned(asked(EveryStep()), office("20Mbit/s")).replicas
     assert not planned(asked(Auto(), ranks=3), office("20Mbit/s", machines=3)).replicas, "64 samples are no thirds"
+
+
+SITES = {
+    "two sites": ("H100", 2, 8),
+    "three sites": ("A100-80GB", 3, 8),
+    "eight cards at home": ("RTX 3060", 8, 1),
+}
+SWEEP = [figure for figure in FIGURES if 2e7 <= 8 * figure <= 2e11]
+
+
+def stands(plan: Plan) -> tuple[bool, str]:
+    """Whether rounds were chosen, and below which bandwidth they are said to pay; empty: that is not said."""
+    said = [found[1] for sentence in plan.why if (found := re.search(r"times on, here (.*)\.$", sentence))]
+    assert len(said) <= 1
+    return bool(plan.replicas), said[0] if said else ""
+
+
+@pytest.mark.parametrize(
+    ("name", "every"), [("two sites", 6), *(pytest.param(name, 1, marks=pytest.mark.slow) for name in SITES)]
+)
+def test_rounds_are_chosen_below_the_bandwidth_that_the_plan_names_and_at_no_other(name: str, every: int) -> None:
+    device, machines, devices = SITES[name]
+    request = shape("", Auto(), depth=12, width=1024, heads=16, samples=96 * machines)
+
+    def at(bandwidth: float) -> tuple[bool, str]:
+        return stands(planned(request, hosts(device, machines, devices, f"{8 * bandwidth:.0f}bit/s")))
+
+    _, named = at(SWEEP[0])
+    last, limit = (units.rate(words.replace(" ", "")) for words in re.findall(r"[\d.]+ [MG]bit/s", named))
+    assert SWEEP.index(limit) == SWEEP.index(last) + 1
+    sweep = {bandwidth: at(bandwidth) for bandwidth in {*SWEEP[::every], SWEEP[-1], last, 0.9 * limit, limit}}
+    chosen = {bandwidth for bandwidth, (rounds, _) in sweep.items() if rounds}
+    assert chosen - {0.9 * limit} == {bandwidth for bandwidth in sweep if bandwidth <= last}
+    assert {words for bandwidth, (_, words) in sweep.items() if bandwidth != 0.9 * limit} == {named, ""}
+    words = units.show_bits(0.9 * limit)
+    assert sweep[0.9 * limit][1] == named.replace(units.show_bits(last if 0.9 * limit in chosen else limit), words)
+    assert sweep[limit] == (False, named), "on a link that is slow, but not slow enough, the plan says so"
+    assert sweep[SWEEP[-1]] == (False, "")
+
+
+def test_machines_that_gain_nothing_together_are_never_said_to_gain_by_rounds() -> None:
+    tiny = asked(Auto(), samples=4)
+    chosen, words = stands(planned(tiny, office("1Mbit/s")))
+    assert not chosen
+    assert words in ("", "at no bandwidth")
 
 
 @pytest.mark.parametrize(
@@ -168,12 +220,17 @@ def hosts(device: str = "A100-80GB", machines: int = 4, devices: int = 8, betwee
     )
 
 
-def shape(name: str, sync: Any, **sizes: Any) -> Request:
-    """128 sequences of 2,048 tokens a step of a published shape, or of a decoder of such sizes."""
+def shape(name: str, sync: Any, samples: int = 128, **sizes: Any) -> Request:
+    """So many sequences of 2,048 tokens a step of a published shape, or of a decoder of such sizes."""
     table = {
         "model": sizes or {"shape": name},
         "data": {"path": "python:stdlib"},
-        "train": {"sequence": 2048, "batch_tokens": 2**18, "precision": "bf16", "optimizer": {"kind": "adamw"}},
+        "train": {
+            "sequence": 2048,
+            "batch_tokens": samples * 2048,
+            "precision": "bf16",
+            "optimizer": {"kind": "adamw"},
+        },
     }
     return request_from_recipe.of_recipe(defaults.resolve(recipe_file.from_table(table))[0]).changed(sync=sync)
 
@@ -213,7 +270,7 @@ def test_a_machine_is_a_replica_where_none_of_its_cards_can_hold_one() -> None:
     assert all(len(unit.optimizer) == 8 for unit in plan.units)
     assert plan.predicted is not None
     assert plan.predicted.memory_bytes["peak"] <= plan.predicted.memory_limit
-    assert any("which pay below about" in said for said in plan.why)
+    assert any("replicas agree by rounds, which pay from 3 times on, here up to " in said for said in plan.why)
     assert any("Over the link of 100 Mbit/s" in said for said in plan.why)
 
 

@@ -5,11 +5,13 @@ No torch.
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from functools import cache
 
 from espalier.machine import cluster as clusters
-from espalier.machine.cluster import Cluster
+from espalier.machine.cluster import Cluster, whatif
 from espalier.mechanisms.local_rounds import round_plan as co2
 from espalier.mechanisms.local_rounds import rounds_at_nodes
 from espalier.mechanisms.local_rounds.options import ByRounds, Eager
@@ -19,10 +21,14 @@ from espalier.plan.ask import Ask, PlanDecision
 from espalier.plan.base import Plan
 from espalier.plan.choice import PlanChoice, Waits
 from espalier.plan.collective_time import gpus
+from espalier.plan.decide import decide
 from espalier.plan.layout_decision import best_layout
 from espalier.plan.search import SearchResult
 from espalier.recipe import Auto, EveryStep
 from espalier.recipe.errors import UserError
+
+FIGURES = tuple(figure * 10.0**power / 8 for power in range(5, 13) for figure in (1, 2, 5))
+"""Bandwidths between which rounds begin to pay, bytes/s: 0.1 Mbit/s to 5 Tbit/s."""
 
 
 class LocalRoundsChoice(PlanChoice):
@@ -51,10 +57,13 @@ class LocalRoundsChoice(PlanChoice):
             apart = _apart(made, rounds)
             if not all(replica.fits for replica in apart):
                 raise UserError("no machine can hold a replica by itself.")
-            reason = co2.pays(best.plan, [replica.plan for replica in apart], made)
-            if reason:
+            worth, whole = co2.worth([replica.plan for replica in apart]), _seconds(best)
+            if whole >= co2.NOTICED * worth.alone:
                 decision = _by_rounds(rounds, Eager())
-                yield decision.changed(why=(reason, *decision.plan.why))
+                limits = _limits(ask, worth, made, whole)
+                why = worth.sentence(whole, made.link, decision.plan, limits)
+                taken = decision if worth.pays(whole) else best
+                yield taken.changed(why=(why, *taken.plan.why))
         except UserError as error:
             why = f"Rounds of local steps were left out: {error.what}"
             yield best.changed(why=(*best.plan.why, why))
@@ -67,6 +76,35 @@ class LocalRoundsChoice(PlanChoice):
         """For the exchange of a round."""
         words = {"outer": "a step beyond what local steps hide"}
         yield Waits("Agreeing by rounds", words, list(zip(*plan.replicas, strict=True)))
+
+
+def _seconds(decision: PlanDecision) -> float:
+    """Of a step of the fastest plan, whichever of a tie was taken."""
+    return min(decision.plan.step_seconds, *(option.seconds for option in decision.search_result.options))
+
+
+def _limits(ask: Ask, worth: co2.Worth, made: co2.Replicas, whole: float) -> tuple[float, float]:
+    """The last of `FIGURES` at which rounds pay, 0 where there is none, and the next: the faster the link, the less
+    they do."""
+    bandwidth, chosen = made.link.bandwidth, worth.pays(whole)
+    request = ask.changed(sync=EveryStep()).request
+
+    @cache
+    def pays(figure: float) -> bool | None:
+        """None: they do not, and no slower link would make them, as one machine takes all steps."""
+        if figure == bandwidth or (figure < bandwidth) == chosen:
+            return chosen
+        other = decide(request, whatif.faster(ask.cluster, figure / bandwidth), ask.calibration)
+        alone = len({rank.node for rank in other.plan.ranks}) == 1
+        return worth.pays(_seconds(other)) or (None if alone and not worth.pays(other.plan.step_seconds) else False)
+
+    at = max(1, bisect(FIGURES, worth.guess(request, made), hi=len(FIGURES) - 1) - 1)
+    while at < len(FIGURES) - 1 and pays(FIGURES[at]):
+        at += 1
+    while at and pays(FIGURES[at - 1]) is False:
+        at -= 1
+    last = FIGURES[at - 1] if at and pays(FIGURES[at - 1]) else 0.0
+    return (max(last, bandwidth), FIGURES[at]) if chosen else (last, min(FIGURES[at], bandwidth))
 
 
 def _on_replicas(ask: Ask) -> Ask:

@@ -20,7 +20,6 @@ from espalier.plan.axes.node_layout import BITS, LOCAL_BYTES, outer_method, push
 from espalier.plan.base import Exchange, Plan, Predicted
 from espalier.plan.request import Request
 from espalier.recipe import EveryStep, units
-from espalier.recipe.errors import UserError
 
 FAST = 1e15
 """Bytes/s of a link that takes no time."""
@@ -35,11 +34,7 @@ def inside(request: Request, cluster: Cluster, options: ByRounds) -> tuple[Reque
     """What is planned before there are rounds: all machines, each a replica, on links that no step waits for. Raises
     UserError where there is one."""
     ranks = options.replicas or request.pin.ranks or cluster.machines
-    if ranks < 2:
-        raise UserError(
-            "Synchronization by rounds needs two replicas, and the cluster has one machine.",
-            do="sync.replicas=2, --hosts for more machines, or sync.kind=every_step",
-        )
+    co2.refuse_single(ranks)
     pin = request.pin.changed(offload="node", ranks=ranks)
     between = cluster.between and cluster.between.changed(bandwidth=FAST, latency=0.0, launch=0.0)
     asked = request.changed(sync=EveryStep(), crossings={}, pin=pin)
