@@ -391,7 +391,7 @@ def test_a_thousand_devices_of_four_kinds_need_few_layouts() -> None:
     found = search.search(request, cluster)
     assert time.process_time() - begun < 10
     assert found.options
-    assert found.priced < 500_000
+    assert found.priced < 600_000  # on many ranks in two passes
 
 
 def test_machines_are_ranked_by_what_their_devices_sustain_not_by_their_peak() -> None:

@@ -49,8 +49,8 @@ def cuts(request: Request, on: Fleet, batches: Iterable[Layouts]) -> tuple[list[
         best = batch.each(list(first.values()))
         of_each |= set(best[:OF_EACH])
         ranked |= dict(zip(best, ((seconds[index], over[index]) for index in first.values()), strict=True))
-    fastest = sorted(ranked, key=ranked.__getitem__)
-    return [*fastest[:CUTS], *(cut for cut in fastest[CUTS:] if cut in of_each)], priced
+    by_seconds = sorted(ranked, key=ranked.__getitem__)
+    return [*by_seconds[:CUTS], *(cut for cut in by_seconds[CUTS:] if cut in of_each)], priced
 
 
 def refined(chosen: Iterable[Layouts], per_node: int, limits: Limits) -> Iterator[Layouts]:

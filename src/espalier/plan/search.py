@@ -1,4 +1,4 @@
-"""The search: every layout of every algorithm on every useful part of the cluster, priced in arrays. No torch.
+"""The search: the layouts of every algorithm on every useful part of the cluster, priced in arrays. No torch.
 
 After Buff (arXiv 2401.09149: pipeline, sequence, weight and optimizer groups, algorithm, recomputation) and AMSP (arXiv
 2311.00257: nested factors of the three states), which is its data-parallel slice. Deviations: exhaustive over arrays
@@ -7,7 +7,7 @@ goes to the plan that sends less between machines, then to fewer moving parts, l
 
 Pruned by divisibility (`layouts.grid`), by memory (seconds are only computed of what fits), and by lower bounds: a part
 of the cluster whose devices at their best would not beat the best plan found is not tried. Both are exact: the search
-finds the same plan with them as without.
+finds the same plan with them as without. On many ranks `coarse_search` says what is priced in full.
 """
 
 from __future__ import annotations
