@@ -50,7 +50,7 @@ def machines_of(channel: dist.ProcessGroup | None, place: RankSpec, recipe: Reci
     from espalier.comm import multihost_probe
 
     key = multihost_probe.key(channel)
-    known: str | None = None
+    known = None
     if place.rank == 0:
         cluster = clusters.read(recipe.plan.cluster) if recipe.plan.cluster else multihost_probe.stored_cluster(key)
         known = clusters.dumps(cluster) if cluster is not None else None

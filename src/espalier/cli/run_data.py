@@ -48,7 +48,7 @@ def read_record(folder: RunFolder) -> DataRecord | None:
     with suppress(msgspec.DecodeError):
         return DataRecord(serialization.from_json(text, dict[str, str]))
     with parsing(folder.data, "remove it; the present data is then accepted"):
-        record: DataRecord = serialization.from_json(text, DataRecord)
+        record = serialization.from_json(text, DataRecord)
         return record
 
 

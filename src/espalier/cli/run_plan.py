@@ -46,7 +46,7 @@ TRIAL_SECONDS = 0.6
 
 def batches_of(plan: plans.Plan) -> Batches | None:
     """What steps of a plan train on, where the recipe left that open."""
-    state: DiskBatchesState | None = plan.choices.get("disk_batches")
+    state = plan.choices.get("disk_batches")
     return None if state is None else state.batches
 
 

@@ -86,7 +86,7 @@ def refuse_code(recipe: Recipe, origin: Origin, sealed: str, run: str, trust: bo
 
 def _code(recipe: Recipe, reads: bool = True) -> dict[str, str | bool]:
     """The options that run code, by key. `reads`: the data is read."""
-    options: dict[str, str | bool] = {}
+    options = {}
     if (build := getattr(recipe.model, "build", None)) is not None:
         options["model.build"] = build
     if reads and recipe.graph is not None and recipe.graph.pickle:

@@ -143,7 +143,7 @@ class CheckpointWatcher:
 
     def _pending(self, again: bool = False) -> list[_Pending]:
         """Checkpoints with something left to do, oldest first; links of others go. `again`: all tasks are to do."""
-        pending: dict[str, _Pending] = {}
+        pending = {}
         for source in (self._saved, self._held):
             for name in source.place.names():
                 step, seal = step_of(name) or 0, _seal(source.place, name)

@@ -56,7 +56,7 @@ class Answers:
             seed=0,
             stop=(self.tokenizer.boundary, *self.tokenizer.document_end),
         )
-        made: list[int] = []
+        made = []
 
         def going_on(token: int) -> bool:
             made.append(token)

@@ -263,7 +263,7 @@ def open_graph(
         graph = (
             kept_graph.divided(graph, run_graph, asked.split, seed) if run_graph else divided(graph, asked.split, seed)
         )
-    sentences: list[str] = []
+    sentences = []
     if graph.partition is not None:
         sentences.append(f"Order: that in which {graph.origin} was cut.")
     elif recipe.graph.task != "graph" and not recipe.graph.fanouts and graph.starts is None:

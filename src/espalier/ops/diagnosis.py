@@ -88,7 +88,7 @@ def diagnose(paths: str | Path | Sequence[str | Path], means: Means = Means()) -
         One diagnosis for each case, in order. Raises UserError for a log that cannot be read.
     """
     every = [paths] if isinstance(paths, str | Path) else paths
-    diagnoses: list[Diagnosis] = []
+    diagnoses = []
     for path in map(Path, every):
         if not path.is_dir():
             diagnoses.append(of_case(read(path, means), means))

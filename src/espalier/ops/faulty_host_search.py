@@ -133,7 +133,7 @@ def follow(store: Any, node: int, seconds: float, patience: float = 600.0) -> No
 def _in_time(group: tuple[Any, ...], seconds: float) -> bool:
     """Whether its world has passed. On a thread that is left to itself after `seconds`: Gloo goes on connecting to a
     peer that has given up for several times its own deadline, and the next wave does not wait."""
-    passed: list[bool] = []
+    passed = []
 
     def work() -> None:
         with suppress(Exception):  # whatever it was, this world has failed

@@ -121,7 +121,7 @@ def _columns(names: Sequence[str], path: str) -> dict[str, int]:
 
 
 def _rows(path: str, reader: Iterator[list[str]], columns: Mapping[str, int]) -> Jobs:
-    rows: list[TracedJob] = []
+    rows = []
     bad, first, number = 0, "", 1
     while True:
         number += 1

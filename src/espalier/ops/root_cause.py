@@ -126,7 +126,7 @@ def _finding(line: LogLine, rule: LogRule, groups: Mapping[str, str | None], cha
 
 def _chains(lines: Sequence[LogLine]) -> dict[int, int]:
     """The number of the chain of tracebacks that each exception's line ends."""
-    ends: dict[int, int] = {}
+    ends = {}
     inside: dict[int | None, int] = {}
     linked: dict[int | None, int] = {}
     threads: dict[int | None, int] = {}

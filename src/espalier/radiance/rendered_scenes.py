@@ -48,7 +48,7 @@ def parse(path: str) -> Made:
     """What a path such as `spheres:views=20,size=64` says. Raises UserError for what it cannot mean."""
     kind, _, rest = path.partition(":")
     names = [field.name for field in fields(Made)][1:]
-    options: dict[str, int] = {}
+    options = {}
     for part in filter(None, rest.split(",")):
         name, _, value = part.partition("=")
         if name not in names:

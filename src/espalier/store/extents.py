@@ -309,7 +309,7 @@ def read_index(path: Path, remedy: str = "") -> tuple[list[Extent], int]:
             return [], 0
         do = remedy or "name the file that an ExtentWriter has made"
         raise UserError(f"{index} is not the index of a container.", do=do)
-    extents: list[Extent] = []
+    extents = []
     at, decoder = len(MAGIC), msgspec.msgpack.Decoder(Extent)
     while at + _FRAME.size <= len(text):
         size, check = _FRAME.unpack_from(text, at)

@@ -90,7 +90,7 @@ class Generations(Closing):
 
     def _choose(self, headers: list[_Header]) -> None:
         """Uses the newest step that is whole."""
-        damaged: list[DamagedExtent] = []
+        damaged = []
         for header in headers:
             self._use(header)
             try:

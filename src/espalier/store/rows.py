@@ -136,7 +136,7 @@ class RowFile(base.Closing):
         """Reads pages into one buffer while rows are copied out of the other."""
         flying: deque[Future[None]] = deque()
         try:
-            before: _Group | None = None
+            before = None
             for turn, group in enumerate(self._groups(numbers, order)):
                 flying.append(self._queue.read_runs(self._file, group.runs, self._buffers[turn % 2], self.layout.end))
                 if before is not None:

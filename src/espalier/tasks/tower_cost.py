@@ -134,7 +134,7 @@ class _PartPass:
 
     def counted(self, rows: int) -> tuple[float, float]:
         """Operations of the forward pass, and bytes that it keeps, of one sample."""
-        saved: dict[int, int] = {}
+        saved = {}
 
         def save(tensor: Tensor) -> Tensor:
             saved[tensor.untyped_storage().data_ptr()] = tensor.nbytes

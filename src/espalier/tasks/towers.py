@@ -282,7 +282,7 @@ class MultitaskModel(nn.Module):
 
     def owners(self) -> dict[str, tuple[str, int]]:
         """Of each parameter, the node and the operator that it belongs to; a head is `head.TASK`."""
-        places: dict[str, tuple[str, int]] = {f"heads.{task.name}": (f"{HEAD}.{task.name}", 0) for task in self.tasks}
+        places = {f"heads.{task.name}": (f"{HEAD}.{task.name}", 0) for task in self.tasks}
         for name, tower in self.towers.items():
             assert isinstance(tower, TowerModule | FieldTower)
             places |= {f"towers.{name}.{part}": (name, operator) for operator, part in tower.parts()}

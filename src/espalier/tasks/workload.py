@@ -136,10 +136,10 @@ def open_multitask(recipe: Recipe, folder: Path | None = None) -> MultitaskWorkl
     """Reads the tasks' data and builds the towers. Raises UserError for what does not fit together."""
     options, towers = recipe.tasks or (), recipe.towers or ()
     kinds = {tower.name: tower.kind for tower in towers}
-    tasks: dict[str, Task] = {}
+    tasks = {}
     shape: dict[str, tuple[int, ...]] = {}
-    classes: dict[str, int] = {}
-    fields: dict[str, Scene] = {}
+    classes = {}
+    fields = {}
     for k, task in enumerate(options):
         dataset, held_out = sources.load(task, recipe, folder)
         sample = dataset[0]

@@ -56,7 +56,7 @@ NUMBERED = "number the nodes 0, 1, 2 …, or give edges.csv with a table of node
 
 def understood(table: Mapping[str, Any], origin: str) -> dict[str, Any]:
     """The values of `table` that are used, by PyG's names. Raises UserError where two mean the same."""
-    known: dict[str, Any] = {}
+    known = {}
     for name, words in _WORDS.items():
         given = [word for word in words if table.get(word) is not None]
         if len(given) > 1:

@@ -82,7 +82,7 @@ def read(text: str, progress: Progress | None = None) -> dict[str, Array]:
     names = sorted(packages)
     known = {name: at for at, name in enumerate(names)}
     counted, column = np.zeros((len(names), COLUMNS), np.float32), dict[bytes, int]()
-    ends: list[tuple[int, int]] = []
+    ends = []
     for at, name in enumerate(names):
         package = packages[name]
         for other in {known.get(need) for field in RELATIONS for need in _named(package.get(field, ""))} - {None, at}:

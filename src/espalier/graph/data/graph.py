@@ -309,7 +309,7 @@ def signed(features: Array) -> bool | None:
     first negative value."""
     single, rows = True, max(1, _VALUES // max(1, features.shape[1]))
     for at in range(0, features.shape[0], rows):
-        some: Any = features[at : at + rows]
+        some = features[at : at + rows]
         some = some.toarray() if hasattr(some, "toarray") else np.asarray(some)
         if some.min(initial=0) < 0:
             return True

@@ -68,7 +68,7 @@ def load(progress: Progress | None = None) -> Graph:
 
 def installed() -> list[SourceModule]:
     """The modules of the standard library and of every distribution on the path, by name, each once."""
-    modules: dict[str, SourceModule] = {}
+    modules = {}
     for root, owners in _roots():
         for path in _sources(root, set() if owners else _ELSEWHERE):
             parts = path[len(root) + 1 : -3].split(os.sep)
@@ -127,8 +127,8 @@ def _labels(modules: list[SourceModule]) -> tuple[Array, tuple[str, ...]]:
 def _read(modules: list[SourceModule], progress: Progress | None) -> dict[str, Array]:
     known = {module.name: at for at, module in enumerate(modules)}
     counted = np.zeros((len(modules), COLUMNS), np.float32)
-    sources: list[int] = []
-    targets: list[int] = []
+    sources = []
+    targets = []
     column: dict[bytes, int] = {}
     for at, module in enumerate(modules):
         try:

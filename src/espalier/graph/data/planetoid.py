@@ -77,7 +77,7 @@ def _classes(rows: Array) -> Array:
 
 def _edges(file: Path) -> tuple[Array, Array, int]:
     """Sources and targets of a dict of neighbours, and how many nodes it has."""
-    neighbours: Any = numpy_pickle.read(file, _DO)
+    neighbours = numpy_pickle.read(file, _DO)
     with parsing(file, _DO):
         counts = [len(near) for near in neighbours.values()]
         refuse_large(f"a list of {sum(counts):,} edges", 32 * sum(counts))

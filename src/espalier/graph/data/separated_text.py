@@ -201,7 +201,7 @@ def _numbers(table: Layout, skipped: int) -> Array | None:
 
 def _words(table: Layout, header: bool, width: int) -> list[Array]:
     """The cells of each column as text."""
-    pieces: list[list[Array]] = []
+    pieces = []
     with parsing(table.path, _DO), opened(table.path) as file:
         lines = islice(file, table.skipped, None)
         rows = islice(_cells(lines, table.separator), int(header), None)

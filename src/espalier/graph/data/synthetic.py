@@ -115,7 +115,7 @@ def parse(text: str) -> Made:
     """`rmat:scale=20,degree=16` or `planted:nodes=1000000,classes=20`. Raises UserError."""
     kind, _, rest = text.partition(":")
     known = {field.name: field.type for field in fields(KINDS[kind])}
-    given: dict[str, Any] = {}
+    given = {}
     for part in filter(None, rest.split(",")):
         name, equals, value = part.partition("=")
         if name not in known or not equals:

@@ -240,7 +240,7 @@ def _plain(name: str) -> str:
 def _nodes(table: Table) -> NodeTable:
     left, notes = dict(table.columns), list(table.notes)
     notes += _drop_kinds(table, left)
-    roles: dict[str, str] = {}
+    roles = {}
     if (name := _names_of_nodes(left)) is not None:
         notes.append(unused("column", name, f"of {table.path.name}, a name for each node"))
         left.pop(name)
@@ -506,7 +506,7 @@ def alike(ids: Array) -> Array:
 
 def _numeric(table: Table, columns: Mapping[str, Array], what: str, notes: list[str]) -> dict[str, Array]:
     """float64 columns of numbers. Columns of words alone are left out, which is said in `notes`."""
-    numbers: dict[str, Array] = {}
+    numbers = {}
     for name, column in columns.items():
         values, reason = _as_float(column, f"{printable(table.path)}: {what.format(repr(printable(name)))}")
         if values is None:
@@ -556,7 +556,7 @@ def ends_as_numbers(values: Array, path: Path) -> Array:
     if values.dtype.kind in "biuf":
         return values.astype(np.float64)
     words = as_words(values)
-    word: Any = next((word for word in words if not is_number(word)), None)
+    word = next((word for word in words if not is_number(word)), None)
     if word is not None:
         raise UserError(
             f"{printable(path)}: ends of edges must be numbers, and one is {printable(word)!r}.",

@@ -36,11 +36,11 @@ def layer_work(network: Gnn, reach: Sequence[Reach], micro_batch: Any, precision
     """
     size = max(4, VALUE_BYTES[precision])  # autocast leaves aggregation in fp32
     times = micro_batch if each else micro_batch * 0 + 1.0
-    products: list[Product] = []
-    moved: Number = 0.0
-    back: Number = 0.0
-    saved: Number = 0.0
-    drawn: Number = 0.0
+    products = []
+    moved = 0.0
+    back = 0.0
+    saved = 0.0
+    drawn = 0.0
     layers = [layer for layer in network.layers if isinstance(layer, Layer)]
     for at, (layer, layer_reach) in enumerate(zip(layers, reach, strict=True)):
         sources, targets, edges = layer_reach.sources * times, layer_reach.targets * times, layer_reach.edges * times

@@ -399,7 +399,7 @@ def _manifest(folder: Path) -> tuple[Manifest, int]:
     """And a number that is the same where the manifest is."""
     with parsing(folder / MANIFEST, AGAIN):
         text = (folder / MANIFEST).read_bytes()
-        manifest: Manifest = serialization.from_json(text, Manifest)
+        manifest = serialization.from_json(text, Manifest)
     if manifest.format != FORMAT or [len(row) for row in manifest.rows] != [len(manifest.checksums)] * len(
         manifest.checksums
     ):

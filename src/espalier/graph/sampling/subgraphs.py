@@ -171,7 +171,7 @@ def _in_pieces(model: Gnn, at: int, view: View, rows: Rows) -> Rows:
     if (quantizers := quantizers_of(model)) is not None:
         quantizers.pack(layer, rows, placed)
     room = max(1, MOST // (4 * max(layer.inputs, layer.outputs)))
-    made: list[Rows] = []
+    made = []
     start, indptr = 0, view.graph.indptr
     while start < view.graph.nodes:
         stop = max(start + 1, int(np.searchsorted(indptr, indptr[start] + room, side="right")) - 1)

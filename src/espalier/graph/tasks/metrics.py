@@ -26,7 +26,7 @@ def classified(logits: Tensor, labels: Tensor) -> Sums:
     count, classes = float(len(labels)), logits.shape[1]
     guess = logits.argmax(1)
     right = guess == labels
-    figures: Sums = {
+    figures = {
         "loss": (float(F.cross_entropy(logits, labels, reduction="sum")), count),
         "accuracy": (float(right.sum()), count),
     }
@@ -55,7 +55,7 @@ def regressed(rows: Tensor, labels: Tensor, deviations: Sequence[float]) -> Sums
     errors = torch.where(known, rows - labels, 0.0)
     truths = torch.where(known, labels, 0.0).double()
     counts = known.sum(0).double().tolist()
-    sums: Sums = {"loss": (float(errors.square().sum()), sum(counts))}
+    sums = {"loss": (float(errors.square().sum()), sum(counts))}
     moments = torch.stack([errors.square().sum(0), errors.abs().sum(0), truths.sum(0), truths.square().sum(0)])
     for at, (squared, absolute, first, second) in enumerate(moments.T.tolist()):
         count, deviation, column = counts[at], deviations[at], f".{at}" if len(counts) > 1 else ""
@@ -137,7 +137,7 @@ def _by_column(totals: Mapping[str, float], prefix: str) -> dict[str, float]:
     """R² of each column of values, NaN of a constant one, and the means over several columns."""
     start = f"{prefix}count/error"
     columns = [name.removeprefix(start) for name in totals if name.startswith(start)]
-    figures: dict[str, float] = {}
+    figures = {}
     for column in columns:
         error, first, second = (totals[f"{prefix}count/{name}{column}"] for name in ("error", "first", "second"))
         variance = second - first * first

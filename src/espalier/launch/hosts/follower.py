@@ -82,7 +82,7 @@ class Follower:
         line, order = self.team.line, self.exchange.said(0) or Command()
         if order.supersedes(line.host, line.life):
             raise HostLost(f"Another supervisor has taken the place of this one on host {self.team.names[line.host]}.")
-        command: Command = order.to(line.host, line.life)
+        command = order.to(line.host, line.life)
         return command
 
     def _obey(self, order: Command) -> None:

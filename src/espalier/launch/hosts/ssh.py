@@ -267,7 +267,7 @@ class Crowd:
 
     @contextmanager
     def _passing_on_signals(self) -> Iterator[list[int]]:
-        seen: list[int] = []
+        seen = []
 
         def pass_on(number: int, frame: FrameType | None) -> None:
             seen.append(number)

@@ -226,7 +226,7 @@ def endings(children: Sequence[Child], every: float) -> Iterator[Child | None]:
     """Each child as it ends, until all have; and None in between, at least every `every` seconds. `children` may change
     in between: a process that takes the place of another is watched from then on."""
     poller = select.poll()
-    by_fd: dict[int, Child] = {}
+    by_fd = {}
     watched: dict[int, Child] = {}
     while any(child.status is None for child in children):
         for index, child in enumerate(children):  # one may have taken the place of another

@@ -159,7 +159,7 @@ class Supervisor:
     def _attempts(self) -> list[Any]:
         self.agent.start(self._begin())
         while True:
-            gone: list[int] = []
+            gone = []
             try:
                 ended = self._watch()
                 if ended is None:

@@ -46,8 +46,8 @@ def ranks(n: int, function: Callable[..., Any], *args: Any, timeout: float = 30.
     >>> ranks(4, total)
     [10.0, 10.0, 10.0, 10.0]
     """
-    results: list[Any] = [None] * n
-    errors: list[tuple[int, BaseException]] = []
+    results = [None] * n
+    errors = []
     store, building = HashStore(), _Building(n, timeout)
 
     def run(rank: int) -> None:

@@ -84,7 +84,7 @@ def parse(texts: Mapping[int, str]) -> list[LogLine]:
 
 def without_code(lines: Iterable[LogLine]) -> Iterator[LogLine]:
     """The lines but those of tracebacks that show where an exception passed, and the program's text there."""
-    shown: set[int | None] = set()
+    shown = set()
     for line in lines:
         if _CODE.match(line.text):
             shown.add(line.rank)
@@ -116,7 +116,7 @@ def _places(texts: Mapping[int, str]) -> dict[object, tuple[int | None, str]]:
 def _parse(
     number: int, raw: str, ranked: bool, hosts: Counter[str] | None, places: Mapping[object, tuple[int | None, str]]
 ) -> LogLine:
-    seen: dict[str, str] = {}
+    seen = {}
     at = 0
     if ranked and (match := _BARE_RANK.match(raw)):
         seen["rank"], at = match[1], match.end()

@@ -303,7 +303,7 @@ def cbm_matmul(matrix: CBM, x: Tensor) -> Tensor:
     for ids, ptr in ((deltas.plus, deltas.plus_ptr), (deltas.minus, deltas.minus_ptr)):
         lists = CSR(ptr.long(), ids, (matrix.shape[0], matrix.shape[1]))
         sums.append(csr_matmul.reference.run(lists, x, None))
-    rows: dict[int, Tensor] = {-1: x.new_zeros(x.shape[1])}
+    rows = {-1: x.new_zeros(x.shape[1])}
     for place, (row, above) in enumerate(zip(deltas.order.tolist(), deltas.parent.tolist(), strict=True)):
         rows[row] = rows[above] + sums[0][place] - sums[1][place]
     y = torch.stack([rows[row] for row in range(matrix.shape[0])]) if matrix.shape[0] else x[:0]

@@ -137,9 +137,9 @@ def narrower(indptr: Any, indices: Any, degree: Any, roots: Any, out: Any) -> An
     order, second = np.empty(nodes + ONE, np.uint32), np.empty(nodes + ONE, np.uint32)
     key, mark = np.empty(nodes, np.uint64), np.zeros(nodes, np.uint8)
     rows = (indptr, indices)
-    begin: Any = ZERO
-    done: Any = ZERO
-    widest: Any = ZERO
+    begin = ZERO
+    done = ZERO
+    widest = ZERO
     for place in range(nodes):
         root = np.uint64(roots[place])
         if mark[root]:
