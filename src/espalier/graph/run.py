@@ -134,7 +134,8 @@ class NetworkAdapter(Protocol):
 
     def __init__(self, recipe: Recipe) -> None:
         assert recipe.graph is not None
-        self.recipe, self.depth = recipe, len(recipe.graph.fanouts)
+        self.recipe = recipe
+        self.depth = len(recipe.graph.fanouts)
 
     def placed(self, graph: Graph) -> Graph:
         """`graph` with the features that the network reads."""

@@ -56,7 +56,9 @@ class GraphWorkload(Plain):
         links: Links | None = None,
     ) -> None:
         assert recipe.graph is not None
-        self.recipe, self.folder, self.sentences = recipe, folder, tuple(sentences)
+        self.recipe = recipe
+        self.folder = folder
+        self.sentences = tuple(sentences)
         self.trained: tuple[int, Array | None] | None = None
         """Of the graph that the run was begun on, where it is another: see `kept_graph.other_nodes`."""
         self.signs: Signs = ()
@@ -72,7 +74,8 @@ class GraphWorkload(Plain):
         self.nominal_weight = float(self.global_batch)
         if recipe.graph.task == "link":
             self.nominal_weight *= 1 + recipe.graph.negatives
-        self._dtype, self._device = torch.float32, torch.device("cpu")
+        self._dtype = torch.float32
+        self._device = torch.device("cpu")
         self.rounding = lookup.rounding(recipe)(self)
         self.batching = way(self)
         self.meters = self.batching.meters
@@ -220,9 +223,11 @@ class GraphWorkload(Plain):
 
 
 def _task(recipe: Recipe, network: NetworkAdapter, graph: Graph, links: Links | None) -> Task:
-    options, placed = recipe.graph, network.placed
+    options = recipe.graph
+    placed = network.placed
     assert options is not None
-    style, depth = network.style, network.depth
+    style = network.style
+    depth = network.depth
 
     if options.task == "graph":
         return GraphTask(placed(graph), style, depth, summed=isinstance(recipe.model, config.Gin))
@@ -253,7 +258,9 @@ def open_graph(
     assert recipe.graph is not None
     if not recipe.data:
         raise UserError("The recipe has no [data].", do='[data] path = "python:imports"')
-    asked, seed, links = recipe.graph, recipe.train.seed, None
+    asked = recipe.graph
+    seed = recipe.train.seed
+    links = None
     before = None if run_graph is None or asked.task == "link" else run_graph.graph.kind
     graph = sources.load(recipe.data[0], asked.changed(target=asked.target or before), progress)
     graph = partition_folder.checked_for(recipe, graph, lookup.network(recipe).style)

@@ -144,7 +144,8 @@ class GraphRow(Row, Freezes, Packs, Predicts, Exports, LoadsPacked, CountsEnergy
             workload = GraphWorkload(recipe, graph, opening.folder, links=frozen.links)
         else:
             workload = open_graph(recipe, opening.folder, opening.progress, frozen)
-        workload.frozen, workload.signs = opening.frozen, () if frozen is None else frozen.signs
+        workload.frozen = opening.frozen
+        workload.signs = () if frozen is None else frozen.signs
         return workload
 
     def profile(self, recipe: Recipe, opened: Callable[[], GraphWorkload]) -> Profile:

@@ -79,7 +79,8 @@ def load(file: Path, *, undirected: bool, target: str | None = None) -> Graph:
     if "edge_index" in known:
         sources, targets = both_ends(known["edge_index"], str(file))
     elif {"sources", "targets"} <= set(known):
-        sources, targets = known["sources"], known["targets"]
+        sources = known["sources"]
+        targets = known["targets"]
     else:
         raise UserError(
             f"{printable(file)} has no edge_index.", why=f"it has {printable(', '.join(names))}", do="int64 [2, edges]"
@@ -129,7 +130,8 @@ def _read(file: Path) -> tuple[dict[str, Array], list[str], list[str]]:
 def _entries(stored: Mapping[str, Array]) -> dict[str, Array]:
     """The entries of a square matrix as `scipy.sparse.save_npz` stores it, under the keys of graphs: its rows are
     sources, its columns targets, its values weights."""
-    form, (rows, columns) = str(stored["format"].astype(str)), stored["shape"].tolist()
+    form = str(stored["format"].astype(str))
+    rows, columns = stored["shape"].tolist()
     if rows != columns:
         raise ValueError(f"its matrix has {rows:,} rows and {columns:,} columns, and edges are those of a square one")
     if form == "coo":

@@ -70,7 +70,8 @@ def foretell(sampler: NeighborSampling, starts: Array, row_bytes: int) -> Foreto
 
 def _touched(ids: Array, row_bytes: int) -> int:
     """Pages on which these rows lie, one behind the other; `ids` ascend."""
-    first, last = ids * row_bytes // PAGE, (ids * row_bytes + row_bytes - 1) // PAGE
+    first = ids * row_bytes // PAGE
+    last = (ids * row_bytes + row_bytes - 1) // PAGE
     before = np.concatenate([[-1], last[:-1]])
     return int(np.maximum(0, last - np.maximum(first, before + 1) + 1).sum())
 
@@ -92,7 +93,8 @@ class CondensedLayout:
     @staticmethod
     def write(path: Path, starts: Array, outside: Iterable[Array]) -> None:
         """Writes to `path` which outside sources each range has; whole or not at all."""
-        fresh, bounds = path.with_name(f"{path.name}.part"), [0]
+        fresh = path.with_name(f"{path.name}.part")
+        bounds = [0]
         with fresh.open("wb") as file:
             file.seek(8 * (2 * len(starts) + 1))
             for sources in outside:
@@ -128,7 +130,8 @@ class CondensedLayout:
 
     def places(self, at: int, ids: Array) -> Array:
         """Which rows of a range's extent those of its own nodes and outside sources are."""
-        start, stop = self.starts[at], self.starts[at + 1]
+        start = self.starts[at]
+        stop = self.starts[at + 1]
         outside = self.outside(at)
         positions = np.minimum(np.searchsorted(outside, ids), max(0, len(outside) - 1))
         inside = (ids >= start) & (ids < stop)
@@ -139,7 +142,8 @@ class CondensedLayout:
         """Where rows of the nodes `[first, first + count)` go: an offset, and which of them (int64), for each piece."""
         last = first + count
         for at in range(self.range_of(first), len(self.starts) - 1):
-            start, stop = max(first, int(self.starts[at])), min(last, int(self.starts[at + 1]))
+            start = max(first, int(self.starts[at]))
+            stop = min(last, int(self.starts[at + 1]))
             if start >= stop:
                 break
             place = int(self.offsets[at]) + (start - int(self.starts[at])) * self.row_bytes
@@ -157,9 +161,11 @@ class CondensedRows(base.Closing):
     first of them of the range itself. Holds the file and a buffer for the largest extent."""
 
     def __init__(self, path: Path, layout: CondensedLayout, dtype: torch.dtype) -> None:
-        self.layout, self.dtype = layout, dtype
+        self.layout = layout
+        self.dtype = dtype
         self.shape: tuple[int, ...] = (layout.row_bytes // dtype.itemsize,)
-        self.queue, self._file = IoQueue(), DirectFile(path, "read")
+        self.queue = IoQueue()
+        self._file = DirectFile(path, "read")
         self._buffer = aligned(int(np.diff(layout.offsets).max(initial=0)))
 
     def __len__(self) -> int:
@@ -193,4 +199,5 @@ def write_at(file: int, data: Tensor, offset: int) -> None:
     view = bytes_of(data)
     while len(view):
         done = os.pwrite(file, view, offset)
-        view, offset = view[done:], offset + done
+        view = view[done:]
+        offset += done

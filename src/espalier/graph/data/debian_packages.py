@@ -81,7 +81,8 @@ def read(text: str, progress: Progress | None = None) -> dict[str, Array]:
         packages.setdefault(package["Package"], package)
     names = sorted(packages)
     known = {name: at for at, name in enumerate(names)}
-    counted, column = np.zeros((len(names), COLUMNS), np.float32), dict[bytes, int]()
+    counted = np.zeros((len(names), COLUMNS), np.float32)
+    column = dict[bytes, int]()
     ends = []
     for at, name in enumerate(names):
         package = packages[name]

@@ -150,9 +150,11 @@ def _numbered(ends: Array, ids: Array | None, file: Path) -> Array:
     """The ends of edges as rows of the table of nodes."""
     if ids is None:
         return _rows(ends, file)
-    known, ends = alike(ids), alike(ends)
+    known = alike(ids)
+    ends = alike(ends)
     if known.dtype.kind != ends.dtype.kind:
-        known, ends = known.astype(str), ends.astype(str)
+        known = known.astype(str)
+        ends = ends.astype(str)
     if known.dtype.kind == "U" and (known == "").any():
         raise UserError(
             f"{printable(file)}: a node has no id (row {int((known == '').argmax())} of its table).",

@@ -52,7 +52,8 @@ class Examples:
     """What a task learns from: the nodes, links or graphs of `parts`."""
 
     def __init__(self, parts: DataSplit) -> None:
-        self.parts, self.items = parts, len(parts.train)
+        self.parts = parts
+        self.items = len(parts.train)
 
     @property
     def validation(self) -> int:
@@ -223,7 +224,8 @@ class Graph:
         known |= _labels(known, known.pop("target", None))
         ends = _ids(sources, "sources"), _ids(targets, "targets")
         features = _floats(features, "features")
-        count, notes = len(features), list(known.pop("notes", ()))
+        count = len(features)
+        notes = list(known.pop("notes", ()))
         if len(ends[0]) != len(ends[1]):
             raise UserError(
                 f"The graph has {len(ends[0])} sources for {len(ends[1])} targets of edges.", do="give each edge both"
@@ -252,7 +254,8 @@ class Graph:
 
 def _labels(known: Mapping[str, Any], target: str | None) -> dict[str, Any]:
     """The attributes of a graph that say what its labels are."""
-    given, classes = known.get("labels"), known.get("classes", ())
+    given = known.get("labels")
+    classes = known.get("classes", ())
     if given is None:
         return {}
     origin = known.get("origin", Graph.origin)
@@ -307,7 +310,8 @@ Signs = tuple[bool | None, ...]
 def signed(features: Array) -> bool | None:
     """Whether features have negative values; None: each row has one value but 0 (bags of words). Of all rows, up to the
     first negative value."""
-    single, rows = True, max(1, _VALUES // max(1, features.shape[1]))
+    single = True
+    rows = max(1, _VALUES // max(1, features.shape[1]))
     for at in range(0, features.shape[0], rows):
         some = features[at : at + rows]
         some = some.toarray() if hasattr(some, "toarray") else np.asarray(some)
@@ -339,7 +343,9 @@ def _compressed(
     loops = sources == targets
     if loops.any():
         notes.append(f"{int(loops.sum()):,} edges from a node to itself were dropped (networks add their own)")
-        sources, targets, number = sources[~loops], targets[~loops], number[~loops]
+        sources = sources[~loops]
+        targets = targets[~loops]
+        number = number[~loops]
     given = len(sources)
     undirected = undirected and not _symmetric(sources, targets, nodes)
     if undirected:
@@ -533,11 +539,15 @@ def without_edges(graph: Graph, gone: Array) -> Graph:
 
 def relabelled(graph: Graph, permutation: Array) -> Graph:
     """`graph` with its nodes in another order: node `new` is what `permutation[new]` was. Rows stay ascending."""
-    nodes, inverse = graph.nodes, np.empty(graph.nodes, np.int64)
+    nodes = graph.nodes
+    inverse = np.empty(graph.nodes, np.int64)
     inverse[permutation] = np.arange(nodes)
-    targets, sources = inverse[graph.targets()], inverse[graph.indices]
+    targets = inverse[graph.targets()]
+    sources = inverse[graph.indices]
     order = np.argsort(targets * np.int64(nodes) + sources)
-    labels, parts, numbers = graph.labels, graph.parts, graph.numbers
+    labels = graph.labels
+    parts = graph.parts
+    numbers = graph.numbers
     return replace(
         graph,
         indptr=offsets_of(np.bincount(targets, minlength=nodes)),

@@ -89,7 +89,8 @@ def read(folder: Path) -> KeptGraph:
     table = json.loads((folder / _NAMES).read_text(encoding="utf-8"))
     with np.load(folder / _ARRAYS, allow_pickle=False) as opened:
         arrays = dict(opened)
-    nodes, names = table["nodes"], arrays.get("names")
+    nodes = table["nodes"]
+    names = arrays.get("names")
     known: dict[str, Any] = {"indptr": np.zeros(nodes + 1, np.int64), "indices": np.zeros(0, np.int32)}
     known["features"] = np.zeros((nodes, 0), np.float32)
     known |= {name: arrays[name] for name in (*_LARGE, "labels", "numbers") if name in arrays}
@@ -97,9 +98,11 @@ def read(folder: Path) -> KeptGraph:
     known |= {name: tuple(value) if isinstance(value := table[name], list) else value for name in _TABLE}
     known["scale"] = Scale.from_table(table.get("scale"))
     graph = Graph(**known, names=() if names is None else names.tolist(), parts=_parts(arrays, "part"))
-    pairs, parts = arrays.get("link_pairs"), _parts(arrays, "link")
+    pairs = arrays.get("link_pairs")
+    parts = _parts(arrays, "link")
     links = None if pairs is None or parts is None else link_prediction.cut(graph, pairs, parts)
-    widths, signs = tuple(table["widths"]), tuple(table.get("signs", ()))
+    widths = tuple(table["widths"])
+    signs = tuple(table.get("signs", ()))
     return KeptGraph(graph, links, table["whole"], table["outputs"], widths, table["weighted"], signs)
 
 
@@ -154,10 +157,8 @@ def _columns(
         )
     if has == width and not (now and before):
         return features
-    strange, absent = (
-        [column for column in now if column not in before],
-        [column for column in before if column not in now],
-    )
+    strange = [column for column in now if column not in before]
+    absent = [column for column in before if column not in now]
     difference = f"the {what} {strange[0]!r}" if strange else f"no {what} {absent[0]!r}" if absent else f"{has} {what}s"
     raise UserError(
         f"{graphs[0].origin} has {difference}, and the run was trained on {graphs[1].graph.origin}.",

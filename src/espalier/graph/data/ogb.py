@@ -44,13 +44,15 @@ def load(folder: Path, *, undirected: bool, task: str = "node", target: str | No
     edges = _table(raw, "edge", np.int64)
     known = {f"{name}.csv.gz" for name in _FILES}
     notes = [unused("file", path.name) for path in sorted(raw.iterdir()) if path.name not in known]
-    many, link_parts = len(sizes) > 1, None
+    many = len(sizes) > 1
+    link_parts = None
     ends = edges.T
     if many:
         per_graph = _table(raw, "num-edge-list", np.int64)[:, 0]
         starts = offsets_of(sizes[:, 0])
         ends = ends + np.repeat(starts[:-1], per_graph)
-    nodes, name = int(sizes.sum()), "graph-label" if many else "node-label"
+    nodes = int(sizes.sum())
+    name = "graph-label" if many else "node-label"
     labels = _table(raw, name, np.float64) if _file(raw, name).exists() else None
     if labels is None and task != "link":
         raise UserError(

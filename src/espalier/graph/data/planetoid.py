@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -50,8 +49,10 @@ def load(folder: Path, name: str, *, undirected: bool) -> Graph:
         refuse_large(f"a table of {count:,} nodes", count * seen.shape[1] * 4)
         features = np.zeros((count, seen.shape[1]), np.float32)
         labels = np.full(count, IGNORED, np.int64)
-        features[: len(seen)], features[order] = seen, tested
-        labels[: len(seen)], labels[order] = _classes(known), _classes(answers)
+        features[: len(seen)] = seen
+        features[order] = tested
+        labels[: len(seen)] = _classes(known)
+        labels[order] = _classes(answers)
         validation = np.arange(len(training), min(len(training) + VALIDATION, len(seen)))
         absent = count - len(seen) - len(order)
         notes = (f"{absent} nodes of {name} have no row in its files: zeros, without a label",) if absent else ()

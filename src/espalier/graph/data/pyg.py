@@ -102,7 +102,8 @@ def _ends(data: Any, origin: str) -> tuple[Any, Any]:
 
 def _of_edges(data: Any) -> tuple[Any, Any]:
     """Weights and features of the edges of a `Data`; `edge_attr` of one dimension is weights."""
-    weights, features = getattr(data, "edge_weight", None), getattr(data, "edge_attr", None)
+    weights = getattr(data, "edge_weight", None)
+    features = getattr(data, "edge_attr", None)
     if weights is None and features is not None and features.ndim == 1:
         return features, None
     return weights, features

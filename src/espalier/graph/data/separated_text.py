@@ -110,7 +110,8 @@ def layout(path: Path) -> Layout:
 
 def _first_lines(file: IO[str], path: Path) -> Iterator[str]:
     """The comment lines at the beginning and the first rows: as many as show how cells are separated."""
-    size, rows = 0, 0
+    size = 0
+    rows = 0
     while size < _LONGEST_LINE and rows <= _SAMPLE and (line := file.readline(_LONGEST_LINE)):
         size += len(line)
         rows += not line.startswith(("#", "%"))

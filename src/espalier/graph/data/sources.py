@@ -59,7 +59,8 @@ def _read(data: Data, options: config.GraphOptions, progress: Progress | None) -
 
 
 def _file(place: Path, path: str, options: config.GraphOptions) -> Graph:
-    ending, both = place.suffix.lower(), options.undirected
+    ending = place.suffix.lower()
+    both = options.undirected
     if ending in (".pt", ".pth"):
         return pyg.load(place, pickle=options.pickle, undirected=both, target=options.target)
     if ending in (".pkl", ".pickle"):

@@ -181,7 +181,9 @@ def opened(folder: Path) -> Graph:
     def optional(name: str) -> Array | None:
         return array(name) if (folder / f"{name}.npy").exists() else None
 
-    indptr, features, labels = array("indptr"), array("features"), array("labels")
+    indptr = array("indptr")
+    features = array("features")
+    labels = array("labels")
     for name, rows in (("features", features), ("labels", labels)):
         if len(rows) != len(indptr) - 1:
             raise UserError(
@@ -224,7 +226,9 @@ class _NpyFile:
     """An .npy file written row by row: its length need not be known. Has state: the rows so far."""
 
     def __init__(self, path: Path, dtype: Any, columns: int = 0) -> None:
-        self.dtype, self.columns, self.rows = np.dtype(dtype), columns, 0
+        self.dtype = np.dtype(dtype)
+        self.columns = columns
+        self.rows = 0
         self._file = path.open("wb")
         self._header()
 
@@ -304,7 +308,8 @@ def _write_nodes(made: Made, folder: Path) -> None:
         def begin(name: str, dtype: Any = np.int64, columns: int = 0) -> _NpyFile:
             return stack.enter_context(_NpyFile(folder / f"{name}.npy", dtype, columns))
 
-        labels, features = begin("labels"), begin("features", np.float32, made.features)
+        labels = begin("labels")
+        features = begin("features", np.float32, made.features)
         parts = {name: begin(name) for name in shares}
         for chunk, at in enumerate(range(0, made.nodes, CHUNK)):
             ids = np.arange(at, min(at + CHUNK, made.nodes))

@@ -11,7 +11,6 @@ import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -238,7 +237,8 @@ def _plain(name: str) -> str:
 
 
 def _nodes(table: Table) -> NodeTable:
-    left, notes = dict(table.columns), list(table.notes)
+    left = dict(table.columns)
+    notes = list(table.notes)
     notes += _drop_kinds(table, left)
     roles = {}
     if (name := _names_of_nodes(left)) is not None:
@@ -344,13 +344,17 @@ def settled(nodes: NodeTable, sources: Array, targets: Array) -> NodeTable:
     Distinct values are ids if the ends of edges are among them and cannot be row numbers. A column that counts the
     rows is left out. Raises UserError where both readings fit.
     """
-    name, notes = nodes.maybe, list(nodes.notes)
+    name = nodes.maybe
+    notes = list(nodes.notes)
     if name is not None and _may_be_ids(nodes.features[name]):
-        column, origin = nodes.features[name], nodes.table.path.name
+        column = nodes.features[name]
+        origin = nodes.table.path.name
         rest = {other: values for other, values in nodes.features.items() if other != name}
         called = nodes.table.header and (_plain(name) in _MAYBE_IDS or _ENDS_IN_ID.fullmatch(name) is not None)
-        ends, values = alike(np.concatenate([sources, targets])), alike(column)
-        numbers, words = values.dtype.kind == "i", ends.dtype.kind != "i"
+        ends = alike(np.concatenate([sources, targets]))
+        values = alike(column)
+        numbers = values.dtype.kind == "i"
+        words = ends.dtype.kind != "i"
         counts = numbers and np.array_equal(values, np.arange(len(values)))
         distinct = len(np.unique(values)) == len(values) and not counts
         rows = not words and bool(((ends >= 0) & (ends < len(values))).all())
@@ -414,7 +418,8 @@ def _truth(table: Table, name: str, column: Array) -> Array:
 
 
 def _edges(table: Table) -> EdgeTable:
-    left, notes = dict(table.columns), list(table.notes)
+    left = dict(table.columns)
+    notes = list(table.notes)
     notes += _drop_kinds(table, left)
     ends = _ends(table, left)
     for name in list(left):

@@ -189,7 +189,8 @@ def _is_answer(known: Array) -> bool:
 
 
 def _looks_like(numbers: Array, origin: str) -> Kind:
-    known, columns = _known(numbers), 1 if numbers.ndim == 1 else numbers.shape[1]
+    known = _known(numbers)
+    columns = 1 if numbers.ndim == 1 else numbers.shape[1]
     if numbers.dtype.kind != "f":
         if columns > 1 and not _is_answer(known):
             strange = known[~np.isin(known, (0, 1, IGNORED))][0]

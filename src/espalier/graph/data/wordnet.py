@@ -133,7 +133,8 @@ def read(folder: Path, progress: Progress | None = None) -> dict[str, Array]:
         ends = {
             (at, place[other]) for at, synset in enumerate(every) for other in synset.relations if place[other] != at
         }
-        counted, column = np.zeros((len(every), COLUMNS), np.float32), dict[bytes, int]()
+        counted = np.zeros((len(every), COLUMNS), np.float32)
+        column = dict[bytes, int]()
         for at, synset in enumerate(every):
             words = " ".join(synset.words).replace("_", " ").replace("-", " ")
             count_words(f"{words} {synset.definition}".lower().encode(), counted[at], column)

@@ -27,8 +27,11 @@ def equip(model: nn.Module) -> nn.Module:
     if isinstance(model, Gnn):
         for layer in model.layers:
             assert isinstance(layer, Layer)
-            layer.aggregate, layer.attend, layer.project = aggregate, attend, project
-        model.activate, model.largest = activated, rtopk
+            layer.aggregate = aggregate
+            layer.attend = attend
+            layer.project = project
+        model.activate = activated
+        model.largest = rtopk
     return model
 
 

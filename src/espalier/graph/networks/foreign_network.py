@@ -73,7 +73,8 @@ class ForeignMessages:
     @contextmanager
     def over(self, halo: Halo | None) -> Iterator[None]:
         """One forward pass."""
-        self.halo, self.calls = halo, 0
+        self.halo = halo
+        self.calls = 0
         try:
             yield
         finally:
@@ -85,13 +86,15 @@ class ForeignMessages:
             return type(rows)(self.fresh(element) if isinstance(element, Tensor) else element for element in rows)
         if self.seen is not None:
             self.seen.append(rows)
-        at, halo = self.calls, self.halo
+        at = self.calls
+        halo = self.halo
         self.calls += 1
         if self.rounded is not None:
             rows = self.rounded(at, rows)
         if halo is None or at == 0:
             return rows
-        owned_rows, known = rows[: len(halo.owned)], halo.sources
+        owned_rows = rows[: len(halo.owned)]
+        known = halo.sources
         exchange = replace(halo, layer=at).exchange if self.fetch is None else self.fetch
         fresh_rows = exchange(owned_rows)
         return fresh_rows if len(rows) == known else torch.cat([fresh_rows, rows[known:].detach()])
@@ -168,7 +171,8 @@ def _normalized(messages: ForeignMessages, norm: Any, inner: Callable[[Tensor], 
     if halo is None or messages.fetch is not None or not (norm.training or norm.running_mean is None):
         return inner(x)
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    rows, group = wide[: len(halo.owned)], halo.group
+    rows = wide[: len(halo.owned)]
+    group = halo.group
     count = _summed(rows.new_tensor(float(len(rows))), group)
     mean: Tensor = _Summed.apply(rows.sum(0), group) / count
     variance: Tensor = _Summed.apply((rows - mean).square().sum(0), group) / count
@@ -196,8 +200,10 @@ class Deep:
 
 def deepened(halo: Halo, whole: MessageBlock) -> Deep:
     """The part of `halo` in the graph `whole`, with the edges into its halo nodes."""
-    indptr, indices = whole.indptr.cpu().numpy(), whole.indices.cpu().numpy()
-    near, outer = halo.nodes.cpu().numpy(), halo.outer.cpu().numpy()
+    indptr = whole.indptr.cpu().numpy()
+    indices = whole.indices.cpu().numpy()
+    near = halo.nodes.cpu().numpy()
+    outer = halo.outer.cpu().numpy()
     counts = np.diff(indptr)[outer]
     ends = offsets_of(counts)
     more = np.repeat(indptr[outer] - ends[:-1], counts) + np.arange(ends[-1])
@@ -240,11 +246,9 @@ def study(model: nn.Module, columns: int, whole: MessageBlock) -> ForeignRows:
             why="none of its layers has a method propagate, by which they would say where they read rows of neighbours",
             do="layers of torch_geometric.nn, or leave [graph.halo] out",
         )
-    widths, deep, evaluates = (
-        tuple(layer_rows.shape[1:].numel() for layer_rows in evaluation.seen),
-        deepened(part_halo, block),
-        False,
-    )
+    widths = tuple(layer_rows.shape[1:].numel() for layer_rows in evaluation.seen)
+    deep = deepened(part_halo, block)
+    evaluates = False
     trained = _Trial(tried, rows, block, training=True)
     trials = [evaluation] if trained.drawn else [evaluation, trained]
     for nodes, local, is_deep in ((part_halo.nodes, part_halo.block(block), False), (deep.nodes, deep.block, True)):
@@ -283,7 +287,10 @@ class _Trial:
     normalization as it is evaluated. Has state: how often it ran."""
 
     def __init__(self, model: nn.Module, rows: Tensor, block: MessageBlock, training: bool = False) -> None:
-        self.model, self.rows, self.training, self.runs = copy.deepcopy(model).train(training), rows, training, 0
+        self.model = copy.deepcopy(model).train(training)
+        self.rows = rows
+        self.training = training
+        self.runs = 0
         for module in self.model.modules():
             if isinstance(module, _BatchNorm):
                 module.eval()
@@ -300,7 +307,8 @@ class _Trial:
         return len(asked) == len(self.seen) and bool((answers - wanted).abs().max() <= CLOSE * wanted.abs().max())
 
     def _run(self, rows: Tensor, block: MessageBlock, seen: list[Tensor] | None) -> tuple[Tensor, list[Tensor]]:
-        model, self.runs = copy.deepcopy(self.model), self.runs + 1
+        model = copy.deepcopy(self.model)
+        self.runs = self.runs + 1
         if not self.training:
             return _run(model, rows, block, seen)
         with torch.random.fork_rng(devices=[]), _WithoutDropout():
@@ -337,9 +345,11 @@ def _run(
     vars(model).pop(QUANTIZED, None)
     messages: ForeignMessages = getattr(equip(model), MESSAGES)
     messages.rounded = None
-    messages.seen, halo = [], cast("Halo | None", block.halo)
+    messages.seen = []
+    halo = cast("Halo | None", block.halo)
     if halo is not None and whole is not None:
-        known, outer = whole, halo.outer
+        known = whole
+        outer = halo.outer
         messages.fetch = lambda owned_rows: torch.cat([owned_rows, known[messages.calls - 1][outer]])
     try:
         return forward(model, rows, (block,)), messages.seen
@@ -366,7 +376,8 @@ def _moved(model: nn.Module) -> nn.Module:
 def _sample(columns: int, whole: MessageBlock) -> tuple[Tensor, MessageBlock]:
     """A small graph both ways, with weights and features of edges where `whole` has them, and features from 0 to 1.
     Edges lead at most `NEAR` nodes round a ring, so that most nodes are far from a part."""
-    draw, nodes = np.random.default_rng(0), SAMPLE
+    draw = np.random.default_rng(0)
+    nodes = SAMPLE
     ends = draw.integers(0, nodes, (2, 2 * nodes))
     ends[1] = (ends[0] + 1 + ends[1] % NEAR) % nodes
     both = np.unique(np.concatenate([ends, ends[::-1]], 1), axis=1)
@@ -407,7 +418,8 @@ class ForeignAdapter(NetworkAdapter):
 
     def work(self, run: GraphRun, micro_batch: Any, precision: str) -> Work:
         """By its parameters."""
-        reach, times = run.batching.reach(), run.batching.times(micro_batch)
+        reach = run.batching.reach()
+        times = run.batching.times(micro_batch)
         work = layer_work.foreign_work(run.bare(), reach[0], len(run.task.graph.features[0]), micro_batch, times)
         return run.rounding.work(work, run.rounding.network, reach[:1], times, precision)
 

@@ -46,7 +46,8 @@ class Layer(nn.Module):
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
-        self.inputs, self.outputs = inputs, outputs
+        self.inputs = inputs
+        self.outputs = outputs
         self.aggregate: Aggregate = aggregate
         self.attend: GraphAttend = attend
         self.project: Project = project
@@ -117,7 +118,8 @@ class Isomorphism(Layer):
         super().__init__(inputs, outputs)
         self.linear = linear
         self.epsilon = nn.Parameter(torch.zeros(1))
-        self.first, self.second = nn.Linear(inputs, outputs), nn.Linear(outputs, outputs)
+        self.first = nn.Linear(inputs, outputs)
+        self.second = nn.Linear(outputs, outputs)
         self.norm = nn.LayerNorm(outputs) if norm and not linear else nn.Identity()
 
     def forward(self, block: MessageBlock, rows: Rows) -> Tensor:
@@ -136,7 +138,9 @@ class GraphAttention(Layer):
 
     def __init__(self, inputs: int, outputs: int, heads: int, joined: bool, dropout: float) -> None:
         super().__init__(inputs, outputs)
-        self.heads, self.columns, self.joined = heads, outputs // heads if joined else outputs, joined
+        self.heads = heads
+        self.columns = outputs // heads if joined else outputs
+        self.joined = joined
         self.dropout = dropout
         self.weight = _matrix(inputs, heads * self.columns)
         self.target, self.source = (nn.Parameter(torch.empty(heads, self.columns)) for _ in range(2))

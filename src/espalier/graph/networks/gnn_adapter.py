@@ -30,7 +30,9 @@ class GnnAdapter(NetworkAdapter):
         super().__init__(recipe)
         assert isinstance(recipe.model, config.Network)
         assert recipe.model.depth is not None
-        self.options, self.depth, self.width = recipe.model, recipe.model.depth, recipe.model.width
+        self.options = recipe.model
+        self.depth = recipe.model.depth
+        self.width = recipe.model.width
         self.style = style_of(recipe.model)
         self._format: str | None = None
 
@@ -65,8 +67,10 @@ class GnnAdapter(NetworkAdapter):
 
     def work(self, run: GraphRun, micro_batch: Any, precision: str) -> Work:
         """By layer, from what it passes over."""
-        batching, rounding = run.batching, run.rounding
-        network, reach = rounding.network, batching.own_reach(micro_batch)
+        batching = run.batching
+        rounding = run.rounding
+        network = rounding.network
+        reach = batching.own_reach(micro_batch)
         assert isinstance(network, Gnn)
         work = layer_work.layer_work(network, reach, micro_batch, precision, batching.each)
         return rounding.work(work, network, reach, micro_batch if batching.each else micro_batch * 0 + 1.0, precision)

@@ -43,7 +43,9 @@ def layer_work(network: Gnn, reach: Sequence[Reach], micro_batch: Any, precision
     drawn = 0.0
     layers = [layer for layer in network.layers if isinstance(layer, Layer)]
     for at, (layer, layer_reach) in enumerate(zip(layers, reach, strict=True)):
-        sources, targets, edges = layer_reach.sources * times, layer_reach.targets * times, layer_reach.edges * times
+        sources = layer_reach.sources * times
+        targets = layer_reach.targets * times
+        edges = layer_reach.edges * times
         drawn = drawn + edges * each
         if at == 0 and not each and network.aggregates_once and not hasattr(layer, "quantizer"):
             edges = edges * 0

@@ -30,7 +30,8 @@ def mapped(values, columns, matrix, bias, out):  # type: ignore[no-untyped-def]
         for o in range(out.shape[1]):
             out[i, o] = bias[o]
         for j in range(values.shape[1]):
-            value, column = values[i, j], columns[i, j]
+            value = values[i, j]
+            column = columns[i, j]
             for o in range(out.shape[1]):
                 out[i, o] += value * matrix[column, o]
 
@@ -42,12 +43,14 @@ def mapped(values, columns, matrix, bias, out):  # type: ignore[no-untyped-def]
 )
 def gradients(values, columns, matrix, given, of_values, of_matrix):  # type: ignore[no-untyped-def]
     """From `given` [rows, outputs] the gradient of the values, and of the matrix in len(of_matrix) pieces."""
-    pieces, rows = len(of_matrix), len(values)
+    pieces = len(of_matrix)
+    rows = len(values)
     for piece in numba.prange(pieces):
         of_matrix[piece] = 0
         for i in range(rows * piece // pieces, rows * (piece + 1) // pieces):
             for j in range(values.shape[1]):
-                value, column = values[i, j], columns[i, j]
+                value = values[i, j]
+                column = columns[i, j]
                 total = value * 0
                 for o in range(given.shape[1]):
                     total += given[i, o] * matrix[column, o]
@@ -62,7 +65,8 @@ class Mapped(torch.autograd.Function):
     def forward(ctx: Any, values: Tensor, columns: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         """On the CPU, float32 or float64."""
         matrix = weight.t().contiguous()
-        values, columns = values.contiguous(), columns.long().contiguous()
+        values = values.contiguous()
+        columns = columns.long().contiguous()
         out = _empty((len(values), len(weight)), values)
         mapped(values, columns, matrix, bias.contiguous(), out)
         ctx.save_for_backward(values, columns, matrix)
@@ -72,7 +76,8 @@ class Mapped(torch.autograd.Function):
     def backward(ctx: Any, *given: Tensor) -> tuple[Tensor, None, Tensor, Tensor]:
         """Of the values, the weight and the bias."""
         values, columns, matrix = ctx.saved_tensors
-        of_values, of_matrix = _empty(values.shape, values), _empty((PIECES, *matrix.shape), values)
+        of_values = _empty(values.shape, values)
+        of_matrix = _empty((PIECES, *matrix.shape), values)
         gradients(values, columns, matrix, given[0].contiguous(), of_values, of_matrix)
         return of_values, None, of_matrix.sum(0).t(), given[0].sum(0)
 

@@ -85,10 +85,8 @@ class Coding(NamedTuple):
         packed = int(row_bytes(columns, self.bits))
         widths = widths_of(len(lines), self.bits)
         codes = unpack_rows(lines[:, :packed].flatten().cpu(), widths, columns, self.signed).to(out.device)
-        unit, kind = (
-            self.unit(lines[:, packed])[:, None] if self.by_row else self.unit(steps),
-            self.rounded or out.dtype,
-        )
+        unit = self.unit(lines[:, packed])[:, None] if self.by_row else self.unit(steps)
+        kind = self.rounded or out.dtype
         out[:, :columns] = codes.to(kind) * unit.to(kind)
         if columns < out.shape[1]:
             out[:, columns:] = lines[:, packed:].contiguous().view(out.dtype)

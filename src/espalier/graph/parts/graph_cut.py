@@ -115,7 +115,9 @@ def open_part(
     Args:
         shares: of the nodes, for each rank; writes: whether this rank writes the parts for its machine.
     """
-    identity, folder, rank = cutting.graph.fingerprint(), cutting.folder(shares), group.rank()
+    identity = cutting.graph.fingerprint()
+    folder = cutting.folder(shares)
+    rank = group.rank()
     known = set(plain_collectives.all_gather(partition_folder.intact(folder, rank, identity), group))
     if None in known or len(known) > 1:
         made = cutting.parts(shares).tobytes() if rank == 0 else b""

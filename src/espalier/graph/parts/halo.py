@@ -82,7 +82,8 @@ def checked(parts: Any, nodes: int, ranks: int) -> Array:
 def boundary(indptr: Any, indices: Any, parts: Any, ranks: int) -> Boundary:
     """Of a graph whose node v hears from `indices[indptr[v]:indptr[v + 1]]`, cut into `parts` [nodes], 0 .. ranks-1. A
     rank may own no node. Raises UserError for parts that do not cover the graph, and for more ranks than nodes."""
-    indptr, indices = np.asarray(indptr, np.int64), np.asarray(indices, np.int64)
+    indptr = np.asarray(indptr, np.int64)
+    indices = np.asarray(indices, np.int64)
     parts = checked(parts, len(indptr) - 1, ranks)
     plan = condense(indptr, indices, parts)
     receiver = np.repeat(np.arange(plan.parts), np.diff(plan.bounds))
@@ -174,11 +175,14 @@ class Halo:
         size = 1 if group is None else group.size()
         if group is not None and size != cut.ranks:
             raise UserError(f"{cut.ranks} parts are not for a group of {size} ranks.", do=f"boundary(..., {size})")
-        indptr, indices = np.asarray(indptr, np.int64), np.asarray(indices, np.int64)
-        owned, needed = np.flatnonzero(cut.parts == rank), cut.receiver == rank
+        indptr = np.asarray(indptr, np.int64)
+        indices = np.asarray(indices, np.int64)
+        owned = np.flatnonzero(cut.parts == rank)
+        needed = cut.receiver == rank
         outer = cut.node[needed]
         place = np.empty(len(cut.parts), np.int64)  # read only at the nodes that are written
-        place[owned], place[outer] = np.arange(len(owned)), len(owned) + np.arange(len(outer))
+        place[owned] = np.arange(len(owned))
+        place[outer] = len(owned) + np.arange(len(outer))
         asked = [cut.node[(cut.receiver == peer) & (cut.owner == rank)] for peer in range(cut.ranks)]
         counts = np.diff(indptr)[owned]
         ends = offsets_of(counts)
@@ -249,8 +253,10 @@ class Halo:
         bad = received.flatten(1).isnan().any(1).nonzero()
         if not len(bad):  # infinities of both signs
             return
-        at, group = int(bad[0]), self.group
-        owner, node = int(np.searchsorted(np.cumsum(self.receives), at, side="right")), int(self.outer[at])
+        at = int(bad[0])
+        group = self.group
+        owner = int(np.searchsorted(np.cumsum(self.receives), at, side="right"))
+        node = int(self.outer[at])
         what = f"the row of {self.mention(node)}, which rank {owner} owns"
         if (self.owned == node).any():
             what = f"a sum for {self.mention(node)}, from rank {owner}"
@@ -311,13 +317,16 @@ class _Trip:
     def taken(self) -> tuple[Tensor, Tensor]:
         """Rows and gradients, which have arrived and are let go: who keeps rows of its own graph is never freed."""
         self.arrive()
-        rows_and_gradients, self.arrive = (self.rows, self.gradients), _nothing
+        rows_and_gradients = (self.rows, self.gradients)
+        self.arrive = _nothing
         self.rows = self.gradients = torch.zeros(0)
         return rows_and_gradients
 
     def home(self, gradients: Tensor) -> Tensor:
         """Gradients of own rows with those that others have of them."""
-        halo, total, (_, received) = self.halo, gradients.clone(), self.taken()
+        halo = self.halo
+        total = gradients.clone()
+        _, received = self.taken()
         if halo.sums is not None:
             return total + _product(halo, received, transposed=True)
         counts = halo.arriving(Crossing(halo.layer, backward=True))
@@ -358,10 +367,13 @@ class _Leave(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, trip: _Trip) -> Tensor:
-        ctx.trip, halo, owned = trip, trip.halo, len(rows)
+        ctx.trip = trip
+        halo = trip.halo
+        owned = len(rows)
         trip.rows = rows.new_empty(halo.sources, *rows.shape[1:])
         trip.rows[:owned] = rows
-        crossing, leaving = Crossing(halo.layer, False), leaving_rows(halo, rows)
+        crossing = Crossing(halo.layer, False)
+        leaving = leaving_rows(halo, rows)
         if halo.coding is not None and rows.is_floating_point():
             trip.arrive = send_codes(halo, halo.coding, leaving, trip.rows[owned:], crossing)
         else:
@@ -378,14 +390,18 @@ class _Arrive(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, trip: _Trip) -> Tensor:
-        ctx.trip, (made, _) = trip, trip.taken()
+        ctx.trip = trip
+        made, _ = trip.taken()
         trip.halo.check(made[len(rows) :])
         return made
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        trip, gradient, halo = ctx.trip, gradients[0].contiguous(), ctx.trip.halo
-        owned, crossing = len(halo.owned), Crossing(halo.layer, backward=True)
+        trip = ctx.trip
+        gradient = gradients[0].contiguous()
+        halo = ctx.trip.halo
+        owned = len(halo.owned)
+        crossing = Crossing(halo.layer, backward=True)
         trip.gradients = gradient.new_empty(sum(halo.arriving(crossing)), *gradient.shape[1:])
         trip.arrive = halo.transport(halo, gradient[owned:], trip.gradients, crossing)
         return gradient[:owned], None

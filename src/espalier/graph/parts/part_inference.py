@@ -36,7 +36,8 @@ def infer_parts(model: Gnn, folder: Path, ranks: int, layers: int | None = None)
         rows.append(part.features.to(**placed))
         leaving.append(_leaving(part, rows[-1]))
     for at in range(len(model.layers) if layers is None else layers):
-        before, leaving = leaving, []
+        before = leaving
+        leaving = []
         for rank in range(ranks):
             part = partition_folder.read_alone(folder, rank, known=True)
             inputs = joined([rows[rank], *(peer_rows[rank] for peer_rows in before)])
@@ -78,7 +79,8 @@ def whole_graph(outlined: Graph) -> Graph:
     `partition_folder.read`."""
     assert outlined.partition is not None
     features, block = gathered(outlined.partition.folder, outlined.partition.ranks)
-    targets, sources = block.rows().numpy(), block.indices.numpy()
+    targets = block.rows().numpy()
+    sources = block.indices.numpy()
     order = np.lexsort((sources, targets))
     order = order[targets[order] != sources[order]]  # loops are those of the style
     counts = np.bincount(targets[order], minlength=outlined.nodes)

@@ -50,7 +50,8 @@ def cover(sources: Array, targets: Array, places: Array) -> Cover:
     mate_of_right = np.full(len(right), -1)
     matched = mate_of_left >= 0
     mate_of_right[mate_of_left[matched]] = np.flatnonzero(matched)
-    seen_left, seen_right = ~matched, np.zeros(len(right), bool)
+    seen_left = ~matched
+    seen_right = np.zeros(len(right), bool)
     front = np.flatnonzero(seen_left)
     while len(front):  # alternating paths from unmatched left nodes
         reached = np.unique(graph[front].indices)
@@ -71,13 +72,16 @@ Covers = dict[tuple[int, int], Cover]
 
 def covers(block: MessageBlock, cut: Boundary) -> Covers:
     """By (owner, receiver) of a whole graph's block that is cut, where an edge leads from one to the other."""
-    indptr, indices = block.indptr.numpy(), block.indices.numpy()
+    indptr = block.indptr.numpy()
+    indices = block.indices.numpy()
     target = np.repeat(np.arange(len(cut.parts)), np.diff(indptr))
-    owner, receiver = cut.parts[indices].astype(np.int64), cut.parts[target].astype(np.int64)
+    owner = cut.parts[indices].astype(np.int64)
+    receiver = cut.parts[target].astype(np.int64)
     crossing = np.flatnonzero(owner != receiver)
     pair = owner[crossing] * cut.ranks + receiver[crossing]
     order = np.argsort(pair, kind="stable")
-    crossing, by_pair = crossing[order], {}
+    crossing = crossing[order]
+    by_pair = {}
     if not len(crossing):
         return {}
     names, firsts = np.unique(pair[order], return_index=True)
@@ -103,7 +107,8 @@ def summing(
 ) -> tuple[Halo, MessageBlock]:
     """What `rank` sees of the whole graph's `block`: a halo that sends rows and sums, and its block of the first layer,
     as `Halo.by_layer` takes it. A sum is a source of its own, with one edge of weight 1. `every`: see `covers`."""
-    plain, every = Halo.of(block.indptr, block.indices, cut, rank, group), every or covers(block, cut)
+    plain = Halo.of(block.indptr, block.indices, cut, rank, group)
+    every = every or covers(block, cut)
     place = np.zeros(len(cut.parts), np.int64)
     place[plain.owned.numpy()] = np.arange(len(plain.owned))
     sends, matrix = _sent(block, cut, (rank, place), every)
@@ -161,7 +166,8 @@ def _edges(
     outer, summed = outside
     owned = len(plain.owned)
     target = np.repeat(np.arange(owned), plain.indptr.diff().numpy())
-    places, local = plain.edges.numpy(), plain.indices.numpy()
+    places = plain.edges.numpy()
+    local = plain.indices.numpy()
     served = np.concatenate([pair_cover.edges for pair_cover in theirs])
     direct = ~np.isin(places, served)
     node = plain.nodes.numpy()[local]

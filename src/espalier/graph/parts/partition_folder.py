@@ -142,7 +142,8 @@ def checked_for(recipe: Recipe, graph: Graph, style: Style) -> Graph:
 
 def check(recipe: Recipe, partition: Partition, style: Style) -> None:
     """Raises UserError where a recipe, whose network is of `style`, cannot train on parts that were cut before."""
-    options, ranks = recipe.graph, partition.ranks
+    options = recipe.graph
+    ranks = partition.ranks
     assert options is not None
     there = _manifest(partition.folder)[0].style
     what = f"data.path = {str(partition.folder)!r} is a graph that is cut into {ranks} parts"
@@ -176,7 +177,8 @@ def given(recipe: Recipe, graph: Graph) -> np.ndarray:
     cover the graph, and a plan for another number of ranks."""
     assert recipe.graph is not None
     assert recipe.graph.halo is not None
-    path, ranks = recipe.graph.halo.parts, recipe.plan.pin.ranks
+    path = recipe.graph.halo.parts
+    ranks = recipe.plan.pin.ranks
     what = f"graph.halo.parts = {path!r}"
     with parsing(path, "numpy.save(path, parts), with a whole number for each node"):
         parts = np.load(path, allow_pickle=False)
@@ -224,7 +226,8 @@ def _names(nodes: Mapping[str, Tensor], name: str) -> list[str]:
     """What `_joined` was given under `name`; none where the graph has none."""
     if name not in nodes:
         return []
-    joined, ends = nodes[name].numpy().tobytes(), nodes[f"{name} ends"].tolist()
+    joined = nodes[name].numpy().tobytes()
+    ends = nodes[f"{name} ends"].tolist()
     return [joined[at:end].decode("utf-8", "surrogatepass") for at, end in itertools.pairwise([0, *ends])]
 
 
@@ -304,7 +307,8 @@ def read(folder: str | Path, rank: int, group: dist.ProcessGroup | None = None, 
     """
     folder = Path(folder)
     manifest, digest = _manifest(folder)
-    ranks, size = len(manifest.checksums), 1 if group is None else group.size()
+    ranks = len(manifest.checksums)
+    size = 1 if group is None else group.size()
     if ranks != size:
         raise UserError(f"{folder} holds {ranks} parts, and there are {size} ranks.", do=f"{AGAIN} for {size} ranks")
     if graph and graph != manifest.graph:

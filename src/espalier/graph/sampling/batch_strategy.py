@@ -50,9 +50,11 @@ class Drawn:
     def __init__(self, run: GraphRun) -> None:
         options = run.recipe.graph
         assert options is not None
-        self.run, self.task = run, run.task
+        self.run = run
+        self.task = run.task
         self.each = options.task == "graph" or bool(options.fanouts)
-        self._epoch, self._order = -1, np.zeros(0, np.int64)
+        self._epoch = -1
+        self._order = np.zeros(0, np.int64)
         self._reach: list[Reach] | None = None
 
     def begin(self) -> None:
@@ -270,7 +272,8 @@ class WholeGraph:
 
     def cut(self) -> GraphRun | None:
         """The same in parts; None where cutting it for a plan would take long, or cannot be done."""
-        run, options = self.run, self.run.recipe.graph
+        run = self.run
+        options = self.run.recipe.graph
         assert options is not None
         if run.graph.edges > LARGE:
             return None

@@ -82,7 +82,8 @@ class Sampler:
     source_bytes = 0
 
     def __init__(self, graph: Graph, style: Style) -> None:
-        self.graph, self.style = graph, style
+        self.graph = graph
+        self.style = style
         self.indptr = np.ascontiguousarray(graph.indptr, np.int64)
         self.indices = graph.indices
         self._lock = threading.Lock()
@@ -125,7 +126,8 @@ class Sampler:
             nodes = np.empty(self._capacity(len(seeds), fanouts), np.int64)
             nodes[: len(seeds)] = seeds
             sampler_kernels.mark(nodes, 0, len(seeds), self._place)
-            hops, known = [], len(seeds)
+            hops = []
+            known = len(seeds)
             try:
                 for layer, fanout in enumerate(fanouts):
                     hop = self._hop(nodes, known, fanout, stream(seed, step, layer))
@@ -157,7 +159,8 @@ class Sampler:
         return Hop(ptr, sources, edges, int(after))
 
     def _block(self, hop: Hop, targets: int, nodes: Array) -> MessageBlock:
-        graph, sources = self.graph, nodes[: hop.known]
+        graph = self.graph
+        sources = nodes[: hop.known]
         root = self.root[sources] if self.style.scale == "symmetric" else np.zeros(0, np.float32)
         degrees = Degrees(self.degrees(nodes[:targets]), root)
         return message_block(hop, self.style, degrees, graph.weights, graph.edge_features)
@@ -241,7 +244,8 @@ def symmetric_root(graph: Graph) -> Array:
 
 def _weight_sums(weights: Array, indptr: Array) -> Array:
     """float64 [nodes]: as `_row_sums`, to the bit, a piece of the edges at a time."""
-    begins, before = np.zeros(len(indptr)), 0.0
+    begins = np.zeros(len(indptr))
+    before = 0.0
     for at in range(0, len(weights), SUMMED):
         total = np.cumsum(np.concatenate([[before], weights[at : at + SUMMED]]), dtype=np.float64)
         rows = slice(*(int(np.searchsorted(indptr, edge, side="right")) for edge in (at - 1, at + len(total) - 1)))
@@ -252,7 +256,9 @@ def _weight_sums(weights: Array, indptr: Array) -> Array:
 
 def whole(graph: Graph, style: Style) -> MessageBlock:
     """All edges of `graph` as one block of `nodes` targets and as many sources, rows ascending."""
-    indptr, indices, weights = graph.indptr, graph.indices, graph.weights
+    indptr = graph.indptr
+    indices = graph.indices
+    weights = graph.weights
     features = graph.edge_features
     if style.loops:
         indptr, indices, weights = with_loops(graph)
@@ -277,7 +283,8 @@ def whole(graph: Graph, style: Style) -> MessageBlock:
 
 def with_loops(graph: Graph) -> tuple[Array, Array, Array | None]:
     """(indptr, indices, weights) of `graph` with an edge of weight 1 from every node to itself, rows ascending."""
-    nodes, targets = graph.nodes, graph.targets()
+    nodes = graph.nodes
+    targets = graph.targets()
     smaller = np.bincount(targets[graph.indices < targets], minlength=nodes)
     indptr = graph.indptr + np.arange(nodes + 1)
     loops = indptr[:-1] + smaller

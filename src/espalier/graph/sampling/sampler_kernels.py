@@ -77,7 +77,9 @@ def draw(nodes, indptr, indices, ptr, key, loops, sources, edges):  # type: igno
     """Draws each node's edges without replacement: `edges` are the places of `sources` in `indices` (-1: its
     loop, which comes first)."""
     for at in numba.prange(len(nodes)):
-        node, place, stop = nodes[at], ptr[at], ptr[at + 1]
+        node = nodes[at]
+        place = ptr[at]
+        stop = ptr[at + 1]
         if loops:
             sources[place] = node
             edges[place] = -1

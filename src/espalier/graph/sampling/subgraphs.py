@@ -54,7 +54,9 @@ class View:
     """One graph in the style of a network of `depth` layers (0: nobody knows). Has state: what was made of it once."""
 
     def __init__(self, graph: Graph, style: Style, depth: int) -> None:
-        self.graph, self.style, self.depth = graph, style, depth
+        self.graph = graph
+        self.style = style
+        self.depth = depth
 
     @cached_property
     def block(self) -> MessageBlock:
@@ -82,7 +84,8 @@ class View:
 
     def reach(self, seeds: Array) -> tuple[int, ...]:
         """Edges that full-neighbour blocks around `seeds` have, by layer, the nearest first; draws nothing."""
-        indptr, indices = self.graph.indptr, self.graph.indices
+        indptr = self.graph.indptr
+        indices = self.graph.indices
         known = np.zeros(self.graph.nodes, bool)
         known[seeds] = True
         edges = []
@@ -172,7 +175,8 @@ def _in_pieces(model: Gnn, at: int, view: View, rows: Rows) -> Rows:
         quantizers.pack(layer, rows, placed)
     room = max(1, MOST // (4 * max(layer.inputs, layer.outputs)))
     made = []
-    start, indptr = 0, view.graph.indptr
+    start = 0
+    indptr = view.graph.indptr
     while start < view.graph.nodes:
         stop = max(start + 1, int(np.searchsorted(indptr, indptr[start] + room, side="right")) - 1)
         drawn = view.sampler.draw(np.arange(start, min(stop, view.graph.nodes)), (ALL,))

@@ -56,7 +56,8 @@ def summed_loss(logits: Tensor, labels: Tensor, chosen: Tensor | None = None) ->
 def squared_errors(rows: Tensor, labels: Tensor, chosen: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Squared errors of standardised values, in at least float32, as `loss_of`."""
     rows = rows if chosen is None else rows[chosen]
-    dtype, known = torch.promote_types(rows.dtype, torch.float32), ~labels.isnan()
+    dtype = torch.promote_types(rows.dtype, torch.float32)
+    known = ~labels.isnan()
     errors = torch.where(known, rows.to(dtype) - labels.to(dtype), 0.0)
     return errors.square().sum(), known.sum()
 

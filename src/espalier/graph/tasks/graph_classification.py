@@ -41,7 +41,10 @@ class GraphTask(Examples):
                 do="a list of PyG Data with y, an OGB folder of many graphs, or graph.task = 'node'",
             )
         assert graph.parts is not None
-        self.graph, self.style, self.depth, self.summed = scaled(graph), style, depth, summed
+        self.graph = scaled(graph)
+        self.style = style
+        self.depth = depth
+        self.summed = summed
         super().__init__(graph.parts)
         if not self.items:
             raise UserError(f"{graph.origin} has no graph to train on.", do="graph.split = [0.6, 0.2, 0.2]")

@@ -61,7 +61,8 @@ def cut(graph: Graph, pairs: Array, parts: DataSplit) -> Links:
     """The links `pairs` of `graph`, ordered by their lower and then their higher end, dealt out as `parts` says."""
     gone = np.ones(pairs.shape[1], bool)
     gone[parts.train] = False
-    keys, targets = pairs[0] * np.int64(graph.nodes) + pairs[1], graph.targets()
+    keys = pairs[0] * np.int64(graph.nodes) + pairs[1]
+    targets = graph.targets()
     which = np.searchsorted(
         keys, np.minimum(graph.indices, targets) * np.int64(graph.nodes) + np.maximum(graph.indices, targets)
     )
@@ -73,8 +74,11 @@ class LinkTask(Examples):
 
     def __init__(self, view: View, links: Links, fanout: Sequence[int], seed: int, negatives: int) -> None:
         super().__init__(links.parts)
-        self.view, self.links, self.fanout = view, links, tuple(fanout)
-        self.seed, self.negatives = seed, negatives
+        self.view = view
+        self.links = links
+        self.fanout = tuple(fanout)
+        self.seed = seed
+        self.negatives = negatives
         self.graph = view.graph
 
     def batch(self, ids: Array, step: int) -> SubgraphBatch:

@@ -23,7 +23,9 @@ class LossSpeed:
     """What the losses of a run say of its progress. Has state."""
 
     def __init__(self) -> None:
-        self.steps, self.average, self.speeds = 0, 0.0, [0.0][:0]
+        self.steps = 0
+        self.average = 0.0
+        self.speeds = [0.0][:0]
 
     def heard(self, loss: float) -> int:
         """Of the next step. -1: the average has moved less from step to step in a window (never more); 1: more (never

@@ -22,8 +22,10 @@ HITS = (1, 10, 50)
 def classified(logits: Tensor, labels: Tensor) -> Sums:
     """Of `logits` [items, classes] for `labels` int64 [items] (-1: not counted)."""
     known = labels >= 0
-    logits, labels = logits[known], labels[known]
-    count, classes = float(len(labels)), logits.shape[1]
+    logits = logits[known]
+    labels = labels[known]
+    count = float(len(labels))
+    classes = logits.shape[1]
     guess = logits.argmax(1)
     right = guess == labels
     figures = {
@@ -51,14 +53,17 @@ def marked(logits: Tensor, labels: Tensor) -> Sums:
 def regressed(rows: Tensor, labels: Tensor, deviations: Sequence[float]) -> Sums:
     """Of standardised `rows` [items, columns] for `labels` [items, columns] (NaN: not counted): the loss as it is, mean
     squared and absolute errors by column in the units of the targets, and the moments that R² is made of."""
-    rows, known = rows.double(), ~labels.isnan()
+    rows = rows.double()
+    known = ~labels.isnan()
     errors = torch.where(known, rows - labels, 0.0)
     truths = torch.where(known, labels, 0.0).double()
     counts = known.sum(0).double().tolist()
     sums = {"loss": (float(errors.square().sum()), sum(counts))}
     moments = torch.stack([errors.square().sum(0), errors.abs().sum(0), truths.sum(0), truths.square().sum(0)])
     for at, (squared, absolute, first, second) in enumerate(moments.T.tolist()):
-        count, deviation, column = counts[at], deviations[at], f".{at}" if len(counts) > 1 else ""
+        count = counts[at]
+        deviation = deviations[at]
+        column = f".{at}" if len(counts) > 1 else ""
         sums[f"mse{column}"] = (deviation * deviation * squared, count)
         sums[f"mae{column}"] = (deviation * absolute, count)
         sums[f"count/error{column}"] = (squared, count)
@@ -82,7 +87,8 @@ def areas(logits: Tensor, labels: Tensor) -> float:
 def area(scores: Tensor, labels: Tensor) -> float:
     """ROC-AUC of `scores` for `labels` 0 or 1: the share of pairs in order, ties half (Mann and Whitney, 1947)."""
     positive = labels > 0.5
-    ones, zeros = int(positive.sum()), int((~positive).sum())
+    ones = int(positive.sum())
+    zeros = int((~positive).sum())
     if not ones or not zeros:
         return float("nan")
     _, where, counts = scores.double().unique(return_inverse=True, return_counts=True)

@@ -31,7 +31,10 @@ class NodeTask(Examples):
     """Node classification or regression. `train` is what training sees of the graph, `view` what evaluation sees."""
 
     def __init__(self, train: View, view: View, fanout: Sequence[int], seed: int) -> None:
-        self.train, self.view, self.fanout, self.seed = train, view, tuple(fanout), seed
+        self.train = train
+        self.view = view
+        self.fanout = tuple(fanout)
+        self.seed = seed
         graph = scaled(view.graph)
         if graph.labels is None:
             raise UserError(
