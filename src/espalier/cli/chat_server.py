@@ -111,7 +111,8 @@ def application(name: str, reply: Reply, defaults: Sampling) -> Any:
     turn = threading.Lock()
 
     def answer(table: Mapping[str, Any]) -> Iterator[str]:
-        turns, sampling = _turns(table), _sampling(table, defaults)
+        turns = _turns(table)
+        sampling = _sampling(table, defaults)
 
         def pieces() -> Iterator[str]:
             with turn:

@@ -44,7 +44,8 @@ def run(arguments: argparse.Namespace) -> int:
     open_ = partial(open_in_worker, arguments.run, arguments.task, arguments.trust, workload.phases()[0])
     # Counted by the driver's library, without touching a GPU: the workers do.
     devices = [accelerator.of_rank(index) for index in range(max(1, accelerator.count()))]
-    by_name, dtype = {task.name: task for task in chosen}, DTYPES[opened.recipe.train.precision]
+    by_name = {task.name: task for task in chosen}
+    dtype = DTYPES[opened.recipe.train.precision]
     with CheckpointWatcher(opened.folder.path, saved, dtype, by_name) as watcher:
         if not arguments.json:
             each = ", ".join(f"{task.name} ({plural(task.records, 'record')})" for task in chosen)
@@ -104,13 +105,16 @@ def _workers(given: int | None) -> int:
 
 def _show(updates: Iterator[Update], as_json: bool) -> int:
     """Progress of each checkpoint on standard error once it takes two seconds; results on standard output."""
-    code, step, bar = 0, -1, None
+    code = 0
+    step = -1
+    bar = None
     try:
         for update in updates:
             if update.step != step or bar is None:
                 if bar is not None:
                     bar.close()
-                step, bar = update.step, Waiting(f"Evaluating step {update.step}", total=100, out=sys.stderr)
+                step = update.step
+                bar = Waiting(f"Evaluating step {update.step}", total=100, out=sys.stderr)
             code |= update.bad
             _tell(update, as_json)
             if update.share:

@@ -73,7 +73,8 @@ def _put_nothing_before_texts(trained: Trained) -> None:
 
 def _refuse_merging(trained: Trained, form: str) -> None:
     """Raises UserError where there is nothing to merge, or the form holds adapters alone."""
-    tune, path = trained.recipe.tune, trained.folder.path
+    tune = trained.recipe.tune
+    path = trained.folder.path
     if not isinstance(tune, Adapters) or not tune.rank:
         raise UserError(
             f"The run in {path} has no adapters to merge.", why='tune.kind = "lora" has', do=f"espalier export {path}"

@@ -59,7 +59,8 @@ class HostPost:
         measured = self.measured()
         assert measured is not None  # the leader has it, or raised
         text, machines = measured[0]
-        cluster, hosts = clusters.loads(text), self.team.hosts
+        cluster = clusters.loads(text)
+        hosts = self.team.hosts
         more = sum(table.count for table in (*cluster.optimizers, *cluster.standbys))
         if more and max(hosts) + 1 != cluster.machines + more:
             raise UserError(
@@ -78,7 +79,8 @@ class HostPost:
         return job, there + [known.get(rank.node, rank.node) for rank in job.plan.ranks[len(trainers) :]]
 
     def run(self, job: RunStart, hosts: Sequence[int]) -> bool:
-        recipe, care = job.resolved.recipe, train.care_of(job)
+        recipe = job.resolved.recipe
+        care = train.care_of(job)
         team = self.doing("training", care.heartbeat, hosts)
         team = replace(team, roles=tuple(rank.role for rank in job.plan.ranks))
 
@@ -121,14 +123,16 @@ def opened(place: RankSpec, asked: Told) -> RunInputs:
 def supervise(launcher: Launcher, place: RankSpec, asked: Told, given: RunInputs) -> Told:
     """Says what data was `given`, and once all hosts agree measures, plans and trains. `place` is this host's among the
     hosts. One that was started in place of another (`life`) finds the plan where the others have left it."""
-    recipe, first = given.resolved.recipe, place.rank == 0
+    recipe = given.resolved.recipe
+    first = place.rank == 0
     own_identity = {
         "data": given.workload.fingerprint(),
         "recipe": cache_dir.hashed(recipe_file.to_table(recipe)),
     }
     absence = units.seconds(recipe.comm.timeout, "comm.timeout")
     team = _met(launcher, place, asked, own_identity, absence)
-    post, line = HostPost(team, given, launcher), team.line
+    post = HostPost(team, given, launcher)
+    line = team.line
     names = team.names
     store = supervisor_protocol.opened(line.address, line.port, absence, f"host {names[0]}")
     others = Announcement(store, _DECIDED, f"Host {names[0]}", line.token, f"Host {names[line.host]}")

@@ -104,7 +104,8 @@ def _first(trained: Trained, plan: plans.Plan, place: launch.RankSpec) -> Tensor
     """[nodes, outputs] of all nodes, on the first of the ranks, all of which call it; None on the others."""
     timeout = units.seconds(trained.recipe.comm.timeout, "comm.timeout")
     with worker.joined(place, timeout, staged=plan.staged) as channel:
-        device, workload = torch.device(place.device), cast("Any", trained.workload)
+        device = torch.device(place.device)
+        workload = cast("Any", trained.workload)
         mesh = ProcessMesh(of_plan(plan), channel, place.rank)
         build = Build(trained.recipe, plan, workload, mesh, device, model=trained.model.to(device))
         for mechanism in _parts(trained.recipe, plan):

@@ -291,7 +291,8 @@ def recipe(finds: list[FoundData], target: Path) -> str:
     kinds = {find.kind for find in finds}
     data = [find for find in finds if find.kind != "weights"]
     if kinds == {"weights"}:
-        finds, data = [*finds, corpus := FoundData("text", "python:stdlib", "text")], [corpus]
+        finds = [*finds, corpus := FoundData("text", "python:stdlib", "text")]
+        data = [corpus]
     elif (
         len(kinds - {"weights"}) > 1
         or (kinds != {"text"} and len(data) > 1)

@@ -80,7 +80,9 @@ def patiently(text: str) -> Iterator[None]:
 def from_run(path: str | Path) -> Measurement:
     """What an earlier run measured: its median step and its largest memory. Raises UserError when it has no step."""
     folder = runs.find(path)
-    recipe, cluster, plan = folder.read(), clusters.read(folder.cluster), plans.read(folder.plan)
+    recipe = folder.read()
+    cluster = clusters.read(folder.cluster)
+    plan = plans.read(folder.plan)
     last = {event["step"]: event for event in events.read(folder.events) if event["event"] == "step"}
     steps = [last[number] for number in sorted(last)]
     steps = steps[int(len(steps) * WARMING) :]

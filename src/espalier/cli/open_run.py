@@ -134,7 +134,8 @@ class SavedRun:
         folder = runs.find(path)
         use = run_trust.usable(folder, folder.read(), trust)
         recipe = use.recipe if silent else use.announced()
-        target, store = recipe.checkpoint.target, recipe.store
+        target = recipe.checkpoint.target
+        store = recipe.store
         if target is not None and "://" not in target and not os.path.exists(target) and folder.checkpoints.exists():
             recipe = recipe.changed(checkpoint=recipe.checkpoint.changed(target=None))
         if store is not None and store.path is not None:
@@ -161,7 +162,9 @@ class SavedRun:
         from espalier.train.build import DTYPES
         from espalier.train.workload_row import LoadsPacked
 
-        folder, recipe, workload = self.folder, self.recipe, self.open_workload()
+        folder = self.folder
+        recipe = self.recipe
+        workload = self.open_workload()
         device = device or accelerator.of_rank(0)
         if not folder.checkpoints.exists():
             model = workload.build(device, DTYPES[recipe.train.precision])
@@ -196,7 +199,9 @@ class SavedRun:
         from espalier.track.progress import waiting
         from espalier.train import workload_registry
 
-        folder, recipe, data = self.folder, self.recipe, self.data
+        folder = self.folder
+        recipe = self.recipe
+        data = self.data
         resolved = self.resolve()
         try:
             workload = workload_registry.open_workload(resolved, waiting)
@@ -221,7 +226,10 @@ class SavedRun:
         """
         from espalier.train.workload_registry import Resolved
 
-        folder, recipe, trust, data = self.folder, self.recipe, self.trust, self.data
+        folder = self.folder
+        recipe = self.recipe
+        trust = self.trust
+        data = self.data
         frozen = folder.kept()
         reads = data.reads(recipe, frozen)
         logged = events.read(folder.events) if folder.events.exists() else ()
@@ -253,7 +261,8 @@ def _with_data(recipe: Recipe, path: str) -> Recipe:
             why="the function that model.build names reads it",
             do="leave --data out, or give that function another file in model.arguments of a new run",
         )
-    data, graph = recipe.data[0].changed(path=path), recipe.graph
+    data = recipe.data[0].changed(path=path)
+    graph = recipe.graph
     if graph is not None and graph.halo is not None:  # `parts` is of the nodes of the run's own graph
         graph = graph.changed(halo=graph.halo.changed(parts=""))
     return recipe.changed(data=(data,), graph=graph)

@@ -76,7 +76,8 @@ def decided(
         settled, workload = run_plan.with_batches(resolved, workload, chosen)
         decision = plan_of(settled, workload=workload)
         return replace(decision, plan=run_plan.with_chosen(decision.plan, chosen, why))
-    known, asked = measurements.calibration(resolved.recipe, calibrate_on), request(resolved, None, workload)
+    known = measurements.calibration(resolved.recipe, calibrate_on)
+    asked = request(resolved, None, workload)
     if not cluster.machine:  # described in a file: this machine's disk is not theirs
         asked = replace(asked, free=None)
     return decide(asked, cluster, known, Trials(resolved.recipe, cluster))
@@ -101,7 +102,8 @@ def _what_if(
 
 
 def _tell(as_json: bool, resolved: Resolved, decision: PlanDecision, changed: PlanDecision | UserError | None) -> int:
-    plan, refusal = decision.plan, None if decision.fits else decision.refusal()
+    plan = decision.plan
+    refusal = None if decision.fits else decision.refusal()
     if as_json:
         extra: dict[str, plans.Plan | dict[str, str]] = {}
         if isinstance(changed, PlanDecision):
@@ -131,14 +133,16 @@ def _tell(as_json: bool, resolved: Resolved, decision: PlanDecision, changed: Pl
 
 def _write_parts(arguments: argparse.Namespace, resolved: Resolved, decision: PlanDecision) -> None:
     """Cuts a graph over the ranks of the plan. Raises UserError where there is nothing to cut, or no plan that fits."""
-    row, plan = workload_registry.row(resolved.recipe), decision.plan
+    row = workload_registry.row(resolved.recipe)
+    plan = decision.plan
     if not isinstance(row, CutsIntoParts):
         raise UserError("--parts is for graphs.", do="espalier plan RECIPE, without it")
     if not decision.fits:
         raise decision.refusal()
     if len(plan.trainers) == 1:
         raise UserError("The plan has one rank, and a graph for one rank has no parts.", do="plan.pin.ranks=2, or more")
-    samples, folder = [rank.samples for rank in plan.trainer_ranks], arguments.parts
+    samples = [rank.samples for rank in plan.trainer_ranks]
+    folder = arguments.parts
     row.cut(workload_registry.open_workload(resolved, waiting), samples, Path(folder))
     say(
         f"{folder}: the parts of {len(samples)} ranks. A machine needs manifest.json, nodes.safetensors and those of "

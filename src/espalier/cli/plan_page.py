@@ -128,9 +128,11 @@ def _order(counts: Mapping[str, int]) -> list[str]:
 
 def _figures(predicted: Predicted) -> list[Figure]:
     wide = 1 + predicted.spread
-    low, high = show_seconds(predicted.step_seconds / wide), show_seconds(predicted.step_seconds * wide)
+    low = show_seconds(predicted.step_seconds / wide)
+    high = show_seconds(predicted.step_seconds * wide)
     band = f"four of five in {low} to {high}" if predicted.spread else ""
-    peak, limit = predicted.memory_bytes["peak"], predicted.memory_limit
+    peak = predicted.memory_bytes["peak"]
+    limit = predicted.memory_limit
     room = f"of {show_size(limit)} per rank" if math.isfinite(limit) else "per rank"
     return [
         Figure("seconds per step", show_seconds(predicted.step_seconds), band),
@@ -170,7 +172,8 @@ def _spans(plan: Plan, predicted: Predicted) -> list[TimetableBar]:
     layers = [stage.layers[1] - stage.layers[0] for stage in stages]
     terms = {name: seconds / stages[0].micro_batches for name, seconds in predicted.terms.items()}
     fullest = max(sum(layers[stage] for stage in pipeline.stages_of(rank)) for rank in pipeline.ranks)
-    forward, backward = terms.get("forward", 0.0), terms.get("backward", 0.0) + terms.get("recompute", 0.0)
+    forward = terms.get("forward", 0.0)
+    backward = terms.get("backward", 0.0) + terms.get("recompute", 0.0)
     takes = {ActionKind.FORWARD: forward, ActionKind.BACKWARD: backward}
     takes |= dict.fromkeys((ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT), backward / 2)
     link = predicted.terms.get("send", 0.0) / float(
@@ -200,7 +203,8 @@ def _limit_of(predicted: Predicted) -> str:
 def _memory(predicted: Predicted) -> dict[str, Any]:
     """Memory by kind, the peak, and where on the same track the limit stands."""
     kinds = {name: value for name, value in predicted.memory_bytes.items() if name != "peak"}
-    peak, limit = predicted.memory_bytes["peak"], predicted.memory_limit
+    peak = predicted.memory_bytes["peak"]
+    limit = predicted.memory_limit
     limited = math.isfinite(limit) and limit > 0
     whole = 1.04 * max(peak, sum(kinds.values()), limit if limited else 0.0)  # the line stands inside the track
     over = peak - limit
@@ -219,7 +223,8 @@ def _ladder(
     parts: Mapping[str, float], whole: float, show: Callable[[float], str], sources: Mapping[str, str]
 ) -> list[Rung]:
     """Each part starts where the larger one before it ends."""
-    ticks, at = [], 0.0
+    ticks = []
+    at = 0.0
     named = {name.replace("_", " "): source for name, source in sources.items()}
     for share in charts.shares(parts, show):
         width = 100 * share.value / whole if whole else 0.0

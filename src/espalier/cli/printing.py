@@ -61,7 +61,8 @@ def beside(plan: Plan, other: Plan, fits: bool) -> None:
         return
     assert plan.predicted is not None
     assert other.predicted is not None
-    ours, there = plan.predicted, other.predicted
+    ours = plan.predicted
+    there = other.predicted
     line(f"What if: {other.layout} on {_where(other)}")
     seconds = [units.show_seconds(prediction.step_seconds) for prediction in (there, ours)]
     speeds = [units.show_count(prediction.tokens_per_second) for prediction in (there, ours)]

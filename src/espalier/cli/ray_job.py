@@ -235,7 +235,8 @@ def _attempt(ray: Any, actors: Sequence[Any], job: RayJob, number: int, follow: 
 
 def _ended(ray: Any, actors: Sequence[Any], running: dict[Any, int], follow: LogFollower) -> list[int]:
     """Waits for all ranks; the first that fails, and Ctrl-C, stop the others."""
-    codes, deadline = [0] * len(running), float("inf")
+    codes = [0] * len(running)
+    deadline = float("inf")
     left = list(running)
     while left:
         try:
@@ -293,7 +294,8 @@ class LogFollower:
     """Prints what is added to a file. Has state: how far it was read."""
 
     def __init__(self, path: Path) -> None:
-        self._path, self._at = path, path.stat().st_size if path.exists() else 0
+        self._path = path
+        self._at = path.stat().st_size if path.exists() else 0
 
     def show(self) -> None:
         """What is new."""

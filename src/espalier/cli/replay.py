@@ -79,12 +79,15 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _recorded(folder: runs.RunFolder) -> tuple[_Rows, _Rows]:
     """The steps that count in a run log, and the `run` event of the attempt that made each."""
-    steps, begun, latest = _Rows(), _Rows(), events.Event()
+    steps = _Rows()
+    begun = _Rows()
+    latest = events.Event()
     for event in events.read(folder.events) if folder.events.exists() else ():
         if event["event"] == "run":
             latest = event
         elif event["event"] == "step":
-            steps[event["step"]], begun[event["step"]] = event, latest
+            steps[event["step"]] = event
+            begun[event["step"]] = latest
     return steps, begun
 
 
@@ -158,7 +161,8 @@ def _others(before: events.Event, now: events.Event) -> list[str]:
     """What was not the same when the step was made first, in words."""
     changes = []
     for table in ("versions", "host"):
-        old, new = before.get(table) or {}, now.get(table) or {}
+        old = before.get(table) or {}
+        new = now.get(table) or {}
         changes += [f"{key} was {old[key]}, is {new.get(key)}" for key in old if old[key] != new.get(key)]
     old, new = ([run.get(key) for key in ("ranks", "threads")] for run in (before, now))
     return changes + ([f"{old[0]} ranks of {old[1]} threads were, {new[0]} of {new[1]} are"] if old != new else [])

@@ -88,7 +88,8 @@ def request(resolved: Resolved, ranks: int | None = None, workload: Workload | N
     asked = request_from_recipe.of_recipe(resolved.recipe, lambda: workload or opened())
     if ranks is not None:
         asked = asked.changed(pin=asked.pin.changed(ranks=ranks))
-    free, path = None, path_of(resolved.recipe, None).absolute()
+    free = None
+    path = path_of(resolved.recipe, None).absolute()
     if not resolved.recipe.plan.cluster:
         size = free_bytes(path)
         step = max(1, (1 << size.bit_length()) // 8)  # what other programs write seldom changes a plan

@@ -48,8 +48,7 @@ def read_record(folder: RunFolder) -> DataRecord | None:
     with suppress(msgspec.DecodeError):
         return DataRecord(serialization.from_json(text, dict[str, str]))
     with parsing(folder.data, "remove it; the present data is then accepted"):
-        record = serialization.from_json(text, DataRecord)
-        return record
+        return serialization.from_json(text, DataRecord)
 
 
 @dataclass(frozen=True)
@@ -88,7 +87,8 @@ def data_of(folder: RunFolder, recipe: Recipe, workload: Workload) -> DataHashes
         changed = _changes(before, now)
     if not changed:
         return DataHashes(now)
-    first, more = changed[0], f" (and {len(changed) - 1} more)" if len(changed) > 1 else ""
+    first = changed[0]
+    more = f" (and {len(changed) - 1} more)" if len(changed) > 1 else ""
     if recipe.faults.changed_data == "refuse":
         raise UserError(
             f"{first}{more} since {folder.path} was begun.",

@@ -67,13 +67,16 @@ def owner_of(folder: runs.RunFolder, recipe: Recipe, data: str) -> Owner:
     A run without a folder that means the same as the run of the newest checkpoint goes on as that one: its folder was
     lost, and its checkpoints are elsewhere. Raises UserError where a checkpoint is of another run.
     """
-    digest, before = meaning(recipe, data), run_identity.read(folder.path)
-    saved, target = phases.checkpoints(recipe, folder), recipe.checkpoint.target
+    digest = meaning(recipe, data)
+    before = run_identity.read(folder.path)
+    saved = phases.checkpoints(recipe, folder)
+    target = recipe.checkpoint.target
     entries = saved.entries()
     identity = before.now_means(digest) if before is not None else _same(digest, entries)
     if target is not None and not entries:
         identity = identity or _lost(target, folder.path.name, digest)
-    notes, goes_on = list[str](), before is None and identity is not None
+    notes = list[str]()
+    goes_on = before is None and identity is not None
     identity = identity or run_identity.new(folder.path.name, socket.gethostname(), digest)
     if target is not None and not entries:
         recipe = recipe.changed(checkpoint=recipe.checkpoint.changed(target=_own_folder(target, identity)))

@@ -46,7 +46,7 @@ TRIAL_SECONDS = 0.6
 
 def batches_of(plan: plans.Plan) -> Batches | None:
     """What steps of a plan train on, where the recipe left that open."""
-    state = plan.choices.get("disk_batches")
+    state: DiskBatchesState | None = plan.choices.get("disk_batches")
     return None if state is None else state.batches
 
 
@@ -99,7 +99,8 @@ def choose(resolved: Resolved, workload: Workload, cluster: clusters.Cluster, wo
         )
 
     trials = trials_of(resolved, workload, cluster, world)
-    request, calibration = resolve_recipe.request(resolved, world, workload), measurements.calibration(resolved.recipe)
+    request = resolve_recipe.request(resolved, world, workload)
+    calibration = measurements.calibration(resolved.recipe)
     code = f"{version_check.code()} torch {torch.__version__}"
     key = partial(decision_cache.key, request, cluster, calibration, code)
     again = trials is not None and trials.doubtful()
@@ -201,7 +202,8 @@ def make_plan(
     from espalier.plan.trials import Trials, key
     from espalier.train.library_request import asked, cluster_of
 
-    where, sync = cluster_of(cluster), pins.pop("sync", None)
+    where = cluster_of(cluster)
+    sync = pins.pop("sync", None)
     request, recipe = asked(model, batch, precision, pins)
     if sync is not None:
         request = request.changed(sync=_sync(sync))

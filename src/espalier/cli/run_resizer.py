@@ -39,7 +39,8 @@ class RunResizer:
     """
 
     def __init__(self, job: RunStart, start: Start) -> None:
-        self.job, self._start = job, start
+        self.job = job
+        self._start = start
         self._offered: list[tuple[RunShape, Plan]] = []
 
     @property
@@ -68,10 +69,12 @@ class RunResizer:
 
     def without(self, ranks: Collection[int]) -> RunShape:
         """See `Resizer.without`: without further ranks, the last first, where the batch or the memory wants it so."""
-        plan, request = self.job.plan, self._request()
+        plan = self.job.plan
+        request = self._request()
         self._refuse(plan)
         remaining = [rank for rank in range(len(plan.ranks)) if rank not in ranks]
-        speeds, refusal = replan.equal(plan), UserError("The run has no other rank.", do="run the same command again")
+        speeds = replan.equal(plan)
+        refusal = UserError("The run has no other rank.", do="run the same command again")
         for count in range(len(remaining), 0, -1):
             try:
                 made = replan.plan_on(request, self.job.cluster, plan, remaining[:count], speeds)
@@ -83,7 +86,9 @@ class RunResizer:
 
     def faster(self, evidence: Evidence) -> tuple[list[RunShape], Mapping[int, float]]:
         """See `Resizer.faster`. Ranks that the recipe asks for by number are all kept."""
-        plan, request, cluster = self.job.plan, self._request(), self.job.cluster
+        plan = self.job.plan
+        request = self._request()
+        cluster = self.job.cluster
         self._refuse(plan)
         speeds = replan.speeds(request, cluster, plan, evidence.busy)
         if evidence.link and self.planned_wait is not None:
@@ -138,7 +143,8 @@ class RunResizer:
         return made.replicated and now.replicated and not (replan.cut(made) or replan.cut(now))
 
     def _offer(self, option: replan.Replan, hosts: tuple[int, ...] = ()) -> RunShape:
-        made, before = option.plan, len(self.job.plan.ranks)
+        made = option.plan
+        before = len(self.job.plan.ranks)
         samples = ", ".join(str(rank.samples) for rank in made.trainer_ranks)
         work = f"{samples} samples each step"
         if replan.cut(made) or replan.cut(self.job.plan):
@@ -186,7 +192,8 @@ class HostResizer(RunResizer):
         left: Callable[[int, bool], None] = lambda host, out: None,
     ) -> None:
         super().__init__(job, start)
-        self.hosts, self._left = tuple(hosts), left
+        self.hosts = tuple(hosts)
+        self._left = left
         self._all = job.plan, self.hosts
         """The plan of all ranks, the last one there was, and the hosts of them."""
         self._seats = tuple(range(len(self.hosts)))
@@ -220,7 +227,8 @@ class HostResizer(RunResizer):
         self._seats = (
             self._coming[1] if joins and self._coming else tuple(self._seats[rank] for rank in shape.previous_ranks)
         )
-        self.hosts, self._coming = shape.hosts, None
+        self.hosts = shape.hosts
+        self._coming = None
         if len(self._seats) == len(self._all[1]):
             self._all = self.job.plan, self.hosts
 
@@ -243,7 +251,8 @@ def heard(job: RunStart, start: Start, message: str) -> RunShape:
     """The shape that the first host has told (`RunShape.encoded`)."""
     text, hosts, copies = msgspec.json.decode(message, type=tuple[str, tuple[int, ...], bool])
     plan = plans.loads(text)
-    task, places = start(replace(job, plan=plan)), launch.places(plan)
+    task = start(replace(job, plan=plan))
+    places = launch.places(plan)
     return RunShape(
         task, places, previous_ranks=(), copies=copies, ratio=1.0, plan="", says="", hosts=hosts, encoded=message
     )

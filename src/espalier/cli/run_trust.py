@@ -145,7 +145,8 @@ def seal_places(recipe: Recipe) -> str:
 
 def _is_sealed(folder: RunFolder) -> bool:
     """Whether this user has begun the run in `folder`, with the places that its recipe names."""
-    places, identity = named_places(folder.read()), run_identity.read(folder.path)
+    places = named_places(folder.read())
+    identity = run_identity.read(folder.path)
     return not places or (identity is not None and is_signed(places, identity.seal))
 
 
@@ -213,10 +214,12 @@ def refuse_hub(folder: RunFolder, recipe: Recipe, trust: bool) -> None:
 
 def load(path: str | Path, overrides: Sequence[str], trust: bool) -> Recipe:
     """The recipe in file `path` with `overrides`; of a run folder's `run.toml` with the places that may be used."""
-    recipe, folder = recipe_file.load(path, overrides), _run_of(path)
+    recipe = recipe_file.load(path, overrides)
+    folder = _run_of(path)
     if folder is None:
         return recipe
-    before, places = named_places(folder.read()), named_places(recipe)
+    before = named_places(folder.read())
+    places = named_places(recipe)
     given = {text.partition("=")[0].strip() for text in overrides}
     typed = {key for key, value in places.items() if {key, _short(key)} & given or before.get(key) != value}
     if any(value.startswith(_HUB) and key not in typed for key, value in places.items()):
@@ -235,6 +238,7 @@ def text(path: str | Path, trust: bool) -> str:
 
 def _run_of(path: str | Path) -> RunFolder | None:
     """The run whose `run.toml` is at `path`."""
-    file, folder = Path(path), RunFolder(Path(path).parent)
+    file = Path(path)
+    folder = RunFolder(Path(path).parent)
     of_run = file.name == folder.recipe.name and (folder.events.exists() or folder.plan.exists())
     return folder if of_run else None

@@ -64,7 +64,8 @@ class RunStart:
     def pack(self, node: int = 0, waits: bool = False) -> None:
         """Packs the batches of the ranks on a machine, or opens what is packed. The recipe has a [store]. `waits`: each
         of them does, and they wait for one another."""
-        recipe, plan = self.resolved.recipe, self.plan
+        recipe = self.resolved.recipe
+        plan = self.plan
         row = workload_registry.row(recipe)
         if not isinstance(row, Packs):
             return
@@ -75,7 +76,8 @@ class RunStart:
 
     def setting(self, place: launch.RankSpec) -> RankSetup:
         """What the rank at `place` needs to know, and what the run's first event says of it."""
-        recipe, derivations = self.resolved.recipe, self.resolved.derivations
+        recipe = self.resolved.recipe
+        derivations = self.resolved.derivations
         if recipe.store is not None:
             self.pack(self.plan.ranks[place.rank].node, waits=True)
         kernel = os.uname()
@@ -150,7 +152,9 @@ def open_inputs(resolved: Resolved, run: str | None, quiet: bool, writes: bool =
 
     Raises UserError when that folder holds another run.
     """
-    path, before, batches = runs.path_of(resolved.recipe, run), None, None
+    path = runs.path_of(resolved.recipe, run)
+    before = None
+    batches = None
     if writes:
         runs.refuse_links(path)
         existing = runs.RunFolder(path)

@@ -139,7 +139,8 @@ def announced(decide: Callable[[], Begun], others: Announcement) -> Begun:
 def heard(opened: Callable[[], RunInputs], others: Announcement) -> Begun:
     """What another process has decided. `opened`: opens the data, then."""
     decided = msgspec.json.decode(others.hear(WAIT), type=Decided)
-    inputs, plan = opened(), plans.loads(decided.plan)
+    inputs = opened()
+    plan = plans.loads(decided.plan)
     resolved, workload = run_plan.with_batches(inputs.resolved, inputs.workload, run_plan.batches_of(plan))
     checkpoint = resolved.recipe.checkpoint.changed(target=decided.target)
     resolved = replace(resolved, recipe=resolved.recipe.changed(checkpoint=checkpoint))
@@ -156,7 +157,8 @@ def forked(prepare: Callable[[], RunStart]) -> Ranks:
 
 
 def _fork(job: RunStart, hosts: Sequence[int]) -> bool:
-    task, recipe = partial(life, forked=True), job.resolved.recipe
+    task = partial(life, forked=True)
+    recipe = job.resolved.recipe
     for part in phased(job):
         if recipe.store is not None:
             part.pack()  # before ranks are forked, which then share the rows in memory
@@ -209,7 +211,8 @@ def _resolved(arguments: argparse.Namespace, place: launch.RankSpec | None) -> R
     recipe = run_trust.load(arguments.recipe, arguments.overrides, arguments.trust)
     run = None if place.rank else runs.path_of(recipe, arguments.run)
     timeout = units.seconds(recipe.comm.timeout, "comm.timeout")
-    store, deadline = launch.store(place, timeout), Deadline(timeout, f"Rank {place.rank}")
+    store = launch.store(place, timeout)
+    deadline = Deadline(timeout, f"Rank {place.rank}")
     shared_files = run_data.shared(store, f"espalier/{place.keys}/kept", run, deadline)
     folder = Path(arguments.recipe).absolute().parent
     return workload_registry.settle(recipe, folder, waiting, shared_files, arguments.trust)
@@ -270,7 +273,9 @@ def seated(place: launch.RankSpec, timeout: float) -> launch.RankSpec:
 
 def phased(job: RunStart) -> Iterator[RunStart]:
     """The job of each phase that is left, planned once the phase before has ended."""
-    resolved, folder, whole = job.resolved, job.folder, job.opened or job.workload
+    resolved = job.resolved
+    folder = job.folder
+    whole = job.opened or job.workload
     while True:
         (phase,) = job.workload.phases()
         if len(whole.phases()) > 1:
@@ -291,7 +296,8 @@ def phased(job: RunStart) -> Iterator[RunStart]:
 def care_of(job: RunStart) -> supervisor.RestartOptions:
     """How the recipe wants its run to be looked after."""
     recipe = job.resolved.recipe
-    faults, free = recipe.faults, None if job.plan.offload == plans.RESIDENT else 0
+    faults = recipe.faults
+    free = None if job.plan.offload == plans.RESIDENT else 0
     return supervisor.RestartOptions(
         restarts=None if faults.restarts == "auto" else faults.restarts,
         heartbeat=units.seconds(faults.heartbeat, "faults.heartbeat"),
@@ -321,7 +327,8 @@ def life(job: RunStart, forked: bool = False, stop_after: int | None = None) -> 
     `stop_after`: raises Interrupted after so many steps."""
 
     def live(place: launch.RankSpec) -> Any:
-        setting, identity = job.setting(place), None if forked else job.identity()
+        setting = job.setting(place)
+        identity = None if forked else job.identity()
         setting.new = forked and job.new and place.attempt == 0
         setting.stop_after = stop_after
         if place.rank != 0:
@@ -386,7 +393,8 @@ def recording(
 ) -> Iterator[Callable[..., None]]:
     """Gives what writes an event into the run log and shows it in every live view; these end with the block. After
     some steps it compares them with what is `predicted`."""
-    log, views = Log(folder.events), list[Any]()
+    log = Log(folder.events)
+    views = list[Any]()
     checks: list[PredictionCheck] = []
     with ExitStack() as open_views:
         for name in dict.fromkeys([*["tensorboard"] * recipe.track.tensorboard, *recipe.track.to]):
