@@ -145,7 +145,8 @@ def _by_rounds(
             sharding.adopt()
             sharding.settle()
 
-        engine_of_plan.on_moving, engine_of_plan.on_moved = sharding.settle, moved
+        engine_of_plan.on_moving = sharding.settle
+        engine_of_plan.on_moved = moved
 
     def rate() -> float:
         return float(optimizer.param_groups[0]["lr"])

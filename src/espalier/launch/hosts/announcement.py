@@ -96,9 +96,12 @@ def agree(store: Any, place: RankSpec, seconds: float) -> str:
     Raises:
         PeerLost: some did not come.
     """
-    word, rank, world = secrets.token_hex(8), place.rank, place.world
+    word = secrets.token_hex(8)
+    rank = place.rank
+    world = place.world
     store.set(_join(rank), word)
-    keys, deadline = [_join(other) for other in range(world)], Deadline(seconds, f"Rank {rank}")
+    keys = [_join(other) for other in range(world)]
+    deadline = Deadline(seconds, f"Rank {rank}")
     rendezvous_wait.present(store, keys, place.where, deadline)
     return deadline.poll(
         lambda: _confirmed(store, rank, world, word),

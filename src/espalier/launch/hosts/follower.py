@@ -40,10 +40,14 @@ class Follower:
         agent: LocalAgent,
         link: type[ControlLink] = ControlLink,
     ) -> None:
-        self.places, self.team, self.care, self.agent = places, team, care, agent
+        self.places = places
+        self.team = team
+        self.care = care
+        self.agent = agent
         self.seats = places
         """Those it began with: a host may lose all of its ranks, and have them again."""
-        self.signals, self.clock = agent.signals, agent.clock
+        self.signals = agent.signals
+        self.clock = agent.clock
         self.attempt = 0
         self.pulses = Pulses(len(places), care.heartbeat)
         self.stacks: dict[int, str] | None = None
@@ -79,11 +83,11 @@ class Follower:
 
     def _order(self) -> Command:
         """What holds for this supervisor. Raises HostLost where another has taken its place."""
-        line, order = self.team.line, self.exchange.said(0) or Command()
+        line = self.team.line
+        order = self.exchange.said(0) or Command()
         if order.supersedes(line.host, line.life):
             raise HostLost(f"Another supervisor has taken the place of this one on host {self.team.names[line.host]}.")
-        command = order.to(line.host, line.life)
-        return command
+        return order.to(line.host, line.life)
 
     def _obey(self, order: Command) -> None:
         if order.attempt != self.attempt or (not order.run and self.agent.children):
@@ -91,7 +95,8 @@ class Follower:
             if not stays:
                 self.agent.end(0.0)
                 self.agent.children.clear()
-            self.stacks, self._reported = None, 0.0
+            self.stacks = None
+            self._reported = 0.0
             if order.run:
                 self._start(order)
             self.attempt = order.attempt
@@ -134,7 +139,8 @@ class Follower:
         self.team = self.team.shaped(shape)
         if not shape.copies:
             shared_memory.clear(place.refuge for place in self.seats if place.refuge is not None)
-        places, seats = self.team.places(shape), zip(self.team.own, self.seats, strict=False)
+        places = self.team.places(shape)
+        seats = zip(self.team.own, self.seats, strict=False)
         self.places = [replace(places[rank], stacks=seat.stacks, refuge=seat.refuge) for rank, seat in seats]
 
     def _reap(self) -> None:
@@ -150,7 +156,8 @@ class Follower:
                 self.agent.revive(child)
         ended = sum(child.status is not None for child in self.agent.children)
         if ended != self._ends:
-            self._ends, self._reported = ended, 0.0
+            self._ends = ended
+            self._reported = 0.0
 
     def _report(self) -> None:
         """Four times a heartbeat, and at once when something has changed."""
@@ -177,7 +184,8 @@ class Follower:
         if now - self._looked > 2 * self.care.heartbeat + 1.0:
             self.exchange.excuse()  # this process itself did not look
         self._looked = now
-        refused, age = self.exchange.refused_since, self.exchange.age(0)
+        refused = self.exchange.refused_since
+        age = self.exchange.age(0)
         gone = refused is not None and now - refused >= _GONE_BEATS * self.care.heartbeat
         if gone or age >= self.team.absence:
             raise HostLost(

@@ -77,7 +77,9 @@ class Returning:
     def __init__(
         self, crowd: HostCrowd, absence: float = 0.0, say: Callable[[Sequence[str]], None] = lambda lines: None
     ) -> None:
-        self._crowd, self._absence, self._say = crowd, absence, say
+        self._crowd = crowd
+        self._absence = absence
+        self._say = say
         self._lost: dict[int, Lost] = {}
         self._lives: dict[int, int] = {}
         self._tried: dict[int, int] = {}

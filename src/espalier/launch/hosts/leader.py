@@ -166,8 +166,11 @@ class HostAgents:
     """
 
     def __init__(self, local_agent: LocalAgent, team: HostMap, care: RestartOptions, link: type[ControlLink]) -> None:
-        self.local_agent, self.team, self.care = local_agent, team, care
-        self.signals, self.clock = local_agent.signals, local_agent.clock
+        self.local_agent = local_agent
+        self.team = team
+        self.care = care
+        self.signals = local_agent.signals
+        self.clock = local_agent.clock
         self.distant = dict[int, Distant]()
         self.children: list[Child] = []
         self.attempt = Attempt(0, (), Pulses(len(team.hosts), care.heartbeat))
@@ -304,7 +307,8 @@ class HostAgents:
 
     def _counts_on_all(self, attempt: Attempt) -> None:
         """The next attempt is of the supervisors that are there."""
-        self.attempt, self.over = attempt, False
+        self.attempt = attempt
+        self.over = False
         self.ordered, self.meant = attempt.number + 1, tuple(self.lives)
         self.replaced.clear()
         self.revived.clear()
@@ -377,7 +381,8 @@ class HostAgents:
             self.exchange.excuse()  # this process itself did not listen
         self.listened = now
         for host in self._needed:
-            age, report = self.exchange.age(host), self.exchange.said(host)
+            age = self.exchange.age(host)
+            report = self.exchange.said(host)
             self._mind(host, report, now - age)
             self._tell_revived(host, report)
             if report is not None and report.asked and not self.signals.seen:
@@ -501,7 +506,8 @@ class HostAgents:
 
     def _tested(self, ended: Ended) -> Ended:
         """With what a test of the hosts says. No rank lives then."""
-        number, failure = self.attempt.number + 1, ended.failure
+        number = self.attempt.number + 1
+        failure = ended.failure
         self._tell(testing=number)
         what, hosts = host_check.said(host_check.hosts(self.team, number, self.signals), self.team.names)
         self._tell()
@@ -515,7 +521,8 @@ class HostAgents:
 
     def _of_host(self, ended: Ended) -> Ended:
         """Of a host that was lost, where ranks only know that they lost others, or it was its own ranks that ended."""
-        failure, absent = ended.failure, {**self.replaced, **self.away}
+        failure = ended.failure
+        absent = {**self.replaced, **self.away}
         of_lost_host = failure.rank >= 0 and self.team.hosts[failure.rank] in self.replaced
         if not absent or not (of_lost_host or failure.kind == "lost") or failure.what.startswith("Host "):
             return ended
@@ -529,7 +536,8 @@ class HostAgents:
 
     def _placed(self, ended: Ended) -> Ended:
         """With the host, where the rank is known."""
-        failure, error = ended.failure, ended.error
+        failure = ended.failure
+        error = ended.error
         if failure.rank < 0 or isinstance(error, Interrupted):
             return ended
         host = self.host(failure.rank)

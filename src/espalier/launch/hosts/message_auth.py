@@ -24,7 +24,8 @@ def seal(token: str, key: str, message: bytes) -> bytes:
 
 def unseal(token: str, key: str, data: bytes) -> bytes | None:
     """The message in `data`, which stood at `key`; None where nobody wrote it there who knows the token."""
-    code, message = data[:_SIZE], data[_SIZE:]
+    code = data[:_SIZE]
+    message = data[_SIZE:]
     return message if hmac.compare_digest(code, _code(token, key, message)) else None
 
 

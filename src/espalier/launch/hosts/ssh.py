@@ -67,7 +67,10 @@ class Crowd:
     def __init__(self, options: Launch, module: str, show: Show, patience: float = ANSWER_SECONDS) -> None:
         self.nodes: list[int] = []
         """Of each rank, the number of its host."""
-        self.options, self.module, self.show, self.patience = options, module, show, patience
+        self.options = options
+        self.module = module
+        self.show = show
+        self.patience = patience
         self.all: list[Far] = []
         self.message: Told = {}
         """What all were told that it is about."""
@@ -117,7 +120,9 @@ class Crowd:
         old = self.all[rank]
         self._close(old)
         far = self._run(old.host)
-        far.label, far.identity, far.reached = old.label, old.identity, old.reached
+        far.label = old.label
+        far.identity = old.identity
+        far.reached = old.reached
         self.all[rank] = far
         return far
 
@@ -190,7 +195,8 @@ class Crowd:
         if message is not None:
             for far in whom:
                 far.tell(message(far))
-        deadline, failing = time.monotonic() + seconds, False
+        deadline = time.monotonic() + seconds
+        failing = False
         limit = Deadline(seconds, "This machine")
         silent_until = time.monotonic() + limit.quiet
         while (late := [far for far in whom if not far.answered(kinds)]) and time.monotonic() < deadline:
@@ -201,7 +207,8 @@ class Crowd:
             self._listen(min(0.5, limit.quiet, max(0.0, deadline - time.monotonic())))
             failed = [far for far in self.all if far.error is not None]
             if failed and not failing:
-                failing, deadline = True, min(deadline, time.monotonic() + OTHERS_SECONDS)
+                failing = True
+                deadline = min(deadline, time.monotonic() + OTHERS_SECONDS)
             if failed and not [far for far in late if far.error is None]:
                 break
         self._raise(late, seconds, failing)
@@ -333,7 +340,8 @@ class Crowd:
         if mark and name == "out":
             far.messages.append(json.loads(message))
             if far.messages[-1]["is"] == "failed":
-                far.error, far.reported = retold(far.host, far.messages.pop()), True
+                far.error = retold(far.host, far.messages.pop())
+                far.reported = True
             elif far.messages[-1]["is"] == "joined":
                 far.joined = bool(far.messages.pop())
             elif far.messages[-1]["is"] == "without":

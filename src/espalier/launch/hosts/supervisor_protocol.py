@@ -182,11 +182,14 @@ class ControlLink:
     def __init__(
         self, line: MeetingPoint, kind: type, news: Callable[[int, Any], None] = lambda host, message: None
     ) -> None:
-        self._line, self._news = line, news
+        self._line = line
+        self._news = news
         self._coder = msgspec.json.Encoder()
         self._decoder: msgspec.json.Decoder[Any] = msgspec.json.Decoder(kind)
         self._others = [0] if line.host else list(range(1, line.hosts))
-        self._own, self._count, self._carried = b"", 0, -1
+        self._own = b""
+        self._count = 0
+        self._carried = -1
         self._name = secrets.token_bytes(8)
         self._last: dict[int, bytes] = {}
         self._past: dict[int, set[bytes]] = {host: set() for host in self._others}
@@ -194,7 +197,9 @@ class ControlLink:
         self._at = dict.fromkeys(self._others, time.monotonic())
         self._store: Any = None
         self._closed = False
-        self._wake, self._came, self._lock = threading.Event(), threading.Event(), threading.Lock()
+        self._wake = threading.Event()
+        self._came = threading.Event()
+        self._lock = threading.Lock()
         self.refused_since: float | None = None
         """Since when nobody listens where the first host did (seconds of `time.monotonic`)."""
         self._thread = threading.Thread(target=self._live, name="exchange", daemon=True)
@@ -254,7 +259,8 @@ class ControlLink:
 
     def _carry(self, store: Any) -> None:
         with self._lock:
-            count, message = self._count, self._own
+            count = self._count
+            message = self._own
         beat = int(time.monotonic() / (self._line.heartbeat / 4))
         key = self._key(self._line.host)
         store.set(key, seal(self._line.token, key, _HEAD.pack(self._name, beat, count) + message))
@@ -262,7 +268,8 @@ class ControlLink:
         if not self._others:
             return
         for host, data in zip(self._others, store.multi_get([self._key(other) for other in self._others]), strict=True):
-            received, before = unseal(self._line.token, self._key(host), data), self._last.get(host, b"")
+            received = unseal(self._line.token, self._key(host), data)
+            before = self._last.get(host, b"")
             if received is None or not self._follows(host, before, received):
                 continue
             self._last[host] = received

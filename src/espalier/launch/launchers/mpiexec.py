@@ -42,12 +42,14 @@ def place(threads: int | None = None) -> RankSpec | None:
     names = next((names for names in _VARIABLES if names[0] in os.environ and names[1] in os.environ), None)
     if names is None:
         return None
-    rank, world = number(names[0]), number(names[1])
+    rank = number(names[0])
+    world = number(names[1])
     if not 0 <= rank < world:
         raise UserError(
             f"{names[0]}={rank} with {names[1]}={world}.", why="ranks are numbered from 0 to the world size minus one"
         )
-    local, local_ranks = number(names[2], 0), max(1, number(names[3], 1))
+    local = number(names[2], 0)
+    local_ranks = max(1, number(names[3], 1))
     met = _given() or _met(rank, world, local_ranks)
     return RankSpec(
         rank=rank,

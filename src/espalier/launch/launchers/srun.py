@@ -39,7 +39,8 @@ def place(threads: int | None = None) -> RankSpec | None:
     world = number("SLURM_STEP_NUM_TASKS", number("SLURM_NTASKS", 1))
     if world < 2:
         return None
-    rank, local = number("SLURM_PROCID"), number("SLURM_LOCALID", 0)
+    rank = number("SLURM_PROCID")
+    local = number("SLURM_LOCALID", 0)
     if not 0 <= rank < world:
         raise UserError(
             f"SLURM_PROCID={rank} with {world} tasks.",
@@ -64,7 +65,8 @@ def first_host(nodes: str) -> str:
 
     Raises UserError where that names none.
     """
-    depth, end = 0, len(nodes)
+    depth = 0
+    end = len(nodes)
     for at, letter in enumerate(nodes):
         depth += (letter == "[") - (letter == "]")
         if letter == "," and depth == 0:

@@ -25,7 +25,9 @@ def place(threads: int | None = None) -> RankSpec | None:
             why=f"{', '.join(present)} are set, as by a launcher",
             do="start with torchrun, or unset them to run on this machine alone",
         )
-    rank, world, port = number("RANK"), number("WORLD_SIZE"), master_port()
+    rank = number("RANK")
+    world = number("WORLD_SIZE")
+    port = master_port()
     local = number("LOCAL_RANK", 0)
     # torchrun's agent serves a store for all its attempts; other launchers leave that to rank 0.
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"

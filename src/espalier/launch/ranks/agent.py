@@ -195,7 +195,9 @@ class LocalAgent(Agent):
     """
 
     def __init__(self, task: Entrypoint, signals: Signals, clock: WallClock = time) -> None:
-        self.task, self.signals, self.clock = task, signals, clock
+        self.task = task
+        self.signals = signals
+        self.clock = clock
 
     @property
     def children(self) -> list[Child]:
@@ -285,7 +287,8 @@ def run(task: Entrypoint, places: Sequence[RankSpec]) -> list[Any]:
     `Interrupted` when stopped by Ctrl-C or SIGTERM.
     """
     with passing_on_signals() as signals:
-        agent, failed = LocalAgent(task, signals), None
+        agent = LocalAgent(task, signals)
+        failed = None
         agent.start(Attempt(0, places, Pulses(len(places), 1.0)))
         try:
             failed = next((child for child in agent.endings(1.0) if child and child.failed), None)

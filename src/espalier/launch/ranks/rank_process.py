@@ -158,14 +158,16 @@ def _live(task: Entrypoint, place: RankSpec, writer: int, parents: Sequence[int]
     try:
         message = serialization.dumps(("returned", staying(task, place)), f"what rank {place.rank} gives back")
     except EspalierError as error:
-        message, code = serialization.dumps(("raised", errors.words_of(error))), error.exit_code
+        message = serialization.dumps(("raised", errors.words_of(error)))
+        code = error.exit_code
     except KeyboardInterrupt:
         message = serialization.dumps(("raised", errors.words_of(Interrupted("Stopped before the first step."))))
         code = 130
     except BaseException as error:
         sys.stderr.write(traceback.format_exc())
         words = errors.words_of(explained(error, place))
-        message, code = serialization.dumps(("crashed", words, type(error).__name__)), 1
+        message = serialization.dumps(("crashed", words, type(error).__name__))
+        code = 1
     place.pulse.leaves()
     with os.fdopen(writer, "wb") as pipe:
         pipe.write(message)

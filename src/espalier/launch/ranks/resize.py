@@ -108,14 +108,16 @@ class Reshaping:
     """
 
     def __init__(self, shapes: Resizer | None, tell: Callable[..., Any]) -> None:
-        self.shapes, self.tell = shapes, tell
+        self.shapes = shapes
+        self.tell = tell
         self.turn: PlannedResize | None = None
         """Set once ranks are to end for the sake of another plan."""
         self.blamed: int | None = None
         """The rank whose place is to blame for the last failure, after which nothing is started again."""
         self.work: Sequence[float] = ()
         """See `Resizer.planned_work`, of the attempt; empty also where nobody plans."""
-        self._blame, self._turns = Blame(), Turns()
+        self._blame = Blame()
+        self._turns = Turns()
         self._starting = 0.0
         self._begun = 0.0
         self._seats: list[int] = []
@@ -126,7 +128,9 @@ class Reshaping:
 
     def begin(self, now: float, places: Sequence[RankSpec]) -> None:
         """An attempt starts at `now`."""
-        self._begun, self.turn, self._refused = now, None, None
+        self._begun = now
+        self.turn = None
+        self._refused = None
         self._seats = [place.seat for place in places]
         self.work = self.shapes.planned_work if self.shapes is not None else ()
         self._slowness = Slowness(self.shapes.planned_wait if self.shapes is not None else None, self.work)
@@ -181,7 +185,8 @@ class Reshaping:
         self._declined = {host: name for host, name in self._declined.items() if host in back}
         if self.shapes is None or self.turn is not None or not {*back} - {*self._declined}:
             return None
-        step, usual = max(sign.step for sign in signs), max(sign.usual for sign in signs)
+        step = max(sign.step for sign in signs)
+        usual = max(sign.usual for sign in signs)
         names = " and ".join(back.values())
         try:
             shape = self.shapes.again(back)

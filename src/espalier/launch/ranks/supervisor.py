@@ -120,14 +120,19 @@ class Supervisor:
     """
 
     def __init__(self, places: Sequence[RankSpec], care: RestartOptions, agent: Agent, clock: WallClock = time) -> None:
-        self.places, self.care, self.agent, self.clock = places, care, agent, clock
+        self.places = places
+        self.care = care
+        self.agent = agent
+        self.clock = clock
         self.signals = agent.signals
         self.began = clock.monotonic()
         self.budget = RestartBudget(care.restarts)
         self.reshaping = Reshaping(care.shapes, care.tell)
         self.next: RunShape | None = None
         self.spins = any(place.device.startswith("cuda") for place in places)  # waits of NCCL take CPU time
-        self.attempt, self.patience, self.hung_at = 0, 1.0, -1
+        self.attempt = 0
+        self.patience = 1.0
+        self.hung_at = -1
         self.trouble: Ended | None = None
         """What the run has not made good yet."""
 
@@ -209,7 +214,8 @@ class Supervisor:
         self.reshaping.begin(self.clock.monotonic(), self.places)
         self.stragglers = Stragglers(self.reshaping.work)
         every = self.care.heartbeat / _LOOKS
-        looked, looks = 0.0, 0
+        looked = 0.0
+        looks = 0
         for child in self.agent.endings(every):
             if child is not None and child.failed and self._goes_on(child):
                 continue
@@ -218,7 +224,8 @@ class Supervisor:
                 return self._death(child)
             now = self.clock.monotonic()
             if child is None and now - looked >= every:
-                looked, looks = now, looks + 1
+                looked = now
+                looks += 1
                 self._recovered(finished=False)
                 if looks % _COMPARED == 0 and self.agent.current:
                     self._compare(now)
@@ -263,7 +270,8 @@ class Supervisor:
         )
 
     def _look(self, now: float) -> Stall | None:
-        known, current = self.agent.current, self.agent.listen(now)
+        known = self.agent.current
+        current = self.agent.listen(now)
         if self.agent.current and not known:
             self.watcher = Watcher(self.care.heartbeat, self.patience, self.spins)
         return self.watcher.look(now, self.pulses.read(), self.agent.vitals()) if current else None
@@ -303,13 +311,15 @@ class Supervisor:
 
     def _death(self, first: Child) -> Ended:
         """Waits a little for the cause where `first` does not know it."""
-        at, children = self.clock.monotonic(), self.agent.children
+        at = self.clock.monotonic()
+        children = self.agent.children
         deadline = at + _HEARING_SECONDS
         while (known := postmortem.cause(first, children)) is None and self.clock.monotonic() < deadline:
             for child in (other for other in children if other.status is None):
                 child.reap(block=False)
             self.clock.sleep(0.01)
-        cause, turn = known or first, self.reshaping.turn
+        cause = known or first
+        turn = self.reshaping.turn
         if turn is not None and isinstance(cause.error, Interrupted):
             what = f"Ranks were ended to go on as {turn.shape.says}."
             failure = Failure("replanned", -1, what, turn.why, step=self._step())
@@ -319,7 +329,9 @@ class Supervisor:
         return self.agent.located(Ended(failure, cause.error or ranks.died(cause), at))
 
     def _failure(self, child: Child) -> Failure:
-        error, step, rank = child.error, self._step(), child.place.rank
+        error = child.error
+        step = self._step()
+        rank = child.place.rank
         if error is None:
             what = ranks.died(child)
             return Failure("exit" if (child.status or 0) >= 0 else "killed", rank, what.what, what.why, step)
@@ -336,7 +348,8 @@ class Supervisor:
 
     def _stuck(self, finding: Stall) -> Ended:
         """Of ranks that do not go on. They write down where they are before they are ended."""
-        rank, why = finding.rank, finding.why
+        rank = finding.rank
+        why = finding.why
         if finding.kind == "stopped":
             what = f"Rank {rank} was stopped (SIGSTOP)."
         else:
@@ -402,7 +415,8 @@ class Supervisor:
 
     def _take(self, shape: RunShape) -> None:
         """The next attempt is of this shape. Copies in memory go on where they serve it."""
-        before, self.next = self.places, None
+        before = self.places
+        self.next = None
         if not shape.copies:
             shared_memory.clear(place.refuge for place in before if place.refuge is not None)
         places = self.agent.take(shape)
@@ -431,7 +445,8 @@ class Supervisor:
             return postmortem.error(next((child for child in children if child.failed), children[0]), children, True)
         if self.attempt <= 1 or isinstance(ended.error, UserError):
             return ended.error
-        error, blamed = decision.last(ended.error), self.reshaping.blamed
+        error = decision.last(ended.error)
+        blamed = self.reshaping.blamed
         if blamed is not None and (host := self.agent.host(blamed)):  # on one machine the run went on without it
             do = f"repair {host}, or go on without it: the same command with the other hosts in --hosts, and a machine "
             error = type(error)(error.what, why=error.why, do=f"{do}fewer in plan.cluster, if that is given")
@@ -439,7 +454,8 @@ class Supervisor:
 
     def _recovered(self, finished: bool) -> None:
         """Tells how long the last trouble took, once every rank has made a step since."""
-        trouble, signs = self.trouble, self.pulses.read()
+        trouble = self.trouble
+        signs = self.pulses.read()
         if trouble is None or not (finished or all(sign.first for sign in signs)):
             return
         self.trouble = None

@@ -92,7 +92,8 @@ class Guard:
         arrived = self.members.arrive(self.members.launch(flat, None, MemberReport()))
         total = arrived.total
         count = len(self.parameters)
-        there, sums = total[-count:].tolist(), total[:-count].div_(arrived.weight)
+        there = total[-count:].tolist()
+        sums = total[:-count].div_(arrived.weight)
         parts = sums.split([parameter.numel() for parameter in self.parameters])
         for parameter, part, somewhere in zip(self.parameters, parts, there, strict=True):
             parameter.grad = part.view_as(parameter) if somewhere else None

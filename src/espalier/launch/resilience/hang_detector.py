@@ -74,7 +74,9 @@ class Watcher:
     """
 
     def __init__(self, heartbeat: float, patience: float = 1.0, spins: bool = False) -> None:
-        self.heartbeat, self.patience, self.spins = heartbeat, patience, spins
+        self.heartbeat = heartbeat
+        self.patience = patience
+        self.spins = spins
         self._looked = 0.0
         self._since = 0.0
         self._before: dict[int, tuple[float, Vital]] = {}

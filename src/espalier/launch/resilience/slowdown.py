@@ -55,7 +55,8 @@ class Slowness:
     """
 
     def __init__(self, planned: float | None = None, work: Sequence[float] = ()) -> None:
-        self._planned, self._work = planned, work
+        self._planned = planned
+        self._work = work
         self._row: list[_Look] = []
 
     def take(self, usual: Sequence[float], waited: Sequence[float]) -> Evidence | None:
@@ -70,7 +71,8 @@ class Slowness:
             return None
         if len(self._row) < STAYS:
             return None
-        row, self._row = self._row, []
+        row = self._row
+        self._row = []
         seconds = tuple(statistics.median(comparison.busy[rank] for comparison in row) for rank in range(len(usual)))
         step, wait = (statistics.median(getattr(comparison, name) for comparison in row) for name in ("step", "wait"))
         return Evidence(seconds, step, wait, tuple(sorted(slow)), link)
@@ -78,7 +80,9 @@ class Slowness:
     def _look(self, usual: Sequence[float], waited: Sequence[float]) -> _Look:
         seconds = tuple(max(0.0, step - wait) for step, wait in zip(usual, waited, strict=True))
         even = leveled(seconds, self._work)
-        middle, step, wait = statistics.median_low(even), max(usual), min(waited)
+        middle = statistics.median_low(even)
+        step = max(usual)
+        wait = min(waited)
         slow = frozenset(r for r, value in enumerate(even) if value >= FACTOR * middle and value - middle >= LEAST)
         link = self._planned is not None and wait >= max(LINK * self._planned, SHARE * step, LEAST)
         return _Look(slow, link, seconds, step, wait)

@@ -49,7 +49,8 @@ class Stragglers:
     def look(self, seconds: Sequence[float]) -> list[tuple[int, float]]:
         """Ranks that are found slow now, each once, with their score. `seconds`: of a step without waits, by rank."""
         seconds = leveled(seconds, self._work)
-        stragglers, middle = [], statistics.median_low(seconds)
+        stragglers = []
+        middle = statistics.median_low(seconds)
         for rank, score in enumerate(scores(seconds)):
             slow = score >= FACTOR and seconds[rank] - middle >= LEAST
             self._row[rank] = self._row.get(rank, 0) + 1 if slow else 0

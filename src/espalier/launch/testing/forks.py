@@ -90,7 +90,8 @@ class _Run:
     """The children of one call. Has state."""
 
     def __init__(self, n: int, timeout: float) -> None:
-        self.n, self.timeout = n, timeout
+        self.n = n
+        self.timeout = timeout
         self.deadline = time.monotonic() + timeout
         self.store: TCPStore | None = None
         self.pids: list[int] = []

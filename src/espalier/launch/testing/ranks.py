@@ -48,7 +48,8 @@ def ranks(n: int, function: Callable[..., Any], *args: Any, timeout: float = 30.
     """
     results = [None] * n
     errors = []
-    store, building = HashStore(), _Building(n, timeout)
+    store = HashStore()
+    building = _Building(n, timeout)
 
     def run(rank: int) -> None:
         _BUILDING.here = building
@@ -113,7 +114,9 @@ class ThreadGroup:
     """The operations of a group whose ranks are threads: the same methods as torch's Gloo group."""
 
     def __init__(self, room: Room, rank: int, size: int) -> None:
-        self._room, self._rank, self._size = room, rank, size
+        self._room = room
+        self._rank = rank
+        self._size = size
 
     def rank(self) -> int:
         """This thread's rank in the group."""
@@ -247,7 +250,8 @@ class _Building:
     """The rooms of one call of `ranks`. Has state."""
 
     def __init__(self, n: int, timeout: float) -> None:
-        self.n, self.timeout = n, timeout
+        self.n = n
+        self.timeout = timeout
         self._rooms: dict[tuple[str, tuple[int, ...]], Room] = {}
         self._lock = threading.Lock()
 
@@ -289,7 +293,8 @@ INNER["threads"] = _threads
 
 @contextmanager
 def _worlds() -> Iterator[None]:
-    before, hook = dist.distributed_c10d._world, sys.excepthook
+    before = dist.distributed_c10d._world
+    hook = sys.excepthook
     dist.distributed_c10d._world = _World()  # type: ignore[assignment]
     c10d._set_thread_isolation_mode(True)  # type: ignore[attr-defined]
     try:

@@ -71,10 +71,12 @@ def _children(left: Any, right: Any, where: str) -> list[tuple[str, Any, Any]]:
 def _tensors(left: Tensor, right: Tensor, path: str, bitwise: bool, relative: float | None) -> None:
     where = path or "the value"
     for name in ("shape", "dtype"):
-        first, other = getattr(left, name), getattr(right, name)
+        first = getattr(left, name)
+        other = getattr(right, name)
         if first != other:
             raise AssertionError(f"{where}: {name} {first} is not {other}")
-    left, right = left.cpu().contiguous(), right.cpu().contiguous()
+    left = left.cpu().contiguous()
+    right = right.cpu().contiguous()
     if bitwise or not (left.is_floating_point() or left.is_complex()):
         wrong = (_bits(left) != _bits(right)).view(*left.shape, -1).any(-1) if left.numel() else left.new_zeros(0)
         _report(wrong, left, right, where, "" if not left.is_floating_point() else " in every bit")
