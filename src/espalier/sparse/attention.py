@@ -109,9 +109,12 @@ class _EdgeSoftmax(torch.autograd.Function):
     def forward(ctx: Any, adjacency: CSR, features: Tensor, target: Tensor, source: Tensor, how: Any) -> Tensor:
         from espalier.sparse import sddmm_kernels
 
-        features, target, source = features.contiguous(), target.contiguous(), source.contiguous()
+        features = features.contiguous()
+        target = target.contiguous()
+        source = source.contiguous()
         slope, keep = how
-        ctx.adjacency, ctx.slope = adjacency, float(slope)
+        ctx.adjacency = adjacency
+        ctx.slope = float(slope)
         mask = features.new_empty(0) if keep is None else keep.contiguous()
         out = BUFFERS.empty((adjacency.shape[0], *features.shape[1:]), features.dtype)
         logs = target.new_empty(target.shape)
@@ -130,7 +133,8 @@ class _EdgeSoftmax(torch.autograd.Function):
         gradient = gradients[0].contiguous()
         pattern, order = ctx.adjacency.transpose
         weighted = (gradient * out).sum(-1)  # Σ share·dshare of a row, as one dot product
-        dfeatures, dsource = BUFFERS.empty(tuple(features.shape), features.dtype), torch.empty_like(source)
+        dfeatures = BUFFERS.empty(tuple(features.shape), features.dtype)
+        dsource = torch.empty_like(source)
         dscores = BUFFERS.empty((ctx.adjacency.entries, target.shape[1]), target.dtype)
         where = (pattern.indptr, pattern.indices, order, pattern.cuts)
         known = (tensor.view(-1) for tensor in (target, source, mask, logs, weighted, gradient))

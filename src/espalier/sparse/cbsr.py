@@ -79,7 +79,9 @@ class _CbsrProduct(torch.autograd.Function):
     def forward(ctx: Any, adjacency: CSR, values: Tensor, columns: Tensor, width: int) -> Tensor:
         from espalier.sparse import cbsr_kernels
 
-        ctx.adjacency, ctx.columns, ctx.width = adjacency, columns, width
+        ctx.adjacency = adjacency
+        ctx.columns = columns
+        ctx.width = width
         y = BUFFERS.empty((adjacency.shape[0], width), values.dtype)
         weights = _weights(adjacency, values)
         where = (adjacency.indptr, adjacency.indices, weights)
@@ -98,7 +100,9 @@ class _Gathered(torch.autograd.Function):
     def forward(ctx: Any, adjacency: CSR, gradient: Tensor, columns: Tensor) -> Tensor:
         from espalier.sparse import cbsr_kernels
 
-        ctx.adjacency, ctx.columns, ctx.width = adjacency, columns, gradient.shape[1]
+        ctx.adjacency = adjacency
+        ctx.columns = columns
+        ctx.width = gradient.shape[1]
         if gradient.shape[1] < NARROWER * columns.shape[1]:
             return product(*turned(adjacency, gradient, adjacency.values)).gather(1, columns.long())
         dvalues = gradient.new_zeros(columns.shape)

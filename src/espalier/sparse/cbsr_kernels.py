@@ -41,9 +41,11 @@ def gather_rows(dvalues, indptr, indices, weights, gradient, columns, cuts):  # 
     """
     width = dvalues.shape[1]
     for piece in numba.prange(len(cuts) - 1):
-        lowest, highest = cuts[piece], cuts[piece + 1]
+        lowest = cuts[piece]
+        highest = cuts[piece + 1]
         for i in range(len(indptr) - 1):
-            e, last = indptr[i], indptr[i + 1]
+            e = indptr[i]
+            last = indptr[i + 1]
             while e < last:  # the first entry not below the piece, by halving
                 middle = (e + last) // 2
                 if indices[middle] < lowest:

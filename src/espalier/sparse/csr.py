@@ -67,7 +67,8 @@ class CSR:
         Duplicate entries stay: their values add up, as everywhere in linear algebra (`coalesced` joins them).
         Raises UserError: ids outside the matrix, offsets that do not ascend, lengths that do not fit.
         """
-        indptr, indices = _integers(indptr, "indptr"), _integers(indices, "indices")
+        indptr = _integers(indptr, "indptr")
+        indices = _integers(indices, "indices")
         _check(indptr, indices, shape)
         values = None if values is None else _values(values, len(indices))
         matrix = cls(indptr, indices.int(), (int(shape[0]), int(shape[1])), values)
@@ -144,7 +145,8 @@ class CSR:
             return self.rows[order].int(), order
         from espalier.sparse.spmm_kernels import turn
 
-        rows, order = torch.empty(self.entries, dtype=torch.int32), torch.empty(self.entries, dtype=torch.int64)
+        rows = torch.empty(self.entries, dtype=torch.int32)
+        order = torch.empty(self.entries, dtype=torch.int64)
         turn(self.indptr, self.indices, starts[:-1].clone(), rows, order)
         return rows, order
 
@@ -421,7 +423,8 @@ def summed_in_registers(adjacency: CSR, x: Tensor, values: Tensor | None, start:
 class _SparseProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, adjacency: CSR, x: Tensor, values: Tensor | None, start: Tensor | None) -> Tensor:
-        ctx.adjacency, ctx.shared = adjacency, start is not None and start.dim() == 1
+        ctx.adjacency = adjacency
+        ctx.shared = start is not None and start.dim() == 1
         ctx.save_for_backward(x if values is not None and values.requires_grad else None, values)
         return product(adjacency, x, values, start)
 

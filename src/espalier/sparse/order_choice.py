@@ -80,11 +80,13 @@ def order(graph: Any, for_: str = "spmm") -> NodeOrder:
         near = nearest(str(for_), PURPOSES) or "spmm"
         raise UserError(f"for_={for_!r} is not known.", why=f"there are {', '.join(PURPOSES)}", do=f"for_={near!r}")
     indptr, indices = _arrays(graph)
-    pattern, purpose = SparsityPattern.of(indptr, indices), PURPOSES[for_]
+    pattern = SparsityPattern.of(indptr, indices)
+    purpose = PURPOSES[for_]
     before = _count(pattern, np.arange(pattern.nodes, dtype=np.uint32), purpose)
     traversal = trace(pattern)
     share = traversal.width / max(1, pattern.nodes)
-    method, permutation = "rcm++", np.ascontiguousarray(traversal.permutation)
+    method = "rcm++"
+    permutation = np.ascontiguousarray(traversal.permutation)
     after = _count(pattern, permutation, purpose)
     why = f"the widest level of a traversal holds {share:.1%} of the nodes"
     if share > SMALL_WORLD:
@@ -92,7 +94,9 @@ def order(graph: Any, for_: str = "spmm") -> NodeOrder:
         other = grouped(pattern, permutation, parts)
         counted = _count(pattern, other, purpose)
         if counted < after:
-            method, permutation, after = "clusters", other, counted
+            method = "clusters"
+            permutation = other
+            after = counted
         why += ", so there is no narrow band; parts with few edges between them were tried"
     gain = predicted(pattern, before, after, for_)
     counts = f"{before:,} {purpose.unit} become {after:,}, predicted gain {gain:.2f}"

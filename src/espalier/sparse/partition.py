@@ -125,19 +125,22 @@ def by_sweeps(
 ) -> np.ndarray:
     """As `clusters`, without METIS: never a larger cut than that of pieces of the RCM++ order."""
     begin("RCM++", 0, SWEEPS + 1)
-    nodes, matrix = pattern.nodes, symmetric(pattern)
+    nodes = pattern.nodes
+    matrix = symmetric(pattern)
     labels = np.empty(nodes, np.int32)
     each = np.ones(parts) if shares is None else np.asarray(shares, np.float64)
     ends = np.cumsum(each)[:-1] * (nodes / each.sum())
     labels[trace(pattern).permutation] = np.searchsorted(ends, np.arange(nodes), side="right")
-    best, least = labels, cut(matrix, labels)
+    best = labels
+    least = cut(matrix, labels)
     room = np.ceil(nodes * each / each.sum() * (1 + SLACK)).astype(np.int64)
     least_room = np.zeros(parts, np.int64) if shares is None else (room * (1 - 2 * SLACK)).astype(np.int64)
     for sweep in range(SWEEPS):
         begin(f"sweep {sweep + 1} of {SWEEPS}", sweep + 1, SWEEPS + 1)
         labels = _moved(matrix, labels, (least_room, room), sweep)
         if (crossings := cut(matrix, labels)) < least:
-            best, least = labels, crossings
+            best = labels
+            least = crossings
     return best
 
 

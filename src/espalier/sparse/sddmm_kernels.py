@@ -43,7 +43,8 @@ def softmax(shares, scores, indptr, cuts):  # type: ignore[no-untyped-def]
     """shares = softmax of scores [entries, heads] over the entries of each row."""
     heads = scores.shape[1]
     for piece in numba.prange(len(cuts) - 1):
-        highest, total = np.empty(heads, scores.dtype), np.empty(heads, scores.dtype)
+        highest = np.empty(heads, scores.dtype)
+        total = np.empty(heads, scores.dtype)
         for i in range(cuts[piece], cuts[piece + 1]):
             highest[:] = -np.inf
             total[:] = 0
@@ -129,13 +130,18 @@ def attend(out, logs, indptr, indices, cuts, x, target, source, keep, slope):  #
     x [columns, heads · width]; target [rows · heads]; source [columns · heads]; keep is empty or [entries · heads].
     """
     heads = np.int64(logs.shape[1])
-    width, zero, unit = np.int64(x.shape[1] // heads), np.int64(0), x.dtype.type(1)
-    flat, sums = x.reshape(-1), out.reshape(-1)
+    width = np.int64(x.shape[1] // heads)
+    zero = np.int64(0)
+    unit = x.dtype.type(1)
+    flat = x.reshape(-1)
+    sums = out.reshape(-1)
     for piece in numba.prange(len(cuts) - 1):
         shares = np.empty(longest(indptr, cuts[piece], cuts[piece + 1]) * heads, x.dtype)
-        highest, total = np.empty(heads, x.dtype), np.empty(heads, x.dtype)
+        highest = np.empty(heads, x.dtype)
+        total = np.empty(heads, x.dtype)
         for i in range(cuts[piece], cuts[piece + 1]):
-            start, degree = indptr[i], indptr[i + 1] - indptr[i]
+            start = indptr[i]
+            degree = indptr[i + 1] - indptr[i]
             highest[:] = -np.inf
             total[:] = 0
             out[i] = 0
@@ -172,18 +178,23 @@ def attend_backward(  # type: ignore[no-untyped-def]
     """
     columns = len(x)
     heads = np.int64(len(source) // columns)
-    width, zero = np.int64(x.shape[1] // heads), np.int64(0)
-    flat, sums = x.reshape(-1), dx.reshape(-1)
+    width = np.int64(x.shape[1] // heads)
+    zero = np.int64(0)
+    flat = x.reshape(-1)
+    sums = dx.reshape(-1)
     for piece in numba.prange(len(cuts) - 1):
-        shares, ones = np.empty(heads, x.dtype), np.ones(heads, x.dtype)
+        shares = np.empty(heads, x.dtype)
+        ones = np.ones(heads, x.dtype)
         for c in range(cuts[piece], cuts[piece + 1]):
             at = c * heads
             dx[c] = 0
             dsource[at : at + heads] = 0
             for t in range(indptr[c], indptr[c + 1]):
-                row, e = np.int64(indices[t]) * heads, order[t] * heads
+                row = np.int64(indices[t]) * heads
+                e = order[t] * heads
                 soon = min(t + AHEAD, len(indices) - 1)
-                at_soon, e_soon = np.int64(indices[soon]) * heads, order[soon] * heads
+                at_soon = np.int64(indices[soon]) * heads
+                e_soon = order[soon] * heads
                 prefetch(heads * width, gradient, at_soon * width)
                 prefetch(heads, target, at_soon)
                 prefetch(heads, logs, at_soon)

@@ -40,7 +40,8 @@ def _row(weighted: str) -> Any:
                 return context.make_array(signature.args[at])(context, builder, given[at])
 
             ids = ((data(5).data, given[6], given[7], "+"), (data(8).data, given[9], given[10], "-"))
-            factors, table = data(11).data, data(12)
+            factors = data(11).data
+            table = data(12)
 
             def weight(entry: Any, column: Any) -> Any:
                 return builder.load(builder.gep(factors, [entry if weighted == "entry" else column]))
@@ -48,7 +49,8 @@ def _row(weighted: str) -> Any:
             def tile(count: int, masked: bool, column: Any, live: Any) -> None:
                 lanes = Vectors(context, builder, x.dtype, count)
                 mask = lanes.mask(live) if masked else None
-                out, source = lanes.base(y, given[0], column), lanes.base(x, given[4], column)
+                out = lanes.base(y, given[0], column)
+                source = lanes.base(x, given[4], column)
                 begin = lanes.row(lanes.base(above, given[2], column), given[3])
                 lanes.begin(begin, builder.icmp_signed(">=", given[3], INT64(0)), mask)
                 for entries in ids:
@@ -84,7 +86,8 @@ def tiles(width: int, element_bytes: int) -> Any:
     lanes = VECTOR // element_bytes
     if width < lanes:
         return np.array([[0, 0, width]], dtype=np.int64)
-    spans, column = [], 0
+    spans = []
+    column = 0
     while column < width:
         left = width - column
         closing = [size for size in SIZES if size * lanes >= left and size * lanes <= width]
@@ -109,7 +112,8 @@ def add_rows(y, indptr, indices, values, x, start, step, cuts, tiles):  # type: 
     for piece in numba.prange(len(cuts) - 1):
         for i in range(cuts[piece], cuts[piece + 1]):
             above = step if step < 0 else i * step
-            first, last = indptr[i], indptr[i + 1]
+            first = indptr[i]
+            last = indptr[i + 1]
             if len(values):
                 _ROW_BY_ENTRY(y, i, start, above, x, indices, first, last, indices, zero, zero, values, tiles)
             else:
@@ -141,9 +145,12 @@ def add_differences(  # type: ignore[no-untyped-def]
     """
     for piece in numba.prange(len(cuts) - 1):
         for p in range(cuts[piece], cuts[piece + 1]):
-            row, above = np.int64(order[p]), np.int64(parent[p])
-            first, last = np.int64(plus_ptr[p]), np.int64(plus_ptr[p + 1])
-            start, end = np.int64(minus_ptr[p]), np.int64(minus_ptr[p + 1])
+            row = np.int64(order[p])
+            above = np.int64(parent[p])
+            first = np.int64(plus_ptr[p])
+            last = np.int64(plus_ptr[p + 1])
+            start = np.int64(minus_ptr[p])
+            end = np.int64(minus_ptr[p + 1])
             if len(right):
                 _ROW_BY_COLUMN(y, row, y, above, x, plus, first, last, minus, start, end, right, tiles)
             else:

@@ -64,35 +64,51 @@ def arborescence(degrees, us, vs, hs, alpha):  # type: ignore[no-untyped-def]
     Root to v of length degrees[v]; of each pair u to v of length h where h < degrees[v] - alpha, and v to u likewise.
     Joined nodes form a forest by size without path compression, so that joining can be undone.
     """
-    rows, pairs = len(degrees), len(us)
+    rows = len(degrees)
+    pairs = len(us)
     most = rows + 2 * pairs
-    start, end, key = np.empty(most, np.int32), np.empty(most, np.int32), np.empty(most, np.int64)
+    start = np.empty(most, np.int32)
+    end = np.empty(most, np.int32)
+    key = np.empty(most, np.int64)
     edges = 0
     for v in range(rows):
-        start[edges], end[edges], key[edges] = rows, v, degrees[v]
+        start[edges] = rows
+        end[edges] = v
+        key[edges] = degrees[v]
         edges += 1
     for p in range(pairs):
         for a, b in ((us[p], vs[p]), (vs[p], us[p])):
             if hs[p] < degrees[b] - alpha:
-                start[edges], end[edges], key[edges] = a, b, hs[p]
+                start[edges] = a
+                end[edges] = b
+                key[edges] = hs[p]
                 edges += 1
-    owed, left, right = np.zeros(edges, np.int64), np.full(edges, -1, np.int64), np.full(edges, -1, np.int64)
+    owed = np.zeros(edges, np.int64)
+    left = np.full(edges, -1, np.int64)
+    right = np.full(edges, -1, np.int64)
     rank = np.ones(edges, np.int32)
     heap = np.full(rows + 1, -1, np.int64)
     for e in range(edges):
         heap[end[e]] = _merge(heap[end[e]], e, key, owed, left, right, rank)
-    above, size = np.full(rows + 1, -1, np.int64), np.ones(rows + 1, np.int64)
-    joined, joins = np.empty(rows + 1, np.int64), 0
+    above = np.full(rows + 1, -1, np.int64)
+    size = np.ones(rows + 1, np.int64)
+    joined = np.empty(rows + 1, np.int64)
+    joins = 0
     seen = np.full(rows + 1, -1, np.int64)
     seen[rows] = rows
-    path, chosen, length = np.empty(rows + 1, np.int64), np.empty(rows + 1, np.int64), 0
+    path = np.empty(rows + 1, np.int64)
+    chosen = np.empty(rows + 1, np.int64)
+    length = 0
     incoming = np.full(rows + 1, -1, np.int64)
     # Cycles in the order of contraction: the contracted node, joins before it, and its edges in one long list.
-    cycle_node, cycle_joins = np.empty(rows + 1, np.int64), np.empty(rows + 1, np.int64)
-    cycle_ptr, cycle_edges = np.zeros(rows + 2, np.int64), np.empty(2 * rows + 2, np.int64)
+    cycle_node = np.empty(rows + 1, np.int64)
+    cycle_joins = np.empty(rows + 1, np.int64)
+    cycle_ptr = np.zeros(rows + 2, np.int64)
+    cycle_edges = np.empty(2 * rows + 2, np.int64)
     cycles = 0
     for first in range(rows):
-        node, length = _group(first, above), 0
+        node = _group(first, above)
+        length = 0
         while seen[node] < 0:
             e = heap[node]
             while _group(start[e], above) == node:  # both ends were joined meanwhile
@@ -103,12 +119,14 @@ def arborescence(degrees, us, vs, hs, alpha):  # type: ignore[no-untyped-def]
             owed[e] -= lowest
             _lower(e, key, owed, left, right)
             heap[node] = _merge(left[e], right[e], key, owed, left, right, rank)
-            path[length], chosen[length] = node, e
+            path[length] = node
+            chosen[length] = e
             length += 1
             seen[node] = first
             node = _group(start[e], above)
             if seen[node] == first:
-                cycle_joins[cycles], filled = joins, cycle_ptr[cycles]
+                cycle_joins[cycles] = joins
+                filled = cycle_ptr[cycles]
                 merged = np.int64(-1)
                 closing = node
                 while True:
@@ -117,7 +135,8 @@ def arborescence(degrees, us, vs, hs, alpha):  # type: ignore[no-untyped-def]
                     merged = _merge(merged, heap[member], key, owed, left, right, rank)
                     cycle_edges[filled] = chosen[length]
                     filled += 1
-                    small, large = _group(closing, above), _group(member, above)
+                    small = _group(closing, above)
+                    large = _group(member, above)
                     if small != large:
                         if size[small] > size[large]:
                             small, large = large, small
@@ -128,7 +147,8 @@ def arborescence(degrees, us, vs, hs, alpha):  # type: ignore[no-untyped-def]
                     if member == closing:
                         break
                 node = _group(closing, above)
-                heap[node], seen[node] = merged, -1
+                heap[node] = merged
+                seen[node] = -1
                 cycle_node[cycles] = node
                 cycles += 1
                 cycle_ptr[cycles] = filled

@@ -156,7 +156,8 @@ def near(matrix: CSR, alpha: int) -> Pairs:
     """Such pairs among rows whose signatures are neighbours in one of several sortings."""
     from espalier.sparse.cbm import similar_rows
 
-    indptr, indices = matrix.indptr.numpy(), matrix.indices.numpy()
+    indptr = matrix.indptr.numpy()
+    indices = matrix.indices.numpy()
     factors = np.random.default_rng(0).integers(1 << 62, 1 << 63, SORTS + 2, dtype=np.uint64) * 2 + 1
     least = np.empty((matrix.shape[0], len(factors)), dtype=np.uint32)
     similar_rows.signatures(least, indptr, indices, factors)
@@ -200,17 +201,20 @@ def written(matrix: CSR, parent: Any) -> Deltas:
     """The differences along the tree of `parent` [rows]; heavy subtrees are cut off for the sake of the threads."""
     from espalier.sparse.cbm import deltas, similar_rows
 
-    indptr, indices = matrix.indptr.numpy(), matrix.indices.numpy()
+    indptr = matrix.indptr.numpy()
+    indices = matrix.indices.numpy()
     order = similar_rows.preorder(parent)
     more, less = _measured(matrix, order, parent)
     weights = np.empty(matrix.shape[0], dtype=np.int64)
     weights[order] = more + less + 1
     cut = deltas.cut_branches(order, parent, weights, max(LIGHT, int(weights.sum()) // HEAVY))
     if not np.array_equal(cut, parent):
-        parent, order = cut, similar_rows.preorder(cut)
+        parent = cut
+        order = similar_rows.preorder(cut)
         more, less = _measured(matrix, order, parent)
     plus_ptr, minus_ptr = (offsets_of(part).astype(np.int32) for part in (more, less))
-    plus, minus = np.empty(plus_ptr[-1], dtype=np.int32), np.empty(minus_ptr[-1], dtype=np.int32)
+    plus = np.empty(plus_ptr[-1], dtype=np.int32)
+    minus = np.empty(minus_ptr[-1], dtype=np.int32)
     deltas.write(indptr, indices, order, parent, plus_ptr, plus, minus_ptr, minus)
     above = parent[order]
     arrays = (order, above, plus_ptr, plus, minus_ptr, minus, _pieces(above, more + less + 1))
@@ -220,7 +224,8 @@ def written(matrix: CSR, parent: Any) -> Deltas:
 def _measured(matrix: CSR, order: Any, parent: Any) -> tuple[Any, Any]:
     from espalier.sparse.cbm import deltas
 
-    more, less = np.empty(len(order), dtype=np.int64), np.empty(len(order), dtype=np.int64)
+    more = np.empty(len(order), dtype=np.int64)
+    less = np.empty(len(order), dtype=np.int64)
     deltas.measure(matrix.indptr.numpy(), matrix.indices.numpy(), order, parent, more, less)
     return more, less
 

@@ -67,10 +67,12 @@ def restore(order, parent, plus_ptr, plus, minus_ptr, minus, indptr, indices):  
     """The entries of every row, ascending, at the offsets `indptr`."""
     for p in range(len(order)):
         v = order[p]
-        at, above = indptr[v], parent[p]
+        at = indptr[v]
+        above = parent[p]
         entry = indptr[above] if above >= 0 else np.int64(0)
         end = indptr[above + 1] if above >= 0 else np.int64(0)
-        more, less = plus_ptr[p], minus_ptr[p]
+        more = plus_ptr[p]
+        less = minus_ptr[p]
         while entry < end or more < plus_ptr[p + 1]:
             if entry < end and less < minus_ptr[p + 1] and indices[entry] == minus[less]:
                 entry += 1
@@ -88,7 +90,8 @@ def restore(order, parent, plus_ptr, plus, minus_ptr, minus, indptr, indices):  
 @jit("int32[::1](int32[::1], int32[::1], int64[::1], int64)")
 def cut_branches(order, parent, weights, most):  # type: ignore[no-untyped-def]
     """The parents when every subtree that weighs `most` by itself hangs at the root; `weights` [rows] of each row."""
-    heavy, parents = weights.copy(), parent.copy()
+    heavy = weights.copy()
+    parents = parent.copy()
     for p in range(len(order) - 1, -1, -1):
         v = order[p]
         if parents[v] >= 0:

@@ -163,7 +163,8 @@ class CBM:
     @cached_property
     def transposed(self) -> CBM:
         """The transposed matrix: of a symmetric A the same tree, else the columns compressed by the same rule."""
-        shape, scale = (self.shape[1], self.shape[0]), DiagonalScale(self.scale.right, self.scale.left)
+        shape = (self.shape[1], self.shape[0])
+        scale = DiagonalScale(self.scale.right, self.scale.left)
         if self.deltas is None and self.plain is not None:
             return CBM(shape, None, self.plain.transposed, scale, self.symmetric)
         if self.symmetric:
@@ -189,7 +190,8 @@ class CBM:
         """Sizes, additions and shape of the tree."""
         if self.deltas is None:
             assert self.plain is not None
-            entries, size = self.plain.entries, self.plain.binary().bytes()
+            entries = self.plain.entries
+            size = self.plain.binary().bytes()
             return Stats("csr", entries, entries, 0, 1.0, size, size, 0, 0, 0)
         deltas = self.deltas
         entries = self.pattern().entries

@@ -25,10 +25,14 @@ def overlaps(indptr, indices, column_ptr, column_rows, first, last, alpha):  # t
     rows = len(indptr) - 1
     shared = np.zeros(rows, np.int32)
     met = np.empty(rows, np.int32)
-    us, vs, hs = np.empty(1024, np.int32), np.empty(1024, np.int32), np.empty(1024, np.int32)
-    pairs, unit = 0, np.uint64(1)
+    us = np.empty(1024, np.int32)
+    vs = np.empty(1024, np.int32)
+    hs = np.empty(1024, np.int32)
+    pairs = 0
+    unit = np.uint64(1)
     for row in range(first, last):
-        v, count = np.uint64(row), 0
+        v = np.uint64(row)
+        count = 0
         for e in range(indptr[v], indptr[v + unit]):
             for t in range(column_ptr[indices[e]], column_ptr[indices[e] + unit]):
                 u = column_rows[t]
@@ -47,7 +51,9 @@ def overlaps(indptr, indices, column_ptr, column_rows, first, last, alpha):  # t
                     us = np.concatenate((us, np.empty_like(us)))
                     vs = np.concatenate((vs, np.empty_like(vs)))
                     hs = np.concatenate((hs, np.empty_like(hs)))
-                us[pairs], vs[pairs], hs[pairs] = u, v, length + there - 2 * shared[u]
+                us[pairs] = u
+                vs[pairs] = v
+                hs[pairs] = length + there - 2 * shared[u]
                 pairs += 1
             shared[u] = 0
     return us[:pairs].copy(), vs[:pairs].copy(), hs[:pairs].copy()
@@ -74,7 +80,9 @@ def near(indptr, indices, order, least, window, first, last, alpha, columns):  #
     """
     stamp = np.full(columns, -1, np.int32)
     room = (last - first) * window
-    us, vs, hs = np.empty(room, np.int32), np.empty(room, np.int32), np.empty(room, np.int32)
+    us = np.empty(room, np.int32)
+    vs = np.empty(room, np.int32)
+    hs = np.empty(room, np.int32)
     count = 0
     for place in range(first, last):
         v = order[place]
@@ -91,11 +99,14 @@ def near(indptr, indices, order, least, window, first, last, alpha, columns):  #
                 for e in range(indptr[v], indptr[v + 1]):
                     stamp[indices[e]] = v
                 marked = True
-            there, shared = indptr[u + 1] - indptr[u], 0
+            there = indptr[u + 1] - indptr[u]
+            shared = 0
             for e in range(indptr[u], indptr[u + 1]):
                 shared += stamp[indices[e]] == v
             if 2 * shared - min(length, there) > alpha:
-                us[count], vs[count], hs[count] = min(u, v), max(u, v), length + there - 2 * shared
+                us[count] = min(u, v)
+                vs[count] = max(u, v)
+                hs[count] = length + there - 2 * shared
                 count += 1
     return us[:count].copy(), vs[:count].copy(), hs[:count].copy()
 
@@ -174,15 +185,19 @@ def spanning_tree(degrees, us, vs, hs):  # type: ignore[no-untyped-def]
 def preorder(parent):  # type: ignore[no-untyped-def]
     """The rows with each parent before its children and each subtree in one piece; -1 is the root."""
     rows = len(parent)
-    first, following = np.full(rows + 1, -1, np.int64), np.full(rows, -1, np.int64)
+    first = np.full(rows + 1, -1, np.int64)
+    following = np.full(rows, -1, np.int64)
     for v in range(rows - 1, -1, -1):
         above = parent[v] if parent[v] >= 0 else rows
         following[v] = first[above]
         first[above] = v
-    order, stack = np.empty(rows, np.int32), np.empty(rows + 1, np.int64)
-    placed, height = 0, 0
+    order = np.empty(rows, np.int32)
+    stack = np.empty(rows + 1, np.int64)
+    placed = 0
+    height = 0
     if rows:
-        stack[0], height = first[rows], 1
+        stack[0] = first[rows]
+        height = 1
     while height:
         v = stack[height - 1]
         if v < 0:

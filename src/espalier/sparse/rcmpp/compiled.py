@@ -55,7 +55,9 @@ def by_key(order: Any, key: Any, begin: Any, stop: Any) -> None:
         step = THREE * step + ONE
     while step > ZERO:
         for place in range(begin + step, stop):
-            node, value, at = order[place], key[place], place
+            node = order[place]
+            value = key[place]
+            at = place
             while at >= begin + step and key[at - step] > value:
                 order[at] = order[at - step]
                 key[at] = key[at - step]
@@ -79,7 +81,8 @@ def traverse(rows: Any, rank: Any, root: Any, work: Any, stamp: Any, size: Any, 
     mark[root] = stamp
     depth, width, first, low, tail = ZERO, ZERO, ZERO, ZERO, ONE
     while low < tail:
-        high, first = tail, low
+        high = tail
+        first = low
         depth += ONE
         width = max(width, high - low)
         if tail == size:
@@ -113,7 +116,8 @@ def reach(rows: Any, work: Any, size: Any) -> Any:
     order, _, _, position = work
     for place in range(size):
         position[order[place]] = place
-    bandwidth, profile = ZERO, ZERO
+    bandwidth = ZERO
+    profile = ZERO
     for place in range(size):
         node = np.uint64(order[place])
         last = np.uint32(place)
@@ -128,7 +132,8 @@ def reach(rows: Any, work: Any, size: Any) -> Any:
 @njit
 def shortlist(order: Any, rank: Any, first: Any, size: Any, listed: Any, begin: Any) -> Any:
     """Writes the last level's nodes of least rank into `listed` from `begin`, in that order; returns how many."""
-    stop, full = begin, begin + LISTED
+    stop = begin
+    full = begin + LISTED
     for place in range(first, size):
         node = order[place]
         if stop == full and rank[listed[stop - ONE]] < rank[node]:
@@ -245,8 +250,11 @@ def cuthill_mckee(
         np.zeros(nodes, np.uint8),
         np.empty(nodes if trials > ZERO else 0, np.uint32),
     )
-    rows, choice = (indptr, indices, same, any_same), (finder, restarts, trials)
-    done, widest, filled = ZERO, ZERO, ZERO
+    rows = (indptr, indices, same, any_same)
+    choice = (finder, restarts, trials)
+    done = ZERO
+    widest = ZERO
+    filled = ZERO
     for place in range(np.uint64(nodes)):
         root = np.uint64(by_rank[place])
         if degree[root] == ZERO:

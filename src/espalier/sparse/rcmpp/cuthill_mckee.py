@@ -91,10 +91,12 @@ def _of_arrays(indptr: Any, indices: Any) -> Trace | None:
     kernels = _small()
     if not (indptr.dtype == indices.dtype == np.int32 and indptr.flags.carray and indices.flags.carray):
         given = (np.ascontiguousarray(indptr, np.int64), np.ascontiguousarray(indices, np.int64))
-        indptr, indices = np.empty(nodes + 1, np.int32), np.empty(len(given[1]), np.int32)
+        indptr = np.empty(nodes + 1, np.int32)
+        indices = np.empty(len(given[1]), np.int32)
         if not kernels.shortened.direct(*given, indptr, indices):
             return None
-    degree, order = np.empty(nodes, np.int32), np.empty(nodes, np.int32)
+    degree = np.empty(nodes, np.int32)
+    order = np.empty(nodes, np.int32)
     if kernels.prepare.direct(indptr, indices, degree) != kernels.READY:
         return None
     return Trace(order, *kernels.narrower.direct(indptr, indices, degree, degree.argsort(), order))

@@ -32,7 +32,8 @@ class SparsityPattern:
     @classmethod
     def of(cls, indptr: Any, indices: Any) -> SparsityPattern:
         """Checks two integer arrays (NumPy or torch). Raises UserError: ids outside it, offsets that fit not."""
-        offsets, ids = _integers(indptr, "indptr"), _integers(indices, "indices")
+        offsets = _integers(indptr, "indptr")
+        ids = _integers(indices, "indices")
         nodes = len(offsets) - 1
         if nodes < 0 or nodes > LARGEST:
             raise UserError(
@@ -69,7 +70,8 @@ class SparsityPattern:
         degree = np.empty(self.nodes, np.uint32)
         sums = np.empty(self.nodes if self.entries >= LONG_ROWS * self.nodes else 0, np.uint64)
         asymmetry, disorder = pattern_passes.scan(self.indptr, self.indices, degree, sums)
-        indptr, indices = self.indptr, self.indices
+        indptr = self.indptr
+        indices = self.indices
         if asymmetry or (disorder and pattern_passes.repeats(indptr, indices)):
             indptr, indices = pattern_passes.united(indptr, indices)
             pattern_passes.scan(indptr, indices, degree, sums)

@@ -33,11 +33,15 @@ def scan(indptr: Any, indices: Any, degree: Any, sums: Any) -> Any:
     mixtures a and b of an id: zero for a symmetric pattern, else zero by an accident of about 2⁻⁶⁰, at the price of
     a worse order. disorder: entries that do not ascend within their row.
     """
-    asymmetry, disorder = ZERO, ZERO
+    asymmetry = ZERO
+    disorder = ZERO
     entry = np.uint64(indptr[0])
     for node in range(np.uint64(len(degree))):
-        stop, begin = indptr[node + ONE], entry
-        first, second, loops = ZERO, ZERO, ZERO
+        stop = indptr[node + ONE]
+        begin = entry
+        first = ZERO
+        second = ZERO
+        loops = ZERO
         while entry < stop:
             other = np.uint64(indices[entry])
             value = mixed(other)
@@ -61,7 +65,10 @@ def repeats(indptr: Any, indices: Any) -> Any:
     size = np.uint64(len(indptr)) - ONE
     seen = np.zeros(size, np.uint32)
     for node in range(size):
-        begin, stop, bits, clash = indptr[node], indptr[node + ONE], ZERO, False
+        begin = indptr[node]
+        stop = indptr[node + ONE]
+        bits = ZERO
+        clash = False
         for entry in range(begin, stop):
             bit = ONE << (np.uint64(indices[entry]) & BITS)
             clash |= (bits & bit) != ZERO
@@ -89,7 +96,8 @@ def united(indptr: Any, indices: Any) -> Any:
             place = np.uint64(indices[entry]) + ONE
             sources[turned[place]] = node
             turned[place] += ONE
-    offsets, joined = np.zeros(len(indptr), np.uint64), np.empty(2 * len(indices), np.uint32)
+    offsets = np.zeros(len(indptr), np.uint64)
+    joined = np.empty(2 * len(indices), np.uint32)
     seen = np.zeros(size, np.uint32)
     filled = ZERO
     for node in range(size):
@@ -114,7 +122,8 @@ def united(indptr: Any, indices: Any) -> Any:
 @jit("(uint64[::1], uint32[::1])")
 def ascending(indptr: Any, indices: Any) -> Any:
     """The ids of a symmetric pattern, ascending within each row."""
-    filled, turned = indptr.copy(), np.empty(len(indices), np.uint32)
+    filled = indptr.copy()
+    turned = np.empty(len(indices), np.uint32)
     for node in range(np.uint64(len(indptr)) - ONE):
         for entry in range(indptr[node], indptr[node + ONE]):
             place = filled[indices[entry]]
@@ -171,14 +180,16 @@ def spread(indptr: Any, indices: Any, position: Any) -> Any:
     """(bandwidth, profile) of A + Aᵀ when node u stands at position[u]."""
     size = np.uint64(len(position))
     first = np.empty(size, np.uint32)
-    bandwidth, profile = ZERO, ZERO
+    bandwidth = ZERO
+    profile = ZERO
     for place in range(size):
         first[place] = place
     for node in range(size):
         own_position = position[node]
         for entry in range(indptr[node], indptr[node + ONE]):
             there = position[indices[entry]]
-            low, high = min(own_position, there), max(own_position, there)
+            low = min(own_position, there)
+            high = max(own_position, there)
             bandwidth = max(bandwidth, np.uint64(high - low))
             first[high] = min(first[high], low)
     for place in range(size):
@@ -195,7 +206,8 @@ def touched(indptr: Any, indices: Any, old: Any, new: Any, window: Any, page: An
     unit = np.uint64(1)
     nodes = np.uint64(len(old))
     seen = np.zeros(nodes // page + unit, np.uint32)
-    count, stamp = np.uint64(0), np.uint32(0)
+    count = np.uint64(0)
+    stamp = np.uint32(0)
     for place in range(nodes):
         stamp = np.uint32(place // window + unit)
         node = np.uint64(old[place])

@@ -43,11 +43,13 @@ def prepare(indptr: Any, indices: Any, degree: Any) -> Any:
     READY: symmetric, as `pattern_passes.scan` finds it out; ASYMMETRIC, or a row does not ascend; WRONG: no square
     matrix.
     """
-    nodes, entries = np.uint64(len(degree)), np.uint64(len(indices))
+    nodes = np.uint64(len(degree))
+    entries = np.uint64(len(indices))
     wrong = indptr[0] != 0 or np.uint64(indptr[nodes]) != entries
     for node in range(nodes):
         wrong |= indptr[node + ONE] < indptr[node]
-    largest, falls = np.uint32(0), ZERO
+    largest = np.uint32(0)
+    falls = ZERO
     for entry in range(entries):
         largest = max(largest, np.uint32(indices[entry]))  # a negative id is a large one
     if wrong or (entries and largest >= nodes):
@@ -56,8 +58,11 @@ def prepare(indptr: Any, indices: Any, degree: Any) -> Any:
         falls += np.uint64(indices[entry] <= indices[entry - ONE])
     asymmetry = ZERO
     for node in range(nodes):
-        begin, stop = np.uint64(indptr[node]), np.uint64(indptr[node + ONE])
-        first, second, loops = ZERO, ZERO, ZERO
+        begin = np.uint64(indptr[node])
+        stop = np.uint64(indptr[node + ONE])
+        first = ZERO
+        second = ZERO
+        loops = ZERO
         for entry in range(begin, stop):
             other = np.uint64(indices[entry])
             value = mixed(other)
@@ -82,7 +87,8 @@ def sort_many(order: Any, degree: Any, key: Any, begin: Any, stop: Any) -> None:
         step = THREE * step + ONE
     while step > ZERO:
         for place in range(begin + step, stop):
-            value, at = key[place], place
+            value = key[place]
+            at = place
             while at >= begin + step and key[at - step] > value:
                 key[at] = key[at - step]
                 at -= step
@@ -104,10 +110,12 @@ def traverse(rows: Any, degree: Any, root: Any, work: Any, stamp: Any, begin: An
     mark[root] = stamp
     bandwidth, width, first, low, tail = ZERO, ZERO, begin, begin, begin + ONE
     while low < tail and bandwidth < least:
-        high, first = tail, low
+        high = tail
+        first = low
         width = max(width, high - low)
         for head in range(low, high):
-            node, reached = np.uint64(order[head]), tail
+            node = np.uint64(order[head])
+            reached = tail
             for entry in range(np.uint64(indptr[node]), np.uint64(indptr[node + ONE])):
                 other = np.uint64(np.uint32(indices[entry]))
                 order[tail] = other  # there is room for one more; no branch that would be guessed wrongly
@@ -134,8 +142,10 @@ def traverse(rows: Any, degree: Any, root: Any, work: Any, stamp: Any, begin: An
 def narrower(indptr: Any, indices: Any, degree: Any, roots: Any, out: Any) -> Any:
     """Orders all components, by the first of their nodes in `roots`, and reverses all. Returns (traversals, width)."""
     nodes = np.uint64(len(degree))
-    order, second = np.empty(nodes + ONE, np.uint32), np.empty(nodes + ONE, np.uint32)
-    key, mark = np.empty(nodes, np.uint64), np.zeros(nodes, np.uint8)
+    order = np.empty(nodes + ONE, np.uint32)
+    second = np.empty(nodes + ONE, np.uint32)
+    key = np.empty(nodes, np.uint64)
+    mark = np.zeros(nodes, np.uint8)
     rows = (indptr, indices)
     begin = ZERO
     done = ZERO
@@ -161,7 +171,8 @@ def narrower(indptr: Any, indices: Any, degree: Any, roots: Any, out: Any) -> An
             if levels[0] < least:
                 width = levels[1]
                 order[begin:stop] = second[begin:stop]
-        widest, begin = max(widest, width), stop
+        widest = max(widest, width)
+        begin = stop
     for place in range(nodes):
         out[nodes - ONE - place] = order[place]
     return done, widest
