@@ -37,13 +37,18 @@ class ImageEnergy(NamedTuple):
 @torch.no_grad()
 def of_view(model: nn.Module, view: Iterator[Rendered]) -> ImageEnergy:
     """Counts while `view` renders with `model`, chunk by chunk."""
-    samples, met, spikes, names = 0, 0, torch.zeros(2, dtype=torch.float64), _NAMES
+    samples = 0
+    met = 0
+    spikes = torch.zeros(2, dtype=torch.float64)
+    names = _NAMES
     with counts.Counter(model) as counter:
         for made in view:
             with counts.hidden():
-                samples, met = samples + len(made.points), met + int((made.offsets.diff() > 0).sum())
+                samples += len(made.points)
+                met += int((made.offsets.diff() > 0).sum())
                 if len(made.spikes):
-                    spikes, names = spikes + made.spikes.cpu(), _NAMES | _SPIKING
+                    spikes = spikes + made.spikes.cpu()
+                    names = _NAMES | _SPIKING
     parts = {names.get(name, name): joules for name, joules in counter.parts.items()}
     return ImageEnergy(parts, samples, met, spikes)
 

@@ -24,12 +24,16 @@ def scan(currents: Any, offsets: Any, neuron: Any, charged: Any, spikes: Any, co
         offsets: of some rays, in the rows of `currents` and `charged`; those of `spikes` begin with these rays.
         neuron: time constant, threshold.
     """
-    kind, first = currents.dtype.type, offsets[0]
+    kind = currents.dtype.type
+    first = offsets[0]
     zero, unit, channels, tau, threshold = kind(0), kind(1), currents.shape[1], neuron[0], neuron[1]
     for ray in numba.prange(len(offsets) - 1):
-        membrane, fired = np.zeros(channels, currents.dtype), np.zeros(channels, currents.dtype)
+        membrane = np.zeros(channels, currents.dtype)
+        fired = np.zeros(channels, currents.dtype)
         for at in range(offsets[ray], offsets[ray + 1]):
-            x, m, s = currents[at], charged[at], spikes[at - first]
+            x = currents[at]
+            m = charged[at]
+            s = spikes[at - first]
             for channel in range(channels):
                 now = membrane[channel] + (x[channel] - membrane[channel]) / tau
                 fires = unit if now >= threshold else zero
@@ -67,13 +71,16 @@ def scan_backward(charged: Any, offsets: Any, neuron: Any, taylor: Any, gradient
         neuron: time constant, threshold, steepness.
         taylor: see `_surrogate`.
     """
-    kind, first = charged.dtype.type, offsets[0]
+    kind = charged.dtype.type
+    first = offsets[0]
     zero, unit, channels, tau, threshold, steep = kind(0), kind(1), charged.shape[1], neuron[0], neuron[1], neuron[2]
     for ray in numba.prange(len(offsets) - 1):
         carried = np.zeros(channels, charged.dtype)
         for back in range(offsets[ray + 1] - offsets[ray]):
             at = offsets[ray + 1] - 1 - back
-            m, g, s = charged[at], gradient[at], spikes[at - first]
+            m = charged[at]
+            g = gradient[at]
+            s = spikes[at - first]
             for channel in range(channels):
                 fires = m[channel] >= threshold
                 steepness = steep * _surrogate(steep * (m[channel] - threshold), taylor)
@@ -97,7 +104,9 @@ def _trailing_zeros(typing: Any, bits: Any) -> Any:
 @njit
 def _fire(membrane: Any, x: Any, neuron: Any, marks: Any) -> None:
     """A step of a layer's neurons with the inputs `x`: a byte is 1 where one fires."""
-    zero, tau, threshold = np.float32(0), neuron[0], neuron[1]
+    zero = np.float32(0)
+    tau = neuron[0]
+    threshold = neuron[1]
     for channel in range(len(membrane)):
         now = membrane[channel] + (x[channel] - membrane[channel]) / tau
         marks[channel] = np.uint8(now >= threshold)
@@ -118,7 +127,9 @@ def _mask(words: Any, first: int) -> Any:
 @njit
 def _add_rows(words: Any, weights: Any, sums: Any, rows: Any) -> int:
     """Adds the rows of neurons that fire to `sums`, four at a time; returns how many they are."""
-    channels, lowest, fired = len(sums), np.uint64(1), 0
+    channels = len(sums)
+    lowest = np.uint64(1)
+    fired = 0
     for block in range(len(words) // 8):
         mask = _mask(words, 8 * block)
         while mask:
@@ -128,7 +139,10 @@ def _add_rows(words: Any, weights: Any, sums: Any, rows: Any) -> int:
                     rows[index] = 64 * block + _trailing_zeros(mask)
                     mask &= mask - lowest
                     fired += 1
-            a, b, c, d = rows[0], rows[1], rows[2], rows[3]
+            a = rows[0]
+            b = rows[1]
+            c = rows[2]
+            d = rows[3]
             for channel in range(channels):
                 some = sums[channel] + weights[a, channel] + weights[b, channel]
                 sums[channel] = some + weights[c, channel] + weights[d, channel]
@@ -145,9 +159,12 @@ def _add_colours(words: Any, weights: Any, channels: int, out: Any) -> int:
             row = 64 * block + _trailing_zeros(mask)
             mask &= mask - lowest
             fired += 1
-            red, green = red + weights[row, channels], green + weights[row, channels + 1]
+            red += weights[row, channels]
+            green += weights[row, channels + 1]
             blue = blue + weights[row, channels + 2]
-    out[0], out[1], out[2] = red, green, blue
+    out[0] = red
+    out[1] = green
+    out[2] = blue
     return fired
 
 
@@ -160,13 +177,14 @@ def infer(currents: Any, offsets: Any, neuron: Any, weights: Any, out: Any, coun
     """
     channels = currents.shape[1]
     for ray in numba.prange(len(offsets) - 1):
-        first_layer, two, sums = (
-            np.zeros(channels, np.float32),
-            np.zeros(channels, np.float32),
-            np.empty(channels, np.float32),
-        )
-        marks, rows = np.zeros((channels + 63) // 64 * 64, np.uint8), np.empty(4, np.int64)
-        words, first, second = marks.view(np.uint64), 0, 0
+        first_layer = np.zeros(channels, np.float32)
+        two = np.zeros(channels, np.float32)
+        sums = np.empty(channels, np.float32)
+        marks = np.zeros((channels + 63) // 64 * 64, np.uint8)
+        rows = np.empty(4, np.int64)
+        words = marks.view(np.uint64)
+        first = 0
+        second = 0
         for at in range(offsets[ray], offsets[ray + 1]):
             _fire(first_layer, currents[at], neuron, marks)
             for channel in range(channels):
@@ -174,4 +192,5 @@ def infer(currents: Any, offsets: Any, neuron: Any, weights: Any, out: Any, coun
             first += _add_rows(words, weights, sums, rows)
             _fire(two, sums, neuron, marks)
             second += _add_colours(words, weights, channels, out[at])
-        counts[ray, 0], counts[ray, 1] = first, second
+        counts[ray, 0] = first
+        counts[ray, 1] = second

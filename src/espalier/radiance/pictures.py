@@ -111,7 +111,8 @@ def repeated(paths: Sequence[Path]) -> list[str]:
 def _kind(path: Path) -> PictureHeader:
     """Size and channels of a picture. Raises UserError for colours that red, green and blue of 8 bits cannot hold."""
     with _opened(path) as opened:
-        clear, mode = "transparency" in opened.info, opened.mode
+        clear = "transparency" in opened.info
+        mode = opened.mode
         grey_of_16_bits = mode.startswith("I;16") or (mode == "I" and opened.format == "PNG")
         if clear if grey_of_16_bits else mode not in _COLOURS:
             raise ValueError(f"its colours are {mode}, which are not converted; save it as RGB of 8 bits")

@@ -58,7 +58,8 @@ class Lens(NamedTuple):
 
     def on_plane(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """Where on the plane at depth 1 the rays through image points (x, y), in pixels, pass; y points down."""
-        across, down = (x - self.center[0]) / self.focal, (y - self.center[1]) / (self.focal * self.aspect)
+        across = (x - self.center[0]) / self.focal
+        down = (y - self.center[1]) / (self.focal * self.aspect)
         return undistorted(across, down, self.distortion) if self.distortion else (across, down)
 
 
@@ -71,13 +72,16 @@ def undistorted(
 ) -> tuple[Tensor, Tensor]:
     """Points on the plane at depth 1 that OpenCV's perspective model shows at (x, y), by fixed-point iteration."""
     k1, k2, k3, p1, p2 = distortion
-    flat_x, flat_y = x, y
+    flat_x = x
+    flat_y = y
     for _ in range(iterations):
-        product, square = flat_x * flat_y, flat_x * flat_x + flat_y * flat_y
+        product = flat_x * flat_y
+        square = flat_x * flat_x + flat_y * flat_y
         radial = 1 + square * (k1 + square * (k2 + square * k3))
         across = 2 * p1 * product + p2 * (square + 2 * flat_x * flat_x)
         down = p1 * (square + 2 * flat_y * flat_y) + 2 * p2 * product
-        flat_x, flat_y = (x - across) / radial, (y - down) / radial
+        flat_x = (x - across) / radial
+        flat_y = (y - down) / radial
     return flat_x, flat_y
 
 
@@ -105,7 +109,8 @@ def device_coordinates(lens: Lens, origins: Tensor, directions: Tensor) -> tuple
     t = -(1 + origins[:, 2]) / directions[:, 2]
     near = origins + t[:, None] * directions
     scale = torch.tensor([2 * lens.focal / lens.width, 2 * lens.focal / lens.height], dtype=origins.dtype)
-    z, tangent = near[:, 2:], directions[:, :2] / directions[:, 2:]
+    z = near[:, 2:]
+    tangent = directions[:, :2] / directions[:, 2:]
     start = torch.cat([-scale * near[:, :2] / z, 1 + 2 / z], 1)
     end = torch.cat([-scale * tangent, torch.ones_like(z)], 1)
     return start, end - start
@@ -135,7 +140,8 @@ def round_poses(count: int, radius: float, shift: float = 0.0) -> Array:
     poses = []
     for index in range(count):
         height = 0.85 - 1.25 * (index + 0.5) / count
-        angle, flat = golden * index + shift, math.sqrt(1 - height * height)
+        angle = golden * index + shift
+        flat = math.sqrt(1 - height * height)
         eye = radius * np.array([flat * math.cos(angle), height, flat * math.sin(angle)], np.float32)
         poses.append(look_at(eye.astype(np.float32), np.zeros(3, np.float32)))
     return np.stack(poses)
@@ -143,18 +149,21 @@ def round_poses(count: int, radius: float, shift: float = 0.0) -> Array:
 
 def turntable_poses(poses: Array, count: int, forward: bool) -> Array:
     """A way round the scene at the height and distance of its cameras, or of a forward-facing scene a small circle."""
-    center, up = poses[:, :3, 3].mean(0), poses[:, :3, 1].mean(0)
+    center = poses[:, :3, 3].mean(0)
+    up = poses[:, :3, 1].mean(0)
     angles = [2 * math.pi * index / count for index in range(count)]
     if forward:
         back = poses[:, :3, 2].mean(0)
-        spread, sideways = 0.5 * np.abs(poses[:, :3, 3] - center).max(), np.cross(up, back)
+        spread = 0.5 * np.abs(poses[:, :3, 3] - center).max()
+        sideways = np.cross(up, back)
         return np.stack(
             [
                 look_at(center + np.float32(spread) * (math.cos(a) * sideways + math.sin(a) * up), center - back, up)
                 for a in angles
             ]
         )
-    target, axis = focus_of(poses), np.zeros(3, np.float32)
+    target = focus_of(poses)
+    axis = np.zeros(3, np.float32)
     axis[np.abs(up).argmax()] = np.sign(up[np.abs(up).argmax()]) or 1.0
     sides = [other for other in range(3) if not axis[other]]
     radius = float(np.linalg.norm(poses[:, :3, 3] - target, axis=1).mean())
@@ -166,7 +175,8 @@ def turntable_poses(poses: Array, count: int, forward: bool) -> Array:
 
 def focus_of(poses: Array) -> Array:
     """The point nearest to all cameras' axes, by least squares: float32 [3]."""
-    axes, places = poses[:, :3, 2].astype(np.float64), poses[:, :3, 3].astype(np.float64)
+    axes = poses[:, :3, 2].astype(np.float64)
+    places = poses[:, :3, 3].astype(np.float64)
     across = np.eye(3) - axes[:, :, None] * axes[:, None, :]
     point = np.linalg.lstsq(across.sum(0), (across @ places[:, :, None]).sum(0)[:, 0], rcond=None)[0]
     return point.astype(np.float32)

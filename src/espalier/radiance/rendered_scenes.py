@@ -105,13 +105,16 @@ _SPHERES = data_table(__file__)["spheres"]
 def _spheres(lens: Lens, pose: Array) -> Tensor:
     pixels = torch.arange(lens.width * lens.height)
     origins, directions, _ = rays_of(lens, torch.from_numpy(pose).expand(len(pixels), 4, 4), pixels)
-    nearest_, which = torch.full((len(pixels),), math.inf), torch.full((len(pixels),), -1)
+    nearest_ = torch.full((len(pixels),), math.inf)
+    which = torch.full((len(pixels),), -1)
     for index, (center, radius, _) in enumerate(_SPHERES):
         apart = origins - torch.tensor(center)
-        b, c = (apart * directions).sum(1), apart.square().sum(1) - radius**2
+        b = (apart * directions).sum(1)
+        c = apart.square().sum(1) - radius**2
         t = -b - (b * b - c).clamp(min=0).sqrt()
         closer = (b * b > c) & (t > 0) & (t < nearest_)
-        nearest_, which = torch.where(closer, t, nearest_), torch.where(closer, index, which)
+        nearest_ = torch.where(closer, t, nearest_)
+        which = torch.where(closer, index, which)
     hit = which >= 0
     points = origins[hit] + nearest_[hit, None] * directions[hit]
     centers, colours = (torch.tensor([column[at] for column in _SPHERES])[which[hit]] for at in (0, 2))
@@ -150,9 +153,12 @@ def torus_knot(around: int = 240, across: int = 18) -> TriangleMesh:
     normals = torch.cos(turn)[None, :, None] * side[:, None] + torch.sin(turn)[None, :, None] * other[:, None]
     hues = t[:, None, None] + torch.tensor([0.0, 2.1, 4.2]) + 0.0 * turn[None, :, None]
     stripes = 0.75 + 0.25 * torch.sin(3 * turn)[None, :, None]
-    i, j = torch.arange(around)[:, None], torch.arange(across)[None]
-    a, b = i * across + j, (i + 1) % around * across + j
-    c, d = i * across + (j + 1) % across, (i + 1) % around * across + (j + 1) % across
+    i = torch.arange(around)[:, None]
+    j = torch.arange(across)[None]
+    a = i * across + j
+    b = (i + 1) % around * across + j
+    c = i * across + (j + 1) % across
+    d = (i + 1) % around * across + (j + 1) % across
     triangles = torch.cat([torch.stack([a, b, c], -1).view(-1, 3), torch.stack([b, d, c], -1).view(-1, 3)])
     vertices = spine[:, None] + 0.17 * normals
     colours = (0.55 + 0.4 * torch.sin(hues)) * stripes
@@ -162,16 +168,19 @@ def torus_knot(around: int = 240, across: int = 18) -> TriangleMesh:
 def _mesh(lens: Lens, pose: Array) -> Tensor:
     from espalier.radiance import volume_rendering_cpu as volume_cpu
 
-    mesh, matrix = torus_knot(), torch.from_numpy(pose)
+    mesh = torus_knot()
+    matrix = torch.from_numpy(pose)
     seen = (mesh.vertices - matrix[:3, 3]) @ matrix[:3, :3]
     depth = -seen[:, 2]
     x = lens.center[0] + lens.focal * seen[:, 0] / depth
     y = lens.center[1] - lens.focal * seen[:, 1] / depth
     size = lens.width * lens.height
-    which, parts = torch.full((size,), -1), torch.zeros(size, 3)
+    which = torch.full((size,), -1)
+    parts = torch.zeros(size, 3)
     volume_cpu.rasterize(torch.stack([x, y, depth], 1).contiguous(), mesh.triangles, lens.width, which, parts)
     hit = which >= 0
-    corners, shares = mesh.triangles[which[hit]], parts[hit][:, :, None]
+    corners = mesh.triangles[which[hit]]
+    shares = parts[hit][:, :, None]
     places, normals, albedo = ((rows[corners] * shares).sum(1) for rows in (mesh.vertices, mesh.normals, mesh.colours))
     towards = torch.nn.functional.normalize(matrix[:3, 3] - places, dim=1)
     colours = _shaded(albedo, torch.nn.functional.normalize(normals, dim=1), towards)

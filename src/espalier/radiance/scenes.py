@@ -138,7 +138,8 @@ def _rendered(made: rendered_scenes.Made) -> Scene:
     views = rendered_scenes.render(made)
     images = torch.stack([on_white(image) for part in views.values() for image in part.images])
     poses = torch.from_numpy(np.concatenate([part.poses for part in views.values()]))
-    parts, first = {}, 0
+    parts = {}
+    first = 0
     for name, part in views.items():
         parts[name] = list(range(first, first + len(part.images)))
         first += len(part.images)

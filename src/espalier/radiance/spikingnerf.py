@@ -84,7 +84,8 @@ class _Spike(torch.autograd.Function):
 def lif_scan_padded(currents: Float[Tensor, "rays time channels"], neuron: Neuron = LIF) -> Tensor:
     """Spikes of a rectangle, a time step after the other: the paper's TCP, and what SpikingJelly's `LIFNode` gives with
     `step_mode="m"` and `detach_reset=True`."""
-    membrane, spikes = torch.zeros_like(currents[:, 0]) if currents.shape[1] else currents[:, :0], []
+    membrane = torch.zeros_like(currents[:, 0]) if currents.shape[1] else currents[:, :0]
+    spikes = []
     for x in currents.unbind(1):
         charged = membrane + (x - membrane) / neuron.tau
         spikes.append(_Spike.apply(charged - neuron.threshold, neuron.steepness))
@@ -138,7 +139,8 @@ def spiking_layer_by_pieces(
 
 def _pieces(offsets: Tensor) -> Iterator[tuple[Tensor, slice, slice]]:
     """(offsets of some rays, which rays, which samples): at most `PIECE` samples at a time, or one ray."""
-    bounds, first = offsets.numpy(), 0
+    bounds = offsets.numpy()
+    first = 0
     while first < len(bounds) - 1:
         last = max(first + 1, int(bounds.searchsorted(bounds[first] + PIECE, "right")) - 1)
         yield offsets[first : last + 1], slice(first, last), slice(int(bounds[first]), int(bounds[last]))
@@ -152,8 +154,10 @@ class _Layer(torch.autograd.Function):
     def forward(ctx: Any, currents: Tensor, offsets: Tensor, weight: Tensor | None, neuron: Neuron) -> Any:
         from espalier.radiance import lif_cpu
 
-        currents, numbers = currents.detach().contiguous(), torch.zeros_like(offsets)
-        charged, ctx.neuron = torch.empty_like(currents), torch.tensor(neuron, dtype=currents.dtype)
+        currents = currents.detach().contiguous()
+        numbers = torch.zeros_like(offsets)
+        charged = torch.empty_like(currents)
+        ctx.neuron = torch.tensor(neuron, dtype=currents.dtype)
         out = torch.empty_like(currents) if weight is None else currents.new_empty(len(currents), len(weight))
         for rays, which, rows in _pieces(offsets):
             spikes = out[rows] if weight is None else torch.empty_like(currents[rows])
@@ -168,11 +172,14 @@ class _Layer(torch.autograd.Function):
         from espalier.radiance import lif_cpu
 
         charged, offsets, weight = ctx.saved_tensors
-        given, each = gradients[0], float(gradients[1])
-        of_currents, of_weight = torch.empty_like(charged), None if weight is None else torch.zeros_like(weight)
+        given = gradients[0]
+        each = float(gradients[1])
+        of_currents = torch.empty_like(charged)
+        of_weight = None if weight is None else torch.zeros_like(weight)
         taylor = torch.tensor(lif_cpu.TAYLOR, dtype=charged.dtype)
         for rays, _, rows in _pieces(offsets):
-            of_hidden, spikes = of_currents[rows], torch.empty_like(charged[rows])
+            of_hidden = of_currents[rows]
+            spikes = torch.empty_like(charged[rows])
             if weight is None:
                 of_hidden.copy_(given[rows])
             else:
@@ -197,7 +204,8 @@ class SpikingColours(ColourNetwork):
 
     def __init__(self, features: int, width: int, alignment: str = "tcp", flip: bool = False) -> None:
         super().__init__(features, width)
-        self.alignment, self.flip = alignment, flip
+        self.alignment = alignment
+        self.flip = flip
         for layer, scale in ((self.first, FIRING), (self.second, FIRING), (self.last, 1.0)):
             layer.weight.data *= scale / RATE
 
@@ -208,9 +216,11 @@ class SpikingColours(ColourNetwork):
         """(colours [samples, 3], spikes of both layers: float64 [2], differentiable)."""
         currents = self.currents(features, views, samples)
         order = Ragged(samples.numbers, samples.offsets).reversal() if self.flip else None
-        times, offsets = samples.numbers, samples.offsets
+        times = samples.numbers
+        offsets = samples.offsets
         if order is not None:
-            currents, times = currents[order], -times[order]
+            currents = currents[order]
+            times = -times[order]
         if self.alignment == "tcp" and self._infers(currents):
             logits, spikes = self._from_spikes(currents, offsets)
         else:
@@ -233,10 +243,12 @@ class SpikingColours(ColourNetwork):
         """By the kernel that adds the rows of neurons that fire."""
         from espalier.radiance import lif_cpu
 
-        second, last = self.matrix(self.second), self.matrix(self.last)
+        second = self.matrix(self.second)
+        last = self.matrix(self.last)
         rows = nn.functional.pad(torch.cat([second, last]), (0, 1)).T.contiguous()
         with counts.hidden():
-            out, per_ray = torch.empty(len(currents), 3), torch.zeros(len(offsets) - 1, 2, dtype=torch.int64)
+            out = torch.empty(len(currents), 3)
+            per_ray = torch.zeros(len(offsets) - 1, 2, dtype=torch.int64)
             lif_cpu.infer(currents.contiguous(), offsets, torch.tensor(LIF), rows, out, per_ray)
             spikes = per_ray.sum(0).double()
         if counts.is_counting():
@@ -284,7 +296,8 @@ def aligned(currents: Tensor, times: Tensor, offsets: Tensor, how: str) -> tuple
         return currents.repeat_interleave(REPEATS, 0), REPEATS * numbers, REPEATS * numbers[:-1]
     full = offsets.diff() > 0
     firsts, lasts = torch.zeros(2, len(full), dtype=torch.int64, device=currents.device)
-    firsts[full], lasts[full] = times[offsets[:-1][full]], times[offsets[1:][full] - 1]
+    firsts[full] = times[offsets[:-1][full]]
+    lasts[full] = times[offsets[1:][full] - 1]
     spans = torch.where(full, lasts - firsts + 1, 0)
     wider = offsets_of(spans)
     rays = Ragged(times, offsets).row_ids()
@@ -295,8 +308,11 @@ def aligned(currents: Tensor, times: Tensor, offsets: Tensor, how: str) -> tuple
 def network_work(options: Voxels, samples: Any, rays: Any) -> Work:
     """What a colour network asks of a device for samples on rays: products, and by neuron and time step the scan. Of
     `repeated` samples all but the first product is done for each of the steps."""
-    width, columns = options.width, options.features
-    steps, moved, saved = samples, 6.0 * width * samples, (columns + 2 * width + 6) * samples
+    width = options.width
+    columns = options.features
+    steps = samples
+    moved = 6.0 * width * samples
+    saved = (columns + 2 * width + 6) * samples
     if isinstance(options, SpikingNerf):
         steps = samples * (REPEATS if options.alignment == "repeated" else 1)
         gaps = width * (options.alignment == "tp")  # currents once more, at their places in time

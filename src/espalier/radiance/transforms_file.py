@@ -117,7 +117,8 @@ def _picture(file: Path, name: str) -> Path | None:
 
 def _unused(files: Sequence[Path], tables: Sequence[Mapping[str, Any]], views: Sequence[FrameView]) -> list[str]:
     """Names the keys that are not used. Raises UserError for those that change what others mean."""
-    whole, single = FieldUse(FILE_KEYS, str(files[0])), FieldUse(FRAME_KEYS, str(files[0]))
+    whole = FieldUse(FILE_KEYS, str(files[0]))
+    single = FieldUse(FRAME_KEYS, str(files[0]))
     for file, table in zip(files, tables, strict=True):
         whole.origin = str(file)
         whole.count(_telling(table))
@@ -174,7 +175,8 @@ def _listed(file: Path, table: Mapping[str, Any], part: str, views: Sequence[Fra
     names = map(str, given if isinstance(given, list) else [given])
     wanted = {name: place and place.resolve() for name, place in ((name, _picture(file, name)) for name in names)}
     there = [view.picture.resolve() for view in views]
-    known, chosen = set(there), set(wanted.values())
+    known = set(there)
+    chosen = set(wanted.values())
     strange = [name for name, place in wanted.items() if place not in known]
     if strange:
         raise UserError(

@@ -81,9 +81,12 @@ def sample_rays(origins: Tensor, directions: Tensor, march: March) -> RaySamples
     Args:
         origins, directions: float32 [rays, 3]; directions of length 1.
     """
-    box, step, still = march.box, march.step, directions.abs() < 1e-9
+    box = march.box
+    step = march.step
+    still = directions.abs() < 1e-9
     away = torch.where(still, torch.ones_like(directions), directions)
-    near, two = (box[:3] - origins) / away, (box[3:6] - origins) / away
+    near = (box[:3] - origins) / away
+    two = (box[3:6] - origins) / away
     outside = (still & ((origins < box[:3]) | (origins > box[3:6]))).any(1)
     first = torch.where(still, -torch.inf, torch.minimum(near, two)).amax(1).clamp(min=float(box[6]))
     last = torch.where(still, torch.inf, torch.maximum(near, two)).amin(1).clamp(max=float(box[7]))
@@ -104,10 +107,13 @@ def sample_by_rays(origins: Tensor, directions: Tensor, march: March) -> RaySamp
     """numba, a ray at a time: counted, then written."""
     from espalier.radiance import volume_rendering_cpu as volume_cpu
 
-    rays, how, counts = torch.cat([origins, directions], 1), march.packed, torch.zeros(len(origins), dtype=torch.int64)
+    rays = torch.cat([origins, directions], 1)
+    how = march.packed
+    counts = torch.zeros(len(origins), dtype=torch.int64)
     volume_cpu.count_samples(rays, how, march.mask, counts)
     offsets = offsets_of(counts)
-    out, numbers = torch.empty(int(offsets[-1]), 4), torch.empty(int(offsets[-1]), dtype=torch.int64)
+    out = torch.empty(int(offsets[-1]), 4)
+    numbers = torch.empty(int(offsets[-1]), dtype=torch.int64)
     volume_cpu.fill_samples(rays, how, march.mask, offsets, out, numbers)
     return RaySamples(out[:, :3].contiguous(), out[:, 3].contiguous(), numbers, offsets)
 
@@ -128,7 +134,8 @@ def interpolate(
     place = torch.minimum(place.clamp(min=0), (sizes - 1).to(place.dtype))
     low = torch.minimum(place.long(), sizes - 2)
     share = place - low
-    flat, values = grid.reshape(-1, grid.shape[3]), grid.new_zeros(len(points), grid.shape[3])
+    flat = grid.reshape(-1, grid.shape[3])
+    values = grid.new_zeros(len(points), grid.shape[3])
     for corner in range(8):
         bits = torch.tensor([corner >> 2, (corner >> 1) & 1, corner & 1], device=grid.device)
         weight = torch.where(bits.bool(), share, 1 - share).prod(1)
@@ -150,7 +157,8 @@ class _Interpolate(torch.autograd.Function):
 
         ctx.save_for_backward(points, frame)
         ctx.shape = grid.shape
-        points, frame = points.to(grid.dtype).contiguous(), frame.to(grid.dtype)
+        points = points.to(grid.dtype).contiguous()
+        frame = frame.to(grid.dtype)
         out = grid.new_empty(len(points), grid.shape[3])
         volume_cpu.interpolate(grid.contiguous(), points, frame, out)  # not detached: its memory may be resized
         return out
@@ -162,7 +170,8 @@ class _Interpolate(torch.autograd.Function):
         points, frame = ctx.saved_tensors
         (gradient,) = gradients
         out = gradient.new_zeros(ctx.shape)
-        points, frame = points.to(gradient.dtype).contiguous(), frame.to(gradient.dtype)
+        points = points.to(gradient.dtype).contiguous()
+        frame = frame.to(gradient.dtype)
         volume_cpu.scatter(gradient.contiguous(), points, frame, out)
         return out, None, None
 
@@ -208,7 +217,8 @@ class _Composite(torch.autograd.Function):
 
         alpha = alpha.contiguous()
         ctx.save_for_backward(alpha, offsets)
-        weights, rest = torch.empty_like(alpha), alpha.new_zeros(len(offsets) - 1)
+        weights = torch.empty_like(alpha)
+        rest = alpha.new_zeros(len(offsets) - 1)
         volume_cpu.composite(alpha.detach(), offsets, weights, rest)
         return weights, rest
 

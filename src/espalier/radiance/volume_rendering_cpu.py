@@ -13,22 +13,28 @@ from espalier.kernels.numba_compile import jit, njit
 @njit
 def crossing(ray: Any, how: Any) -> Any:
     """(where a ray enters the box, how many steps it has there). `how`: `March.packed`."""
-    first, last = how[6], how[7]
+    first = how[6]
+    last = how[7]
     for axis in range(3):
-        origin, direction = ray[axis], ray[3 + axis]
+        origin = ray[axis]
+        direction = ray[3 + axis]
         if abs(direction) < 1e-9:
             if origin < how[axis] or origin > how[3 + axis]:
                 return first, 0
             continue
-        near, two = (how[axis] - origin) / direction, (how[3 + axis] - origin) / direction
-        first, last = max(first, min(near, two)), min(last, max(near, two))
+        near = (how[axis] - origin) / direction
+        two = (how[3 + axis] - origin) / direction
+        first = max(first, min(near, two))
+        last = min(last, max(near, two))
     return first, max(0, int(np.ceil((last - first) / how[8] - np.float32(0.5))))
 
 
 @njit
 def sample_of(ray: Any, how: Any, mask: Any, t: Any) -> Any:
     """The point at a distance, and whether the mask's nearest cell is occupied."""
-    x, y, z = ray[0] + t * ray[3], ray[1] + t * ray[4], ray[2] + t * ray[5]
+    x = ray[0] + t * ray[3]
+    y = ray[1] + t * ray[4]
+    z = ray[2] + t * ray[5]
     i = int(np.rint((x - how[9]) * how[12]))
     j = int(np.rint((y - how[10]) * how[13]))
     k = int(np.rint((z - how[11]) * how[14]))
@@ -57,7 +63,10 @@ def fill_samples(rays: Any, how: Any, mask: Any, offsets: Any, out: Any, numbers
             t = first + (np.float32(at) + np.float32(0.5)) * how[8]
             x, y, z, occupied = sample_of(rays[ray], how, mask, t)
             if occupied:
-                out[place, 0], out[place, 1], out[place, 2], out[place, 3] = x, y, z, t
+                out[place, 0] = x
+                out[place, 1] = y
+                out[place, 2] = z
+                out[place, 3] = t
                 numbers[place] = at
                 place += 1
 
@@ -82,7 +91,9 @@ def interpolate(grid: Any, points: Any, frame: Any, out: Any) -> None:
         for column in range(columns):
             out[at, column] = 0
         for corner in range(8):
-            a, b, c = corner >> 2, (corner >> 1) & 1, corner & 1
+            a = corner >> 2
+            b = (corner >> 1) & 1
+            c = corner & 1
             share = (x if a else 1 - x) * (y if b else 1 - y) * (z if c else 1 - z)
             for column in range(columns):
                 out[at, column] += share * grid[i + a, j + b, k + c, column]
@@ -97,7 +108,9 @@ def scatter(gradient: Any, points: Any, frame: Any, out: Any) -> None:
         j, y = corner_of(points[at], frame, out.shape, 1)
         k, z = corner_of(points[at], frame, out.shape, 2)
         for corner in range(8):
-            a, b, c = corner >> 2, (corner >> 1) & 1, corner & 1
+            a = corner >> 2
+            b = (corner >> 1) & 1
+            c = corner & 1
             share = (x if a else 1 - x) * (y if b else 1 - y) * (z if c else 1 - z)
             for column in range(columns):
                 out[i + a, j + b, k + c, column] += share * gradient[at, column]
@@ -145,7 +158,8 @@ def rasterize(corners: Any, triangles: Any, width: Any, which: Any, parts: Any) 
             continue
         for row in range(max(0, int(min(ay, by, cy))), min(height, int(max(ay, by, cy)) + 1)):
             for column in range(max(0, int(min(ax, bx, cx))), min(width, int(max(ax, bx, cx)) + 1)):
-                x, y = np.float32(column + 0.5), np.float32(row + 0.5)
+                x = np.float32(column + 0.5)
+                y = np.float32(row + 0.5)
                 a = ((bx - x) * (cy - y) - (by - y) * (cx - x)) / area
                 b = ((cx - x) * (ay - y) - (cy - y) * (ax - x)) / area
                 c = 1 - a - b

@@ -105,12 +105,15 @@ class Field(nn.Module):
 
     def __init__(self, scene_box: SceneBox, size: int, features: int, alpha: float, colours: nn.Module | None) -> None:
         super().__init__()
-        low, high = scene_box.low.float(), scene_box.high.float()
+        low = scene_box.low.float()
+        high = scene_box.high.float()
         self.density = VoxelGrid(size, 1, low, high)
         self.features = VoxelGrid(size, features, low, high)
         self.colours = colours
         self.register_buffer("mask", torch.ones(MASK, MASK, MASK, dtype=torch.bool))
-        self.scene_box, self.size, self.shift = scene_box, size, volume.shift_of(alpha)
+        self.scene_box = scene_box
+        self.size = size
+        self.shift = volume.shift_of(alpha)
         self.background = (1.0, 1.0, 1.0)
 
     @property
@@ -121,7 +124,8 @@ class Field(nn.Module):
 
     def march(self) -> March:
         """How rays are sampled."""
-        box, whole = self.density.box, self.scene_box
+        box = self.density.box
+        whole = self.scene_box
         packed = torch.cat([box.flatten(), torch.tensor([whole.near, whole.far], device=box.device)])
         low, high = (corner.to(box.device).float() for corner in (whole.low, whole.high))
         return March(packed, self.step, self.mask, frame_of(low, high, self.mask.shape))
@@ -136,10 +140,12 @@ class Field(nn.Module):
         alpha = self.alpha(samples.points)
         least = LEAST if self.colours is not None else LEAST_COARSE
         keep = alpha.detach() > least
-        samples, alpha = samples.selected(keep), alpha[keep]
+        samples = samples.selected(keep)
+        alpha = alpha[keep]
         weights, rest = volume.composite(alpha, samples.offsets)
         keep = weights.detach() > least
-        samples, weights = samples.selected(keep), weights[keep]
+        samples = samples.selected(keep)
+        weights = weights[keep]
         points, spikes = self._colours(samples, rays.views)
         background = torch.tensor(self.background, dtype=weights.dtype, device=weights.device)
         colours = Ragged(weights[:, None] * points, samples.offsets).sums() + rest[:, None] * background
@@ -192,7 +198,8 @@ class ColourNetwork(nn.Module):
 
 def occupancy(field: Field) -> Tensor:
     """bool [64, 64, 64] over the scene's box: cells in or beside which an opacity is above 1e-3; all where none is."""
-    low, high = field.scene_box.low.float(), field.scene_box.high.float()
+    low = field.scene_box.low.float()
+    high = field.scene_box.high.float()
     with torch.no_grad():
         alpha = field.alpha(_lattice(low, high, MASK)).view(1, 1, MASK, MASK, MASK)
     occupied = F.max_pool3d(alpha, 3, 1, 1)[0, 0] > OCCUPIED
@@ -207,7 +214,8 @@ def _lattice(low: Tensor, high: Tensor, size: int) -> Tensor:
 
 def tight_box(field: Field, mask: Tensor) -> Tensor:
     """[2, 3]: the smallest box round all occupied cells, half a cell larger."""
-    low, high = field.scene_box.low.float(), field.scene_box.high.float()
+    low = field.scene_box.low.float()
+    high = field.scene_box.high.float()
     cells = mask.nonzero()
     side = (high - low) / (MASK - 1)
     return torch.stack([low + (cells.amin(0) - 0.5) * side, low + (cells.amax(0) + 0.5) * side])

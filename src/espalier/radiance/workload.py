@@ -61,7 +61,10 @@ class RadianceWorkload(Plain):
 
     def __init__(self, recipe: Recipe, scene: Scene, phase: Phase | None = None) -> None:
         assert isinstance(recipe.model, Voxels)
-        self.recipe, self.scene, self.options, self._phase = recipe, scene, recipe.model, phase
+        self.recipe = recipe
+        self.scene = scene
+        self.options = recipe.model
+        self._phase = phase
         self.global_batch = recipe.train.batch_tokens or 2048
         self.nominal_weight = float(self.global_batch)
         self._dtype = torch.float32
@@ -94,7 +97,8 @@ class RadianceWorkload(Plain):
         return self._field(self.stage).to(device=device, dtype=dtype)
 
     def _field(self, stage: str) -> Field:
-        options, box = self.options, SceneBox(self.scene.box[0], self.scene.box[1])
+        options = self.options
+        box = SceneBox(self.scene.box[0], self.scene.box[1])
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.recipe.train.seed)
             if stage == "coarse":
@@ -114,7 +118,8 @@ class RadianceWorkload(Plain):
         """The fine field's mask, box and density from the coarse field's."""
         if self.stage == "coarse":
             return state
-        coarse, fine = self._field("coarse"), self._field("fine")
+        coarse = self._field("coarse")
+        fine = self._field("fine")
         coarse.load_state_dict(dict(state))
         return refined(coarse.float(), fine)
 
@@ -148,7 +153,8 @@ class RadianceWorkload(Plain):
 
     def _batch(self, views: Tensor, chosen: Tensor) -> RayBatch:
         """Rays by number among all pixels of `views`."""
-        which, pixels = views[chosen // self._pixels], chosen % self._pixels
+        which = views[chosen // self._pixels]
+        pixels = chosen % self._pixels
         return RayBatch(self.scene.rays(which, pixels), self.scene.colours(which, pixels))
 
     def loss(self, model: nn.Module, batch: RayBatch) -> tuple[Tensor, Tensor]:
@@ -184,7 +190,8 @@ class RadianceWorkload(Plain):
     @torch.no_grad()
     def evaluate(self, model: nn.Module, shard: Shard) -> Sums:
         """Squared error; and of rays spikes, and joules of the colour network with all of an image's rays."""
-        every, samples = len(self._held) * self._pixels, self.validation_samples()
+        every = len(self._held) * self._pixels
+        samples = self.validation_samples()
         names = ["loss", *(self._figures() if self.stage == "fine" else [])]
         totals = {name: [0.0, 0.0] for name in names}
         for start, stop in shard.cuts:
@@ -229,7 +236,8 @@ class RadianceWorkload(Plain):
         test = list(self.scene.parts["test"]) or self._held.tolist()
         if not test or not len(self.scene.images):
             return []
-        shown, rows = [], list[Sequence[str | float]]()
+        shown = []
+        rows = list[Sequence[str | float]]()
         for view in test[:: max(1, len(test) // SHOWN)][:SHOWN]:
             made = self.render(model, self.scene.lens, self.scene.poses[view])
             truth = self.scene.images[view]
@@ -258,14 +266,16 @@ class RadianceWorkload(Plain):
 
     def rendered(self, model: nn.Module, lens: Lens, pose: Tensor, chunk: int = CHUNK) -> Iterator[Rendered]:
         """What the field makes of a view's rays, `chunk` at a time, row after row."""
-        device, pixels = next(model.parameters()).device, torch.arange(lens.width * lens.height)
+        device = next(model.parameters()).device
+        pixels = torch.arange(lens.width * lens.height)
         for chunk_pixels in pixels.split(chunk):
             rays = self.scene.rays_through(lens, pose.expand(len(chunk_pixels), 4, 4), chunk_pixels)
             yield model(Rays(*(ray.to(device, self._dtype) for ray in rays)))
 
     def _nearness(self, depths: Tensor) -> Tensor:
         """1 at the nearest, 0 at what lies behind everything."""
-        low, high = depths.amin(), depths.amax()
+        low = depths.amin()
+        high = depths.amax()
         return (high - depths) / (high - low).clamp(min=1e-6)
 
     # --- the rest ------------------------------------------------------------------------------------------------
@@ -303,7 +313,8 @@ class RadianceWorkload(Plain):
         cells, columns = self._grid()
         share = -math.expm1(-TOUCHED * self.global_batch / cells**2)
         # Neighbours along z are touched.
-        density, features = sparse_blocks.ratio(share, 2), sparse_blocks.ratio(share, 2 * columns)
+        density = sparse_blocks.ratio(share, 2)
+        features = sparse_blocks.ratio(share, 2 * columns)
         return (1 + columns) / (1 / density + columns / features)
 
 

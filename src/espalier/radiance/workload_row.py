@@ -81,7 +81,8 @@ def _placed(scene: Scene, pose: Tensor) -> Tensor:
 
 def _lens(lens: Lens, table: Mapping[str, Any], where: str) -> Lens:
     """The scene's lens in the file's size, or the file's own."""
-    width, height = table.get("w", lens.width), table.get("h", lens.height)
+    width = table.get("w", lens.width)
+    height = table.get("h", lens.height)
     if not all(isinstance(length, int) and 1 <= length <= _MOST for length in (width, height)):
         raise UserError(f"{where} asks for {width} × {height} pixels.", do=f"w and h from 1 to {_MOST}")
     if {"camera_angle_x", "fl_x"} & set(table):
