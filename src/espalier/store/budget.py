@@ -19,7 +19,8 @@ class Budget:
     """
 
     def __init__(self, size: int, option: str = "store.memory") -> None:
-        self.size, self.option = size, option
+        self.size = size
+        self.option = option
         self._taken: Counter[str] = Counter()
         self._lock = threading.Lock()
 
@@ -57,7 +58,9 @@ class Lease:
     """Bytes taken from a budget until `give_back`, or until the end of a `with`."""
 
     def __init__(self, budget: Budget, size: int, what: str) -> None:
-        self._budget, self.size, self.what = budget, size, what
+        self._budget = budget
+        self.size = size
+        self.what = what
 
     def give_back(self) -> None:
         """Returns the bytes; calling it again returns nothing more."""

@@ -59,7 +59,8 @@ def aligned(size: int) -> Tensor:
     buffer = torch.frombuffer(memory, dtype=torch.uint8)
     if size < HUGE:
         return buffer
-    begin, whole = -buffer.data_ptr() % HUGE, pages(size) // HUGE * HUGE
+    begin = -buffer.data_ptr() % HUGE
+    whole = pages(size) // HUGE * HUGE
     with suppress(OSError, AttributeError):  # a kernel without them
         memory.madvise(mmap.MADV_HUGEPAGE, begin, whole)
         memory.madvise(mmap.MADV_NOHUGEPAGE, begin + whole)  # the last would take more than was asked for
@@ -114,7 +115,8 @@ class DirectFile(Closing):
     """
 
     def __init__(self, path: Path, mode: Mode, size: int = 0) -> None:
-        self.path, self.direct = path, True
+        self.path = path
+        self.direct = True
         self._fd = -1
         flags = {"read": os.O_RDONLY, "write": os.O_RDWR, "create": os.O_RDWR | os.O_CREAT | os.O_TRUNC}[mode]
         try:
@@ -155,7 +157,8 @@ class DirectFile(Closing):
 
         Raises UserError when the file is too short.
         """
-        view, at = bytes_of(buffer), 0
+        view = bytes_of(buffer)
+        at = 0
         needed = len(view) if needed is None else needed
         straight = offset % PAGE == 0 and buffer.data_ptr() % PAGE == 0
         body = len(view) // PAGE * PAGE if straight else 0
@@ -257,7 +260,8 @@ class DirectFile(Closing):
 
     def close(self) -> None:
         """Ends the use of the file. May be called twice."""
-        fd, self._fd = self._fd, -1
+        fd = self._fd
+        self._fd = -1
         if fd >= 0:
             os.close(fd)
 
@@ -302,7 +306,8 @@ class StripedFile(Closing):
             row, number = divmod(piece, len(self.files))
             count = min(size, STRIPE - begin)
             yield self.files[number], row * STRIPE + begin, count
-            offset, size = offset + count, size - count
+            offset += count
+            size -= count
 
     def split_runs(self, runs: NDArray[np.int64]) -> Iterator[tuple[DirectFile, NDArray[np.int64]]]:
         offset, size, place = runs.T
@@ -318,14 +323,16 @@ class StripedFile(Closing):
             yield file, np.ascontiguousarray(pieces[number == disk])
 
     def read_into(self, buffer: Tensor, offset: int, needed: int | None = None) -> None:
-        flat, at = flat_bytes(buffer), 0
+        flat = flat_bytes(buffer)
+        at = 0
         needed = buffer.nbytes if needed is None else needed
         for file, place, count in self.parts(offset, buffer.nbytes):
             file.read_into(flat[at : at + count], place, max(0, min(count, needed - at)))
             at += count
 
     def write_from(self, buffer: Tensor, offset: int) -> None:
-        flat, at = flat_bytes(buffer), 0
+        flat = flat_bytes(buffer)
+        at = 0
         for file, place, count in self.parts(offset, buffer.nbytes):
             file.write_from(flat[at : at + count], place)
             at += count

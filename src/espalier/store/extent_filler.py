@@ -53,8 +53,12 @@ class ExtentFiller(Closing):
         queue: IoQueue | None = None,
         in_flight: int = 64 << 20,
     ) -> None:
-        self.where, self.sizes, self._queue, self._in_flight = where, dict(sizes), queue, in_flight
-        self._offsets, end = {}, 0
+        self.where = where
+        self.sizes = dict(sizes)
+        self._queue = queue
+        self._in_flight = in_flight
+        self._offsets = {}
+        end = 0
         for name, size in self.sizes.items():
             self._offsets[name] = end
             end += pages(size)
@@ -120,7 +124,8 @@ class ExtentFiller(Closing):
         memory, data = room
         if not len(data):
             return
-        before, after = self.filled[name], self.filled[name] + len(data)
+        before = self.filled[name]
+        after = self.filled[name] + len(data)
         assert after <= self.sizes[name], f"{after} bytes for {name!r} of {self.sizes[name]}"
         self._hashes[name].update(bytes_of(data))
         self.filled[name] = after

@@ -91,7 +91,8 @@ class ExtentFile(Closing):
     """
 
     def __init__(self, where: Where, remedy: str = "") -> None:
-        self.path, self.remedy = first_path(where), remedy
+        self.path = first_path(where)
+        self.remedy = remedy
         self._file = open_file(where, "read")
         extents, whole = read_index(self.path, remedy)
         index = index_path(self.path)
@@ -166,8 +167,10 @@ class ExtentFile(Closing):
     def check_pages(self, name: str, keys: NDArray[np.int64], data: Tensor, rows: NDArray[np.int64]) -> None:
         """Compares pages of the extent `name`, those `keys` of the file, in `data[rows]` [n, PAGE], with what was
         written. Raises DamagedExtent with the first page that differs."""
-        extent, view = self.extent(name), bytes_of(data)
-        hashes, first = np.frombuffer(extent.pages, "<u4"), extent.offset // PAGE
+        extent = self.extent(name)
+        view = bytes_of(data)
+        hashes = np.frombuffer(extent.pages, "<u4")
+        first = extent.offset // PAGE
         for page, row in zip((keys - first).tolist(), rows.tolist(), strict=True):
             size = min(PAGE, extent.bytes - page * PAGE)
             if xxhash.xxh3_64_intdigest(view[row * PAGE : row * PAGE + size]) & 0xFFFFFFFF != hashes[page]:
@@ -310,7 +313,8 @@ def read_index(path: Path, remedy: str = "") -> tuple[list[Extent], int]:
         do = remedy or "name the file that an ExtentWriter has made"
         raise UserError(f"{index} is not the index of a container.", do=do)
     extents = []
-    at, decoder = len(MAGIC), msgspec.msgpack.Decoder(Extent)
+    at = len(MAGIC)
+    decoder = msgspec.msgpack.Decoder(Extent)
     while at + _FRAME.size <= len(text):
         size, check = _FRAME.unpack_from(text, at)
         record = text[at + _FRAME.size : at + _FRAME.size + size]

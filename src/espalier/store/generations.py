@@ -67,7 +67,8 @@ class Generations(Closing):
         self.restored = ""
         self.read_bytes = self.written_bytes = 0
         table = _read_table(self.path, self._file)
-        self._sizes, self._count = table.sizes, table.generations
+        self._sizes = table.sizes
+        self._count = table.generations
         self._layout = _FileLayout(table)
         headers = self._layout.headers(self._file)
         if not headers:
@@ -84,7 +85,8 @@ class Generations(Closing):
             self._choose(headers)
 
     def _use(self, header: _Header) -> None:
-        self._header, self._clean = header, True
+        self._header = header
+        self._clean = True
         self._pending: dict[str, tuple[int, int]] = {}
         self._committed = dict(zip(self._sizes, zip(header.places, header.hashes, strict=True), strict=True))
 
@@ -258,7 +260,8 @@ class _FileLayout:
         return sum(any(slot) for slot in self._slots(file))
 
     def _slots(self, file: File) -> list[bytes]:
-        page, texts = aligned(self._header_bytes), []
+        page = aligned(self._header_bytes)
+        texts = []
         for slot in range(2):
             file.read_into(page, self.table_bytes + slot * self._header_bytes)
             texts.append(bytes(bytes_of(page)))

@@ -57,7 +57,9 @@ class _Transfer:
     def __init__(self, count: int) -> None:
         self.future: Future[None] = Future()
         self.future.set_running_or_notify_cancel()
-        self._left, self._error, self._lock = count, None, threading.Lock()
+        self._left = count
+        self._error = None
+        self._lock = threading.Lock()
 
     _error: BaseException | None
 
@@ -94,7 +96,9 @@ class IoQueue(Closing):
         self.stats = IoStats()
         self.ring = uring.available() if ring is None else ring
         self._most = threads or (RING_THREADS if self.ring else THREADS)
-        self._depth, self._closed, self._turn = depth, False, 0
+        self._depth = depth
+        self._closed = False
+        self._turn = 0
         self._writers = max(1, self._most // 4)
         self._begin()
         _hear_of_forks()
@@ -223,7 +227,8 @@ class IoQueue(Closing):
 
 def _pieces(file: File, offset: int, buffer: Tensor) -> Iterator[tuple[DirectFile, int, Tensor, int]]:
     """(file on one disk, offset there, piece of the buffer, where in the buffer it begins)."""
-    flat, begin = flat_bytes(buffer), 0
+    flat = flat_bytes(buffer)
+    begin = 0
     for part, place, count in file.parts(offset, buffer.nbytes):
         for at in range(0, count, PIECE):
             size = min(PIECE, count - at)

@@ -49,7 +49,8 @@ class Ring:
         if fd < 0:
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
         self._fd = fd
-        submit, complete = params.submit, params.complete
+        submit = params.submit
+        complete = params.complete
         size = max(submit.array + 4 * params.submissions, complete.events + 16 * params.completions)
         self._shared = np.frombuffer(mmap.mmap(fd, size), np.uint32)
         entries = mmap.mmap(fd, 64 * params.submissions, offset=ENTRIES_AT)
@@ -64,7 +65,8 @@ class Ring:
         return int(failed)
 
     def close(self) -> None:
-        fd, self._fd = self._fd, -1
+        fd = self._fd
+        self._fd = -1
         if fd >= 0:
             os.close(fd)
 

@@ -13,7 +13,8 @@ class MemoryRows:
 
     def __init__(self, table: Tensor) -> None:
         self.table = table
-        self.dtype, self.shape = table.dtype, tuple(table.shape[1:])
+        self.dtype = table.dtype
+        self.shape = tuple(table.shape[1:])
 
     def __len__(self) -> int:
         return len(self.table)

@@ -62,10 +62,12 @@ class PageCache:
         fresh = kept_keys[~np.isin(kept_keys, self.keys, assume_unique=True)]
         slots = np.empty(len(kept_keys), np.int64)
         new = np.isin(kept_keys, fresh, assume_unique=True)
-        slots[~new], slots[new] = self._slots[stays], free[: len(fresh)]
+        slots[~new] = self._slots[stays]
+        slots[new] = free[: len(fresh)]
         rows = torch.from_numpy(np.searchsorted(keys, fresh))
         self.pages.index_copy_(0, torch.from_numpy(slots[new]), pages[rows])
-        self.keys, self._slots = kept_keys, slots
+        self.keys = kept_keys
+        self._slots = slots
 
 
 def pages_of(slots: Array, start: int, row_bytes: int) -> Array:
@@ -73,7 +75,8 @@ def pages_of(slots: Array, start: int, row_bytes: int) -> Array:
     if not len(slots):
         return np.zeros(0, np.int64)
     begin = start + slots.astype(np.int64) * row_bytes
-    first, last = begin // PAGE, (begin + row_bytes - 1) // PAGE
+    first = begin // PAGE
+    last = (begin + row_bytes - 1) // PAGE
     return np.unique(np.concatenate([np.minimum(first + at, last) for at in range(int((last - first).max()) + 1)]))
 
 

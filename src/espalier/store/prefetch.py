@@ -30,7 +30,8 @@ class BoundedQueue:
 
     def __init__(self, depth: int) -> None:
         self._items: deque[Any] = deque()
-        self._depth, self._closed = depth, False
+        self._depth = depth
+        self._closed = False
         self._changed = threading.Condition()
 
     def put(self, item: Any) -> None:

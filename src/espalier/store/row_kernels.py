@@ -21,7 +21,8 @@ def merge_rows(ids, order, start, offset, stride, size, longest, runs, places): 
     rows = min(len(places), len(order) - start)
     for at in range(rows):
         begin = offset + ids[order[start + at]] * stride
-        first, behind = begin >> 12, ((begin + size - 1) >> 12) + 1
+        first = begin >> 12
+        behind = ((begin + size - 1) >> 12) + 1
         unread = first if first > after else after  # the first page that is not read yet
         fresh = behind - unread
         if fresh > 0:

@@ -95,7 +95,9 @@ class RowFile(base.Closing):
     ) -> None:
         self._owned: list[Any] = []
         self._file: File = self._own(open_file(file, "read")) if isinstance(file, Path | Sequence) else file
-        self.layout, self.dtype, self.shape = layout, layout.dtype, layout.shape
+        self.layout = layout
+        self.dtype = layout.dtype
+        self.shape = layout.shape
         if self._file.size < layout.end:
             raise _too_short(self._file, layout)
         self._queue = queue or self._own(IoQueue())
@@ -142,7 +144,8 @@ class RowFile(base.Closing):
                 if before is not None:
                     flying.popleft().result()
                     before.copy(self._buffers[(turn - 1) % 2], order, out)
-                before, last = group, turn
+                before = group
+                last = turn
             if before is not None:
                 flying.popleft().result()
                 before.copy(self._buffers[last % 2], order, out)
@@ -169,7 +172,8 @@ class RowFile(base.Closing):
             runs, places = room[turn % 2]
             rows, count, used = merge_rows(numbers, order, start, *where, LONGEST, runs, places)
             yield _Group(start, runs[:count], places[:rows], used)
-            start, turn = start + rows, turn + 1
+            start += rows
+            turn += 1
 
     def close(self) -> None:
         """Closes what the table opened."""
@@ -187,25 +191,30 @@ class RowWriter(base.Closing):
 
     def __init__(self, where: Where, layout: RowLayout, memory: int = MEMORY) -> None:
         assert layout.offset % PAGE == 0, f"the first row at {layout.offset}"
-        self.layout, self.rows = layout, 0
+        self.layout = layout
+        self.rows = 0
         self._file = open_file(where, "create", pages(layout.end))
         self._buffer = aligned(max(memory, pages(layout.step) + PAGE))
         self._bytes = self._buffer.numpy()
-        self._at, self._filled = layout.offset, 0
+        self._at = layout.offset
+        self._filled = 0
 
     def append(self, data: Tensor) -> None:
         """The next rows, [n, *shape]."""
         assert data.dtype == self.layout.dtype
         assert tuple(data.shape[1:]) == self.layout.shape
         assert self.rows + len(data) <= self.layout.rows
-        step, size = self.layout.step, self.layout.row_bytes
-        flat, done = np.asarray(bytes_of(data)).reshape(len(data), size), 0
+        step = self.layout.step
+        size = self.layout.row_bytes
+        flat = np.asarray(bytes_of(data)).reshape(len(data), size)
+        done = 0
         while done < len(data):
             count = min(len(data) - done, (len(self._buffer) - self._filled) // step)
             place = self._bytes[self._filled : self._filled + count * step].reshape(count, step)
             place[:, :size] = flat[done : done + count]  # NumPy's copy: torch's threads would spin beside the transfers
             place[:, size:] = 0
-            self._filled, done = self._filled + count * step, done + count
+            self._filled = self._filled + count * step
+            done += count
             if len(self._buffer) - self._filled < step:
                 self._flush(self._filled // PAGE * PAGE)
         self.rows += len(data)

@@ -22,7 +22,8 @@ _RETRY = 0.02
 @contextmanager
 def locked(folder: Path, wait: float = 5.0) -> Iterator[None]:
     """Inside, no other process serves from `folder`. Raises UserError where one does for longer than `wait` seconds."""
-    until, file = time.monotonic() + wait, os.open(folder, os.O_RDONLY)
+    until = time.monotonic() + wait
+    file = os.open(folder, os.O_RDONLY)
     try:
         while True:
             try:

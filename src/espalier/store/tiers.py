@@ -54,7 +54,9 @@ class MemoryTier:
     """Rows that are a tensor, uint8 [rows, row bytes], on any device. `slots`: where each one lies, if not in order."""
 
     def __init__(self, name: str, rows: Tensor, slots: Array | None = None) -> None:
-        self.name, self.rows, self.slots = name, rows, slots
+        self.name = name
+        self.rows = rows
+        self.slots = slots
 
     def buffer_bytes(self, slots: Array) -> int:
         """Bytes, whole pages, of the buffer that `fetch` needs for these rows."""
@@ -62,7 +64,8 @@ class MemoryTier:
 
     def fetch(self, slots: Array, buffer: Tensor) -> Fetched:
         """Begins to bring the rows at `slots`; `buffer` (uint8, page-aligned) is the tier's until they are placed."""
-        size, at = self.rows.shape[1], slots if self.slots is None else self.slots[slots]
+        size = self.rows.shape[1]
+        at = slots if self.slots is None else self.slots[slots]
         return Fetched(self.rows.view(-1), at.astype(np.int64) * size, _nothing, {self.name: len(slots) * size})
 
 
