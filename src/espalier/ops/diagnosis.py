@@ -279,7 +279,8 @@ def _healthy(scanned: Scanned, parsed: Sequence[LogLine]) -> Diagnosis:
 
 
 def _of_cause(file: str, cause: Cause, parsed: Sequence[LogLine]) -> Diagnosis:
-    named, root = cause.named, cause.root
+    named = cause.named
+    root = cause.root
     reason = named.rule.reason or UNKNOWN
     action, advice = _action(cause)
     rank = _rank(cause, parsed)
@@ -287,7 +288,8 @@ def _of_cause(file: str, cause: Cause, parsed: Sequence[LogLine]) -> Diagnosis:
     shown = [EvidenceLine(root.line.number, _cut(root.line.raw), f"the cause ({root.rule.id})")]
     if named is not root:
         shown.append(EvidenceLine(named.line.number, _cut(named.line.raw), f"names it ({named.rule.id})"))
-    seen, rules_shown = {line.line for line in shown}, {root.rule.id, named.rule.id}
+    seen = {line.line for line in shown}
+    rules_shown = {root.rule.id, named.rule.id}
     for other in cause.others:
         if other.line.number not in seen and other.rule.id not in rules_shown and len(shown) <= SHOWN:
             says = "follows" if other.line.number > root.line.number else "stands before"
@@ -305,7 +307,8 @@ def _action(cause: Cause) -> tuple[Action, str]:
     would take out one after the other."""
     rule = cause.named.rule
     usual = REASONS[rule.reason or UNKNOWN]
-    action, advice = rule.action or usual.action, rule.advice or usual.advice
+    action = rule.action or usual.action
+    advice = rule.advice or usual.advice
     shown = any(finding.about_hardware for finding in (cause.root, cause.named, *cause.others))
     if action != "isolate" or shown:
         return action, advice

@@ -100,7 +100,8 @@ def write(path: Path, characters: Characters) -> Path:
     Raises:
         UserError: neither can be written.
     """
-    text, do = render(characters), "call it in a folder that may be written to"
+    text = render(characters)
+    do = "call it in a folder that may be written to"
     try:
         cache_dir.replace(path, text, do)
     except UserError:

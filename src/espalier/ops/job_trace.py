@@ -122,7 +122,9 @@ def _columns(names: Sequence[str], path: str) -> dict[str, int]:
 
 def _rows(path: str, reader: Iterator[list[str]], columns: Mapping[str, int]) -> Jobs:
     rows = []
-    bad, first, number = 0, "", 1
+    bad = 0
+    first = ""
+    number = 1
     while True:
         number += 1
         try:
@@ -132,7 +134,8 @@ def _rows(path: str, reader: Iterator[list[str]], columns: Mapping[str, int]) ->
         except StopIteration:
             break
         except (ValueError, IndexError, csv.Error) as error:
-            bad, first = bad + 1, first or f"line {number}: {error}"
+            bad += 1
+            first = first or f"line {number}: {error}"
     if not rows:
         raise UserError(
             f"The trace {path} has no job that can be read.",
@@ -303,12 +306,15 @@ def characterise(jobs: Jobs) -> Characters:
 
 def _groups(jobs: Jobs, time: Floats, words: Words, chosen: NDArray[np.bool_]) -> tuple[JobGroup, ...]:
     """The `chosen` jobs by their `words`; shares are of all that are chosen."""
-    count, all_time = int(chosen.sum()), float(time[chosen].sum())
+    count = int(chosen.sum())
+    all_time = float(time[chosen].sum())
     groups = []
     for name in np.unique(words[chosen]):
         rows = chosen & (words == name)
-        spent, lasted = float(time[rows].sum()), jobs.seconds[rows]
-        middle, waits = _percentiles(lasted, [50]), _percentiles(jobs.queued[rows], [50, 95])
+        spent = float(time[rows].sum())
+        lasted = jobs.seconds[rows]
+        middle = _percentiles(lasted, [50])
+        waits = _percentiles(jobs.queued[rows], [50, 95])
         groups.append(
             JobGroup(
                 name=str(name),
@@ -337,14 +343,17 @@ def curve(started: Floats, seconds: Floats, gpus: Floats) -> tuple[Floats, Float
         and the span in seconds. The mean times the bin's length, summed, is the GPU time of the jobs.
     """
     known = np.isfinite(started) & np.isfinite(seconds) & (seconds >= 0)
-    begins, lasts, gpus = started[known], seconds[known], gpus[known]
+    begins = started[known]
+    lasts = seconds[known]
+    gpus = gpus[known]
     if not len(begins) or not float((begins + lasts).max()) > float(begins.min()):
         return np.empty(0), np.empty(0), 0.0, 0.0
     origin = float(begins.min())
     times = np.concatenate([begins, begins + lasts]) - origin
     steps = np.concatenate([gpus, -gpus])
     order = np.lexsort((steps, times))  # at one moment ends come before starts
-    times, level = times[order], np.cumsum(steps[order])
+    times = times[order]
+    level = np.cumsum(steps[order])
     span = float(times[-1])
     edges = np.linspace(0.0, span, POINTS + 1)
     area = np.concatenate([[0.0], np.cumsum(level[:-1] * np.diff(times))])

@@ -198,7 +198,8 @@ def choose(findings: Sequence[Finding], losses: Sequence[Loss], ranks: int = 1) 
 
 def _still_open(findings: Sequence[Finding], losses: Sequence[Loss], ranks: int) -> list[Finding]:
     """The findings after which the job did not go on."""
-    enough, known = WENT_ON * max(1, ranks), [loss.number for loss in losses if math.isfinite(loss.value)]
+    enough = WENT_ON * max(1, ranks)
+    known = [loss.number for loss in losses if math.isfinite(loss.value)]
     return [finding for finding in findings if len(known) < enough or finding.line.number > known[-enough]]
 
 
@@ -239,7 +240,8 @@ def _renamed(named: Finding, faults: Sequence[Finding]) -> Cause:
     refined = next((finding for finding in before if named.rule.id in finding.rule.after), None)
     root = named
     if refined is not None:
-        root, named = min(named, refined, key=lambda finding: finding.line.number), refined
+        root = min(named, refined, key=lambda finding: finding.line.number)
+        named = refined
     earlier = [
         finding for finding in before if finding.rule.id in named.rule.after and finding.line.number < root.line.number
     ]

@@ -80,12 +80,15 @@ def _words(letters: NDArray[np.uint8]) -> Iterator[NDArray[np.int64]]:
     halves = eights[places]
     for word in table.words:
         hits = np.flatnonzero((halves & word.first_mask.take(groups)) == word.first.take(groups))
-        maybe, group = places.take(hits), groups.take(hits)
+        maybe = places.take(hits)
+        group = groups.take(hits)
         yield maybe.compress((eights[maybe + 8] & word.last_mask.take(group)) == word.last.take(group))
         left = np.flatnonzero(word.more.take(groups))
         if not len(left):
             return
-        places, groups, halves = places.take(left), groups.take(left), halves.take(left)
+        places = places.take(left)
+        groups = groups.take(left)
+        halves = halves.take(left)
 
 
 class _WordFinder(NamedTuple):
@@ -118,9 +121,11 @@ def _table(words: tuple[bytes, ...]) -> _KeywordTable:
                 key = (first * 32 + second) * _MIX + third * 32 + fourth
                 mixed.setdefault(key % 2**16, set()).add(word)
     groups = sorted({tuple(sorted(places)) for places in mixed.values()})
-    begins, group = np.zeros(2**16, np.bool_), np.zeros(2**16, np.uint8)
+    begins = np.zeros(2**16, np.bool_)
+    group = np.zeros(2**16, np.uint8)
     for key, names in mixed.items():
-        begins[key], group[key] = True, groups.index(tuple(sorted(names)))
+        begins[key] = True
+        group[key] = groups.index(tuple(sorted(names)))
     rounds = range(max(map(len, groups)))
     return _KeywordTable(begins, group, tuple(_words_at(groups, at) for at in rounds))
 

@@ -119,9 +119,11 @@ def _parse(
     seen = {}
     at = 0
     if ranked and (match := _BARE_RANK.match(raw)):
-        seen["rank"], at = match[1], match.end()
+        seen["rank"] = match[1]
+        at = match.end()
     elif hosts is not None and (match := _BARE_HOST.match(raw)):
-        seen["pod"], at = match[1], match.end()
+        seen["pod"] = match[1]
+        at = match.end()
     for _ in range(8):
         match = _PREFIX.match(raw, at)
         if match is None or match.end() == at:

@@ -269,7 +269,8 @@ class _Keeper:
     def take(self, piece: bytes) -> None:
         """Looks at the lines that end within the next `piece` of the log."""
         self.size += len(piece)
-        first, last = piece.find(b"\n"), piece.rfind(b"\n") + 1
+        first = piece.find(b"\n")
+        last = piece.rfind(b"\n") + 1
         if last:
             self._grow(piece[:first])
             self._look(self.head + self.rest + piece[first:last], self.size - len(piece) + last)
@@ -364,7 +365,8 @@ class _Keeper:
 
     def _follow(self, block: _LineBlock) -> None:
         """Follows whether the last loss is a number, from a block's end back to its last loss that is one."""
-        odd, place = None, block.shapes.rfind(b"loss")
+        odd = None
+        place = block.shapes.rfind(b"loss")
         if place >= 0:
             self.losses.append(_Losses(block.text, block.before, block.until))
         while place >= 0:
