@@ -60,7 +60,8 @@ def _of_sample(
     tasks: Mapping[str, Task], batches: Sequence[int], model: MultitaskModel, task: int, number: str
 ) -> dict[str, Any]:
     """What the task says of one held-out sample."""
-    name, loss = model.tasks[task].name, model.tasks[task].loss
+    name = model.tasks[task].name
+    loss = model.tasks[task].loss
     samples = tasks[name].held_out
     size = len(samples.views) if isinstance(samples, SceneRays) else length(samples) if samples is not None else 0
     if samples is None or not number.isdecimal() or int(number) >= size:
@@ -74,14 +75,18 @@ def _of_sample(
     fields = to_device(collated(samples, indices), device.device, dtype=device.dtype)
     if loss == "next_token":
         text = bytes(fields["text"][0].tolist())
-        begun, others = text[: len(text) // 2], {key: value for key, value in fields.items() if key != "text"}
+        begun = text[: len(text) // 2]
+        others = {key: value for key, value in fields.items() if key != "text"}
         made = "".join(_written(model, task, begun, others, Sampling(tokens=len(text) - len(begun) - 1)))
-        shown, right = begun.decode("utf-8", "replace"), text.decode("utf-8", "replace")
+        shown = begun.decode("utf-8", "replace")
+        right = text.decode("utf-8", "replace")
         return {"task": name, "sample": at, "begin": shown, "right": right, "text": f"{name} {at}: {shown}{made}"}
-    outputs, head = _outputs(model, task, fields), cast("Head", model.heads[name])
+    outputs = _outputs(model, task, fields)
+    head = cast("Head", model.heads[name])
     if loss == "classes":
         scores = head.out[0](outputs[0][:, 0] if "nodes" in fields else outputs[0].mean(1))[0].softmax(-1)
-        best, label = int(scores.argmax()), int(fields["label"][0])
+        best = int(scores.argmax())
+        label = int(fields["label"][0])
         words = f"{name} {at}: class {best} ({float(scores[best]):.0%}), labelled {label}"
         return {"task": name, "sample": at, "class": best, "label": label, "share": float(scores[best]), "text": words}
     first_side, other = head.compared(outputs)
@@ -93,7 +98,9 @@ def _of_sample(
 
 def _rendered(model: MultitaskModel, task: int, held_out: SceneRays, at: int) -> dict[str, Any]:
     """A held-out view, written into a PNG file here, and how near it is to the truth."""
-    name, device, rays = model.tasks[task].name, next(model.parameters()), held_out.view(at)
+    name = model.tasks[task].name
+    device = next(model.parameters())
+    rays = held_out.view(at)
     parts = [
         {key: field[start : start + CHUNK] for key, field in rays.items()}
         for start in range(0, len(rays["rays"]), CHUNK)
@@ -125,8 +132,10 @@ def _written(
 ) -> Iterator[str]:
     """Pieces that follow `begun`. A window has a place less than in training, where the last one predicts nothing."""
     options = model.tasks[task]
-    tower, head = cast("TowerModule", model.towers[options.towers[0]]), cast("Head", model.heads[options.name])
-    size, text = len(tower.places), bytearray(begun)
+    tower = cast("TowerModule", model.towers[options.towers[0]])
+    head = cast("Head", model.heads[options.name])
+    size = len(tower.places)
+    text = bytearray(begun)
     generator = torch.Generator().manual_seed(sampling.seed)
     for _ in range(sampling.tokens):
         window = text[-(size - 1) :]

@@ -66,7 +66,8 @@ class Nodes(Dataset[Sample]):
     """Nodes with a label, each with some of its neighbours: the same ones whenever it is asked."""
 
     def __init__(self, graph: Any) -> None:
-        self.graph, self.notes = graph, tuple(graph.notes)
+        self.graph = graph
+        self.notes = tuple(graph.notes)
         self.labelled = np.flatnonzero(np.asarray(graph.labels) >= 0)
 
     def __len__(self) -> int:
@@ -85,7 +86,8 @@ class SceneRays(Dataset[Sample]):
     see of it; `colour` float32 [3]. `most`: so many at most, spread evenly."""
 
     def __init__(self, scene: Scene, views: Sequence[int], most: int | None = None) -> None:
-        self.scene, self.views = scene, torch.tensor(list(views), dtype=torch.int64)
+        self.scene = scene
+        self.views = torch.tensor(list(views), dtype=torch.int64)
         self.notes = tuple(scene.notes)
         self.every = len(self.views) * scene.lens.width * scene.lens.height
         self.size = min(self.every, most or self.every)
@@ -107,7 +109,8 @@ class SceneRays(Dataset[Sample]):
 
     def fields(self, pixels: Tensor) -> Sample:
         """Of pixels, numbered over all views."""
-        which, place = self.views[pixels // (each := self.every // len(self.views))], pixels % each
+        which = self.views[pixels // (each := self.every // len(self.views))]
+        place = pixels % each
         return {"rays": torch.cat(self.scene.rays(which, place), 1), "colour": self.scene.colours(which, place)}
 
 
@@ -180,7 +183,9 @@ def _nodes(task: TaskOptions) -> Nodes:
 
 def windows(path: str, length: int) -> ArrayDataset:
     """Windows of `length` bytes of the texts of `path`, one after the other."""
-    pieces, size, notes = [], 0, list[str]()
+    pieces = []
+    size = 0
+    notes = list[str]()
     for document in text_sources.documents(Data(path=path), notes=notes):
         pieces.append(document.data[: MOST - size])
         size += len(pieces[-1])
@@ -229,7 +234,8 @@ def glyphs(length: int, faces: int = 8) -> ArrayDataset:
             np.savez(fresh, images=np.stack(pictures), characters=np.array(characters))
             fresh.replace(file)
     with np.load(file) as stored:
-        images, characters = stored["images"], stored["characters"]
+        images = stored["images"]
+        characters = stored["characters"]
     names = [unicodedata.name(chr(character)).encode()[:length].ljust(length, b"\0") for character in characters]
     return ArrayDataset(image=images, text=np.frombuffer(b"".join(names), np.uint8).reshape(-1, length))
 

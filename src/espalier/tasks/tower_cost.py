@@ -85,7 +85,8 @@ def rows_of(part: PartCost, share: int) -> int:
 
 
 def _of_task(model: MultitaskModel, task: int, fields: Mapping[str, Tensor]) -> list[tuple[PartCost, _PartPass]]:
-    name, size = model.tasks[task].name, len(next(iter(fields.values())))
+    name = model.tasks[task].name
+    size = len(next(iter(fields.values())))
     outputs: dict[str, Tensor] = {}
     passes = []
     for node in model.nodes(task):
@@ -126,7 +127,9 @@ class _PartPass:
     """A part of a task on some of its samples."""
 
     def __init__(self, call: Callable[[Sequence[Tensor], Any], Any], inputs: Sequence[Tensor], fields: Any) -> None:
-        self.call, self.inputs, self.fields = call, inputs, fields
+        self.call = call
+        self.inputs = inputs
+        self.fields = fields
 
     def run(self, rows: int, gradient: bool = False) -> Any:
         taken = [value[:rows].detach().requires_grad_(gradient) for value in self.inputs]

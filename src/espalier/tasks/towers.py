@@ -56,10 +56,14 @@ class Attention(nn.Module):
 
     def __init__(self, width: int, causal: bool) -> None:
         super().__init__()
-        self.heads, self.causal = max(1, width // 32), causal
-        self.before, self.between = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.heads = max(1, width // 32)
+        self.causal = causal
+        self.before = nn.LayerNorm(width)
+        self.between = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
         """[samples, tokens, width] of the same."""
@@ -77,11 +81,9 @@ class NeighbourMean(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.norm, self.up, self.down = (
-            nn.LayerNorm(width),
-            nn.Linear(2 * width, 4 * width),
-            nn.Linear(4 * width, width),
-        )
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(2 * width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
         """[samples, 1 + neighbours, width] of the same."""
@@ -95,7 +97,8 @@ class TowerModule(nn.Module):
 
     def __init__(self, options: Tower, shapes: Shapes, inputs: Sequence[int]) -> None:
         super().__init__()
-        self.kind, width = options.kind, options.width
+        self.kind = options.kind
+        width = options.width
         self.adapters = nn.ModuleList(nn.Linear(columns_in, width) for columns_in in inputs)
         if self.kind == "text":
             self.table: nn.Module = nn.Embedding(256, width)
@@ -104,7 +107,8 @@ class TowerModule(nn.Module):
             self.table = nn.Linear(shapes.channels * PATCH * PATCH, width)
             self.places = nn.Parameter(0.02 * torch.randn((shapes.side // PATCH) ** 2, width))
         else:
-            self.table, self.places = nn.Linear(shapes.columns, width), nn.Parameter(torch.zeros(2, width))
+            self.table = nn.Linear(shapes.columns, width)
+            self.places = nn.Parameter(torch.zeros(2, width))
         block = (
             (lambda: NeighbourMean(width)) if self.kind == "graph" else (lambda: Attention(width, self.kind == "text"))
         )
@@ -207,10 +211,8 @@ class Head(nn.Module):
                 "accuracy": (right, count),
             }
         first_side, other = self.compared(outputs)
-        scores, labels = (
-            self.temperature.exp() * first_side @ other.T,
-            torch.arange(len(first_side), device=first_side.device),
-        )
+        scores = self.temperature.exp() * first_side @ other.T
+        labels = torch.arange(len(first_side), device=first_side.device)
         both = [F.cross_entropy(way, labels, reduction="sum") for way in (scores, scores.T)]
         return {"loss": ((both[0] + both[1]) / 2, count), "accuracy": ((scores.argmax(1) == labels).sum(), count)}
 
@@ -223,7 +225,8 @@ def colour_figures(output: Tensor, fields: Fields) -> Figures:
     """Of rays, from what a field gives. There are no parameters: a rank that runs nothing else holds nothing."""
     colours, rest, single = output[:, 0].split([3, 1, 1], 1)
     (entropy, weight), true = LOSSES["fine"], fields["colour"].to(colours.dtype)
-    loss, count = ray_losses(colours, rest[:, 0], true, entropy).sum(), torch.tensor(float(len(output)))
+    loss = ray_losses(colours, rest[:, 0], true, entropy).sum()
+    count = torch.tensor(float(len(output)))
     error = (colours.detach() - true).square().mean(1).sum()
     return {"loss": (loss + weight * single.sum(), count), "error": (error, count)}
 
@@ -233,8 +236,10 @@ class MultitaskModel(nn.Module):
 
     def __init__(self, recipe: Recipe, shapes: Shapes) -> None:
         super().__init__()
-        options, joint = {tower.name: tower for tower in recipe.towers or ()}, getattr(recipe.model, "joint", 64)
-        self.options, self.tasks = options, tuple(recipe.tasks or ())
+        options = {tower.name: tower for tower in recipe.towers or ()}
+        joint = getattr(recipe.model, "joint", 64)
+        self.options = options
+        self.tasks = tuple(recipe.tasks or ())
         widths = {name: option.width for name, option in options.items()}
         self.towers = nn.ModuleDict(
             {

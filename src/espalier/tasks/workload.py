@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from espalier.module.parts import Parts, Task, collated, length, tasks_of
 from espalier.module.workload import ModuleWorkload
 from espalier.parallel.workload import Shard, Tagged, to_device
-from espalier.radiance.scenes import Scene
 from espalier.radiance.workload import psnr
 from espalier.recipe import Recipe
 from espalier.recipe.cost import PartCost, Product, Profile, Work
@@ -134,7 +133,8 @@ def _metrics(task: int, model: nn.Module, fields: Any) -> dict[str, tuple[Tensor
 
 def open_multitask(recipe: Recipe, folder: Path | None = None) -> MultitaskWorkload:
     """Reads the tasks' data and builds the towers. Raises UserError for what does not fit together."""
-    options, towers = recipe.tasks or (), recipe.towers or ()
+    options = recipe.tasks or ()
+    towers = recipe.towers or ()
     kinds = {tower.name: tower.kind for tower in towers}
     tasks = {}
     shape: dict[str, tuple[int, ...]] = {}
