@@ -64,8 +64,11 @@ class CheckpointWatcher:
     """
 
     def __init__(self, run: Path, saved: Checkpoints, dtype: torch.dtype, tasks: Mapping[str, EvaluationTask]) -> None:
-        self.path, self.dtype, self.tasks = run, dtype, tasks
-        self.log, folder = run / events.NAME, run / "eval"
+        self.path = run
+        self.dtype = dtype
+        self.tasks = tasks
+        self.log = run / events.NAME
+        folder = run / "eval"
         self.history = EvalHistory(self.log)
         folder.mkdir(exist_ok=True)
         self._lock = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -74,8 +77,10 @@ class CheckpointWatcher:
         except OSError:
             os.close(self._lock)
             raise UserError(f"{run} is being evaluated by another process.", do="wait for it, or end it") from None
-        self._saved, self._held = saved, Checkpoints(folder / "held")
-        self._held.trust, self._held.run = saved.trust, saved.run
+        self._saved = saved
+        self._held = Checkpoints(folder / "held")
+        self._held.trust = saved.trust
+        self._held.run = saved.run
         self._content = {name: task.content for name, task in tasks.items()}
         self._skipped: set[tuple[int, str]] = set()
         self._seen = set(self.history.saved)
@@ -118,7 +123,8 @@ class CheckpointWatcher:
             pending = self._pending()
             yield from self._missed()
             if pending:
-                last_words, looked = "", time.monotonic()
+                last_words = ""
+                looked = time.monotonic()
                 for update in self._evaluate(workers, pending[0]):
                     if time.monotonic() - looked > POLL:
                         self._hold()
@@ -146,7 +152,8 @@ class CheckpointWatcher:
         pending = {}
         for source in (self._saved, self._held):
             for name in source.place.names():
-                step, seal = step_of(name) or 0, _seal(source.place, name)
+                step = step_of(name) or 0
+                seal = _seal(source.place, name)
                 left = tuple(task for task in self.tasks if again or self._key(seal, task) not in self.history.done)
                 if seal and left and (step, seal) not in self._skipped:
                     pending[name] = _Pending(step, seal, source, left)
@@ -157,7 +164,8 @@ class CheckpointWatcher:
 
     def _hold(self) -> None:
         """Links new checkpoints into our own folder. What cannot be linked is read where it is."""
-        saved, held_place = self._saved.place, self._held.place
+        saved = self._saved.place
+        held_place = self._held.place
         if not isinstance(saved, Folder):
             return
         for name in saved.names():
@@ -170,7 +178,8 @@ class CheckpointWatcher:
     def _missed(self) -> Iterator[Update]:
         """Says which checkpoints were committed since the watch began, and deleted before it could take them."""
         there = {step_of(name) for source in (self._saved, self._held) for name in source.place.names()}
-        missed, self._seen = self.history.saved - self._seen - there, self._seen | self.history.saved
+        missed = self.history.saved - self._seen - there
+        self._seen = self._seen | self.history.saved
         for step in sorted(missed):
             yield self._left_out(step, "training deleted it before it was seen; set checkpoint.keep higher")
 
@@ -189,7 +198,8 @@ class CheckpointWatcher:
             self._skipped.add((pending.step, pending.seal))
             yield self._left_out(pending.step, error.why or error.what)
             return
-        tasks, share = [self.tasks[name] for name in pending.tasks], 0.0
+        tasks = [self.tasks[name] for name in pending.tasks]
+        share = 0.0
         try:
             for update in evaluate(workers, model.source, tasks, self.history.seconds):
                 if isinstance(update, float):

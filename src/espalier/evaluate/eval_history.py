@@ -32,7 +32,9 @@ class EvalHistory:
     """
 
     def __init__(self, path: Path) -> None:
-        self.path, self.ended, self._offset = path, "", 0
+        self.path = path
+        self.ended = ""
+        self._offset = 0
         self.saved: set[int] = set()
         self.notes: set[str] = set()
         self.figures: dict[ResultKey, set[str]] = {}

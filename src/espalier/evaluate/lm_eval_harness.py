@@ -24,7 +24,8 @@ class Answers:
     """The three questions of the harness, answered by our model. Knows nothing of the harness."""
 
     def __init__(self, model: gpt.GPT, tokenizer: Tokenizer) -> None:
-        self.model, self.tokenizer = model, tokenizer
+        self.model = model
+        self.tokenizer = tokenizer
 
     def continuation(self, context: str, continuation: str) -> tuple[float, bool]:
         """Log-likelihood (nats) of `continuation` after `context`, and whether greedy decoding would give it."""
@@ -36,7 +37,8 @@ class Answers:
     def rolling(self, text: str) -> float:
         """Log-likelihood (nats) of all of `text`, each token seen once, with as much before it as fits."""
         ids = [self.tokenizer.boundary, *self._ids(text)]
-        room, total = self.model.size.context, 0.0
+        room = self.model.size.context
+        total = 0.0
         for start in range(1, len(ids), room):
             stop = min(len(ids), start + room)
             head = ids[max(0, stop - room - 1) : start]
@@ -102,7 +104,8 @@ class HarnessTask:
     """One task of the harness, as one record: the harness brings its own data, prompts and metrics."""
 
     def __init__(self, task: str, tokenizer: Tokenizer) -> None:
-        self.name, self.records = task, 1
+        self.name = task
+        self.records = 1
         self._tokenizer = tokenizer
         try:
             import lm_eval

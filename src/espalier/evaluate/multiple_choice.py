@@ -50,7 +50,8 @@ def read(path: Path, name: str, use: FieldUse | None = None) -> tuple[Question, 
     form = row_files.look(entry, frozenset({"choices"}))
     form = "lines" if form in ("text", "document") else form
     rows = [] if form == "binary" or not size else row_files.rows(entry, form)
-    use, questions = use or FieldUse(COLUMNS), []
+    use = use or FieldUse(COLUMNS)
+    questions = []
     for place, row in rows:
         use.count(key for key, value in row.items() if value is not None)
         questions.append(_question(row, path, int(place.rpartition(":")[2])))
@@ -90,7 +91,8 @@ class MultipleChoice:
     used."""
 
     def __init__(self, name: str, path: Path, tokenizer: Tokenizer) -> None:
-        self.name, self._tokenizer = name, tokenizer
+        self.name = name
+        self._tokenizer = tokenizer
         use = FieldUse(COLUMNS)
         self._questions = read(path, name, use)
         self.notes = use.notes()
@@ -144,7 +146,8 @@ def loglikelihoods(model: gpt.GPT, pairs: Sequence[tuple[Sequence[int], Sequence
     scores = []
     for row, (_, tail), row_logits, ids in zip(rows, pairs, logits, padded, strict=True):
         first = max(0, len(row) - 1 - len(tail))
-        positions, wanted = row_logits[first : len(row) - 1], ids[first + 1 : len(row)]
+        positions = row_logits[first : len(row) - 1]
+        wanted = ids[first + 1 : len(row)]
         chosen = positions.gather(1, wanted[:, None])
         scores.append((float(chosen.sum()), bool((positions.argmax(-1) == wanted).all())))
     return scores

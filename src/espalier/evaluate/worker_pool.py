@@ -101,7 +101,9 @@ class Workers:
     def __init__(
         self, open_: Callable[[], Opened], count: int, devices: Sequence[torch.device], silent: float = SILENT
     ) -> None:
-        self._open, self._devices, self._silent = open_, devices, silent
+        self._open = open_
+        self._devices = devices
+        self._silent = silent
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload([__name__, getattr(open_, "func", open_).__module__])
         resource_tracker.ensure_running()  # beforehand, since that sets the mask of signals too
@@ -142,7 +144,8 @@ class Workers:
         A part whose worker dies or hangs is done again by another one. After a part that failed, those of its task
         that have not begun are left out.
         """
-        waiting, deaths = deque(parts), Counter[RecordRange]()
+        waiting = deque(parts)
+        deaths = Counter[RecordRange]()
         running: dict[Future[Scored], tuple[int, RecordRange]] = {}
         while waiting or running:
             busy = {number for number, _ in running.values()}
@@ -191,11 +194,13 @@ class _Worker:
             self._pool.submit(os.getpid)  # the first call starts the process
         started = set(multiprocessing.active_children()) - set(others)
         self._process = next(iter(started), None)  # None: it has died already, as its futures say
-        self._used, self._since = -1.0, time.monotonic()
+        self._used = -1.0
+        self._since = time.monotonic()
 
     def submit(self, call: Callable[..., T], *arguments: Any) -> Future[T]:
         """Has it call that. Raises BrokenExecutor when it is dead."""
-        self._used, self._since = -1.0, time.monotonic()
+        self._used = -1.0
+        self._since = time.monotonic()
         return self._pool.submit(call, *arguments)
 
     def end_if_silent(self, seconds: float) -> None:
@@ -208,7 +213,8 @@ class _Worker:
         except psutil.Error:
             return  # it died: its future says so
         if used != self._used:
-            self._used, self._since = used, time.monotonic()
+            self._used = used
+            self._since = time.monotonic()
         elif time.monotonic() - self._since > seconds:
             self._process.kill()
 
@@ -256,16 +262,19 @@ def evaluate(
 
     `seconds`: see `split`.
     """
-    by_name, failed = {task.name: task for task in tasks}, set[str]()
+    by_name = {task.name: task for task in tasks}
+    failed = set[str]()
     sums: dict[str, dict[int, Sequence[Sums]]] = {task.name: {} for task in tasks}
     took = dict.fromkeys(by_name, 0.0)
-    records, done = sum(task.records for task in tasks), 0
+    records = sum(task.records for task in tasks)
+    done = 0
     for scored in workers.evaluate(model, split(tasks, seconds, len(workers))):
         if scored is None:
             yield done / records
             continue
         part, scores = scored
-        task, sums_by_start = by_name[part.task], sums[part.task]
+        task = by_name[part.task]
+        sums_by_start = sums[part.task]
         done += part.stop - part.start
         took[task.name] += scores.seconds
         sums_by_start[part.start] = scores.sums
@@ -298,7 +307,8 @@ def _begin(open_: Callable[[], Opened], device: torch.device) -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
     os.setsid()
     torch.set_num_threads(1)
-    _Own.opened, _Own.device = open_(), device
+    _Own.opened = open_()
+    _Own.device = device
     _Own.model = _Own.opened.build()
 
 
@@ -315,7 +325,8 @@ def _evaluate(part: RecordRange, source: Source) -> Scored:
     began = clock()
     try:
         if _Own.version != source.version:
-            _Own.model, _Own.version = attach(_Own.model, source, _Own.device), source.version
+            _Own.model = attach(_Own.model, source, _Own.device)
+            _Own.version = source.version
         task = _Own.opened.tasks[part.task]
         with torch.no_grad():
             sums = [_plain(task.evaluate(_Own.model, record)) for record in range(part.start, part.stop)]
