@@ -115,7 +115,7 @@ def _file(path: str, place: Path) -> FoundData:
         return FoundData("weights", path, f"weights in GGUF's format ({size})")
     if place.name.startswith("transforms") and ending == ".json":
         return FoundData("scene", path, f"a scene: it holds cameras ({size})")
-    if any(place.match(pattern) for pattern in WEIGHTS):
+    if any(map(place.match, WEIGHTS)):
         raise _pickled(path, place.parent)
     if ending in ARRAYS or (why := _edges(entry, place)):
         says = f"a graph: {'arrays' if ending in ARRAYS else why} ({size})"

@@ -139,7 +139,7 @@ def loglikelihoods(model: gpt.GPT, pairs: Sequence[tuple[Sequence[int], Sequence
     """
     device = next(model.parameters()).device
     rows = [[*head, *tail][-(model.size.context + 1) :] for head, tail in pairs]
-    longest = max(len(row) for row in rows)
+    longest = max(map(len, rows))
     # Padding stands on the right, where no token that counts can see it.
     padded = torch.tensor([row + [0] * (longest - len(row)) for row in rows], device=device)
     logits = model(padded[:, :-1]).double().log_softmax(-1)

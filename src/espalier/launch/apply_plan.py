@@ -182,7 +182,7 @@ def _refuse(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 def _spread(plan: Plan, ranks: Sequence[int], model: nn.Module) -> Spread:
-    on_gpus = any(accelerator.is_on(parameter) for parameter in model.parameters())
+    on_gpus = any(map(accelerator.is_on, model.parameters()))
     matrices = frozenset(name for name, parameter in model.named_parameters() if parameter.ndim >= 2)
     return Spread(
         factors=factors(plan.units),

@@ -162,7 +162,7 @@ def _job(row: Sequence[str], columns: Mapping[str, int]) -> TracedJob:
 def _gpus(text: str) -> float:
     """`8`, `8.0`, and of sacct `billing=64,cpu=64,gres/gpu=8,mem=1T` or `gpu:8`; empty: none."""
     if not text or "=" in text or ":" in text:
-        return float(sum(int(gpus) for gpus in _GPUS.findall(text)[:1]))
+        return float(sum(map(int, _GPUS.findall(text)[:1])))
     return float(text)
 
 

@@ -222,7 +222,7 @@ class ExtentWriter(Closing):
         self._file.truncate(self._end)  # what a killed writer had not committed
         with DirectFile(self._index, "write" if whole else "create"):  # the same errors as those of the data
             self._log = open(self._index, "r+b", buffering=0)  # noqa: SIM115 - closed by close()
-        head = MAGIC + b"".join(_record(extent) for extent in extents)
+        head = MAGIC + b"".join(map(_record, extents))
         self._log.write(head)
         self._log.truncate()
         sync_folder(self.path.parent)
@@ -250,7 +250,7 @@ class ExtentWriter(Closing):
         if not self._fresh:
             return
         self._file.sync()
-        records = b"".join(_record(extent) for extent in self._fresh)
+        records = b"".join(map(_record, self._fresh))
         with writing(self._index, ANOTHER):
             if self._log.write(records) != len(records):
                 raise OSError(28, "No space left on device")
@@ -280,7 +280,7 @@ def write_index(where: Where, extents: Sequence[Extent]) -> None:
     fresh = index_path(path).with_name(index_path(path).name + ".fresh")
     with writing(index_path(path), ANOTHER):
         with fresh.open("wb") as file:
-            file.write(MAGIC + b"".join(_record(extent) for extent in extents))
+            file.write(MAGIC + b"".join(map(_record, extents)))
             file.flush()
             os.fsync(file.fileno())
         fresh.replace(index_path(path))

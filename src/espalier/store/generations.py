@@ -257,7 +257,7 @@ class _FileLayout:
 
     def written(self, file: File) -> int:
         """How many headers were ever written."""
-        return sum(any(slot) for slot in self._slots(file))
+        return sum(map(any, self._slots(file)))
 
     def _slots(self, file: File) -> list[bytes]:
         page = aligned(self._header_bytes)

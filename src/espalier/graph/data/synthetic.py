@@ -198,7 +198,7 @@ def opened(folder: Path) -> Graph:
         parts=DataSplit(array("train"), array("validation"), array("test")),
         weights=optional("weights"),
         edge_features=optional("edge_features"),
-        classes=tuple(str(at) for at in range(about["classes"])),
+        classes=tuple(map(str, range(about["classes"]))),
         origin=about["made"],
         identity=about["identity"],
     )

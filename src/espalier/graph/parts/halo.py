@@ -443,7 +443,7 @@ def _longer(halo: Halo, rows: int) -> Halo:
 
     receives = tuple(count + rows if count else 0 for count in halo.receives)
     outer = torch.cat([longer(ids) for ids in halo.outer.split(list(halo.receives))])
-    return replace(halo, sends=tuple(longer(ids) for ids in halo.sends), receives=receives, outer=outer)
+    return replace(halo, sends=tuple(map(longer, halo.sends)), receives=receives, outer=outer)
 
 
 def not_finite(halo: Halo, crossing: Crossing, at: int, why: str) -> UserError:

@@ -85,7 +85,7 @@ def is_here(host: Host) -> bool:
         return False
     if host.bare in ("localhost", socket.gethostname()):
         return True
-    return any(_is_own(address) for address in resolve(host))
+    return any(map(_is_own, resolve(host)))
 
 
 def resolve(host: Host) -> list[str]:

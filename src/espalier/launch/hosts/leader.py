@@ -347,7 +347,7 @@ class HostAgents:
     def _until_idle(self) -> None:
         """Waits until the ranks of the last attempt are gone everywhere. Raises HostLost naming a host that is silent
         for too long. Once the run is asked to stop, nobody waits for a host that is not heard."""
-        while not all(self._idle(host) for host in self._needed) and len(self.signals.seen) < 2:
+        while not all(map(self._idle, self._needed)) and len(self.signals.seen) < 2:
             self._listen(self.clock.monotonic())
             self.exchange.wait(_POLL)
 

@@ -109,7 +109,7 @@ class Deltas:
     def bytes(self) -> int:
         """Of the arrays that say which rows are added."""
         arrays = (self.order, self.parent, self.plus_ptr, self.plus, self.minus_ptr, self.minus)
-        return 4 * sum(len(array) for array in arrays)
+        return 4 * sum(map(len, arrays))
 
     def depth(self) -> int:
         """Rows on the longest way from the root."""
