@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from espalier import recipe as config
 from espalier.cli import resolve_recipe, run_data, run_resizer, start_run, train
 from espalier.cli.start_run import RunInputs, RunStart
 from espalier.comm import multihost_probe, plain_collectives
@@ -29,7 +28,7 @@ from espalier.machine import cluster as clusters
 from espalier.machine import probe, resource_limits
 from espalier.mechanisms.codecs import choice as codecs
 from espalier.plan import replan
-from espalier.recipe import cache_dir, recipe_file, units
+from espalier.recipe import Recipe, cache_dir, recipe_file, units
 from espalier.recipe.errors import UserError
 from espalier.recipe.terminal import say_progress
 from espalier.track.progress import waiting
@@ -163,7 +162,7 @@ def _met(launcher: Launcher, place: RankSpec, asked: Told, own_identity: dict[st
 # --- measuring ---------------------------------------------------------------------------------------------------
 
 
-def _measuring(recipe: config.Recipe) -> Callable[[RankSpec], tuple[str, list[str]]]:
+def _measuring(recipe: Recipe) -> Callable[[RankSpec], tuple[str, list[str]]]:
     def life(place: RankSpec) -> tuple[str, list[str]]:
         with place.pulse.elsewhere("storing"), worker.joined(seated(place, recipe), train.PROBING) as channel:
             machines = [multihost_probe.host()]
@@ -200,7 +199,7 @@ def _threads(team: HostMap) -> int:
     return max(1, resource_limits.cores() // max(1, len(team.own)))
 
 
-def seated(place: RankSpec, recipe: config.Recipe) -> RankSpec:
+def seated(place: RankSpec, recipe: Recipe) -> RankSpec:
     """With the device it computes on, and the threads that the recipe pins. In the rank: who asks a GPU cannot fork."""
     device = str(accelerator.of_rank(place.local_rank))
     return replace(place, device=device, threads=recipe.plan.pin.threads or place.threads)

@@ -22,7 +22,8 @@ from espalier.launch.ranks import agent, rank_assignment
 from espalier.parallel.mesh import ProcessMesh, of_plan
 from espalier.parallel.sequence_slots import divided
 from espalier.plan import base as plans
-from espalier.recipe import units
+from espalier.plan.base import Plan, Rank, Unit
+from espalier.recipe.units import seconds
 from espalier.train import rank_spec as launch
 from espalier.train import run_folder as runs
 from espalier.train import table, worker
@@ -59,7 +60,7 @@ def load_over_ranks(path: str | Path, trust: bool, data: DataChoice) -> Trained:
         asked = over(plan, [0] * wanted, workload.global_batch)
         logits = agent.run(lambda place: _first(trained, asked, place), launch.places(asked))[0]
     else:
-        timeout = units.seconds(recipe.comm.timeout, "comm.timeout")
+        timeout = seconds(recipe.comm.timeout, "comm.timeout")
         place = train.seated(seat, timeout)
         hosts = train.hosts_of(place, timeout)
         names = list(dict.fromkeys(hosts))
@@ -74,13 +75,13 @@ def load_over_ranks(path: str | Path, trust: bool, data: DataChoice) -> Trained:
     return trained
 
 
-def over(plan: plans.Plan, nodes: list[int], batch: int) -> plans.Plan:
+def over(plan: Plan, nodes: list[int], batch: int) -> Plan:
     """The plan for one rank on each of these machines: with its shares where it has as many, else with equal ones."""
     ends = divided(batch, [1] * len(nodes))
     same = len(plan.ranks) == len(nodes)
     threads = max(1, len(os.sched_getaffinity(0)) // max(map(nodes.count, nodes)))
     ranks = tuple(
-        plans.Rank(
+        Rank(
             node=node,
             device=str(accelerator.of_rank(nodes[:at].count(node))),
             threads=threads,
@@ -88,10 +89,10 @@ def over(plan: plans.Plan, nodes: list[int], batch: int) -> plans.Plan:
         )
         for at, node in enumerate(nodes)
     )
-    return plan.changed(ranks=ranks, stages=(), units=(plans.Unit(),))
+    return plan.changed(ranks=ranks, stages=(), units=(Unit(),))
 
 
-def _parts(recipe: Any, plan: plans.Plan) -> list[Mechanism]:
+def _parts(recipe: Any, plan: Plan) -> list[Mechanism]:
     """The mechanism that gives each rank its part, and those that it needs to know of it."""
     return [
         mechanism
@@ -100,9 +101,9 @@ def _parts(recipe: Any, plan: plans.Plan) -> list[Mechanism]:
     ]
 
 
-def _first(trained: Trained, plan: plans.Plan, place: launch.RankSpec) -> Tensor | None:
+def _first(trained: Trained, plan: Plan, place: launch.RankSpec) -> Tensor | None:
     """[nodes, outputs] of all nodes, on the first of the ranks, all of which call it; None on the others."""
-    timeout = units.seconds(trained.recipe.comm.timeout, "comm.timeout")
+    timeout = seconds(trained.recipe.comm.timeout, "comm.timeout")
     with worker.joined(place, timeout, staged=plan.staged) as channel:
         device = torch.device(place.device)
         workload = cast("Any", trained.workload)

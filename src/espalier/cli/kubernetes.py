@@ -21,7 +21,7 @@ import torch
 from espalier.cli import plan as planning
 from espalier.cli import resolve_recipe, run_trust
 from espalier.machine import cluster as clusters
-from espalier.plan import base as plans
+from espalier.plan.base import Plan, Rank
 from espalier.recipe import cache_dir
 from espalier.recipe.errors import UserError
 from espalier.recipe.terminal import say
@@ -117,9 +117,9 @@ def options(text: str) -> Wanted:
     return Wanted(Path(file), restarts=int(restarts), **given)
 
 
-def pods(plan: plans.Plan) -> Pods:
+def pods(plan: Plan) -> Pods:
     """What the plan needs. Raises UserError where its machines are not alike, which pods are."""
-    by_node: dict[int, list[plans.Rank]] = {}
+    by_node: dict[int, list[Rank]] = {}
     for rank in plan.ranks:
         by_node.setdefault(rank.node, []).append(rank)
     shapes = {(len(ranks), sum(rank.device != "cpu" for rank in ranks)) for ranks in by_node.values()}

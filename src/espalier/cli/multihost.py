@@ -17,6 +17,7 @@ import msgspec
 from espalier.cli import run_trust
 from espalier.launch.hosts import hosts
 from espalier.launch.hosts.host_rejoin import Returning
+from espalier.launch.hosts.hosts import Host
 from espalier.launch.hosts.remote_process import Far
 from espalier.launch.hosts.ssh import Crowd
 from espalier.launch.launchers import torchrun
@@ -47,7 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
     return _train(arguments, named) if arguments.verb == "train" else _probe(arguments, named)
 
 
-def _train(arguments: argparse.Namespace, named: Sequence[hosts.Host]) -> int:
+def _train(arguments: argparse.Namespace, named: Sequence[Host]) -> int:
     recipe = run_trust.load(arguments.recipe, arguments.overrides, arguments.trust)
     value_ranges.check(recipe)
     chosen, leads = hosts.here_first(named)
@@ -78,9 +79,7 @@ def _train(arguments: argparse.Namespace, named: Sequence[hosts.Host]) -> int:
     return outcome
 
 
-def _attempt(
-    recipe: Recipe, chosen: Sequence[hosts.Host], message: dict[str, Any], folder: Path
-) -> int | EspalierError:
+def _attempt(recipe: Recipe, chosen: Sequence[Host], message: dict[str, Any], folder: Path) -> int | EspalierError:
     """Starts a supervisor on each host, which keeps its ranks alive, and waits for their end: the exit code, or why
     others may do better. Processes, store and addresses are new each time. A host other than the first is brought back
     while the others wait. Raises what the supervisors came to."""
@@ -113,7 +112,7 @@ def _failure(vanished: EspalierError, events: Path) -> Failure:
     return Failure(kind, -1, vanished.what, vanished.why, max(done, default=0))
 
 
-def _probe(arguments: argparse.Namespace, named: Sequence[hosts.Host]) -> int:
+def _probe(arguments: argparse.Namespace, named: Sequence[Host]) -> int:
     options = _launch_options(arguments.overrides)
     chosen, _ = hosts.here_first(named)
     message = {"is": "task", "task": "probe", "folder": os.getcwd(), "absolute": True, "disk": arguments.disk}

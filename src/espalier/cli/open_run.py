@@ -19,6 +19,7 @@ from espalier.recipe.terminal import say_progress
 from espalier.track import events
 from espalier.track.run_tables import RunTables
 from espalier.train import run_folder as runs
+from espalier.train.run_folder import RunFolder
 
 if TYPE_CHECKING:
     import torch
@@ -85,7 +86,7 @@ class Trained:
     `skipped`: newer checkpoints that are damaged, each with the reason.
     """
 
-    folder: runs.RunFolder
+    folder: RunFolder
     recipe: Recipe
     workload: Workload
     model: nn.Module
@@ -116,7 +117,7 @@ class SavedRun:
         data: what of its data it is opened with.
     """
 
-    folder: runs.RunFolder
+    folder: RunFolder
     recipe: Recipe
     trust: bool = False
     data: DataChoice = NOTHING

@@ -12,8 +12,7 @@ import torch
 
 from espalier.cli import measurements, printing, run_plan
 from espalier.cli.resolve_recipe import machines, request, resolve
-from espalier.machine import cluster as clusters
-from espalier.machine.cluster import whatif
+from espalier.machine.cluster import Cluster, whatif
 from espalier.parallel.workload import Workload
 from espalier.plan import base as plans
 from espalier.plan import explain, search
@@ -60,7 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def decided(
-    resolved: Resolved, cluster: clusters.Cluster, calibrate_on: str | None, workload: Workload | None = None
+    resolved: Resolved, cluster: Cluster, calibrate_on: str | None, workload: Workload | None = None
 ) -> PlanDecision:
     """The plan of a recipe on a cluster, which may not fit. `calibrate_on`: see `measurements.calibration`; `workload`:
     of the recipe, where it is open."""
@@ -83,9 +82,7 @@ def decided(
     return decide(asked, cluster, known, Trials(resolved.recipe, cluster))
 
 
-def _what_if(
-    arguments: argparse.Namespace, resolved: Resolved, cluster: clusters.Cluster
-) -> PlanDecision | UserError | None:
+def _what_if(arguments: argparse.Namespace, resolved: Resolved, cluster: Cluster) -> PlanDecision | UserError | None:
     """With `--what-if`: changes of the cluster, and of the recipe's options; why these cannot run, where that is so."""
     if not arguments.what_if:
         return None

@@ -12,9 +12,10 @@ from rich.console import Console
 from espalier.machine.cluster import Cluster, Disk, Link
 from espalier.plan import plan_summary
 from espalier.plan.base import Plan, Predicted
-from espalier.recipe import model_kinds, terminal, units
+from espalier.recipe import model_kinds, terminal
 from espalier.recipe.base import Derivation
 from espalier.recipe.terminal import line, rows, say, visible, wrapped
+from espalier.recipe.units import plural, show_count, show_flops, show_rate, show_seconds, show_size
 
 if TYPE_CHECKING:
     from espalier.track.goodput import Account
@@ -64,9 +65,9 @@ def beside(plan: Plan, other: Plan, fits: bool) -> None:
     ours = plan.predicted
     there = other.predicted
     line(f"What if: {other.layout} on {_where(other)}")
-    seconds = [units.show_seconds(prediction.step_seconds) for prediction in (there, ours)]
-    speeds = [units.show_count(prediction.tokens_per_second) for prediction in (there, ours)]
-    peaks = [units.show_size(prediction.memory_bytes["peak"]) for prediction in (there, ours)]
+    seconds = [show_seconds(prediction.step_seconds) for prediction in (there, ours)]
+    speeds = [show_count(prediction.tokens_per_second) for prediction in (there, ours)]
+    peaks = [show_size(prediction.memory_bytes["peak"]) for prediction in (there, ours)]
     line(
         f"  predicted step {' instead of '.join(seconds)} ({there.step_seconds / ours.step_seconds:.2f}x), "
         f"memory per rank {' instead of '.join(peaks)}, {' instead of '.join(speeds)} a second"
@@ -82,13 +83,13 @@ def _where(plan: Plan) -> str:
     if ranks[0].device == "cpu":
         return f"{words} on cpu"
     machines = len({rank.node for rank in ranks})
-    return f"{words} on {units.plural(machines, 'machine')}"
+    return f"{words} on {plural(machines, 'machine')}"
 
 
 def _ranks(count: int, threads: int, on_gpus: bool) -> str:
     if on_gpus:
-        return f"{units.plural(count, 'GPU')}"
-    return f"{units.plural(count, 'rank')} x {units.plural(threads, 'thread')}"
+        return f"{plural(count, 'GPU')}"
+    return f"{plural(count, 'rank')} x {plural(threads, 'thread')}"
 
 
 def _derived(derivations: Sequence[Derivation]) -> None:
@@ -117,27 +118,27 @@ def _predicted(predicted: Predicted, steps: int | None, unit: str) -> None:
     order = {name: at for at, name in enumerate(TERMS)}
     terms = sorted(predicted.terms.items(), key=lambda item: order.get(item[0], len(TERMS)))
     band = f", give or take {predicted.spread:.0%}" if predicted.spread else ""
-    say(f"  predicted step {units.show_seconds(predicted.step_seconds)}{band}")
-    _parts(f"{name} {units.show_seconds(value)}" for name, value in terms if value)
+    say(f"  predicted step {show_seconds(predicted.step_seconds)}{band}")
+    _parts(f"{name} {show_seconds(value)}" for name, value in terms if value)
     if steps is not None:
-        line(f"  predicted run {units.plural(steps, 'step')}, {', '.join(run_cost(predicted, steps))}")
+        line(f"  predicted run {plural(steps, 'step')}, {', '.join(run_cost(predicted, steps))}")
     mfu = f", MFU {predicted.mfu:.0%}" if predicted.mfu else ""
-    say(f"  predicted speed {units.show_count(predicted.tokens_per_second)} {unit}/s{mfu}")
+    say(f"  predicted speed {show_count(predicted.tokens_per_second)} {unit}/s{mfu}")
     memory = predicted.memory_bytes
     say(
-        f"  predicted memory per rank {units.show_size(memory.get('peak', 0))} of "
-        f"{units.show_size(predicted.memory_limit)}"
+        f"  predicted memory per rank {show_size(memory.get('peak', 0))} of "
+        f"{show_size(predicted.memory_limit)}"
         + (" (does not fit)" if memory.get("peak", 0) > predicted.memory_limit else "")
     )
-    _parts(f"{name} {units.show_size(value)}" for name, value in memory.items() if value and name != "peak")
-    sent = ", ".join(f"{name} {units.show_size(value)}" for name, value in predicted.sent_bytes.items() if value)
+    _parts(f"{name} {show_size(value)}" for name, value in memory.items() if value and name != "peak")
+    sent = ", ".join(f"{name} {show_size(value)}" for name, value in predicted.sent_bytes.items() if value)
     line(f"  predicted traffic per rank and step: {sent or 'none'}")
 
 
 def run_cost(predicted: Predicted, steps: int) -> list[str]:
     """How long `steps` take, the energy of their devices and the price of their machines, where these are known."""
     seconds = steps * predicted.step_seconds
-    words = [f"about {units.show_seconds(seconds) if seconds < 2 * DAY else f'{seconds / DAY:,.0f} days'}"]
+    words = [f"about {show_seconds(seconds) if seconds < 2 * DAY else f'{seconds / DAY:,.0f} days'}"]
     if predicted.watts:
         words.append(f"at most {_amount(predicted.watts * seconds / 3.6e6)} kWh in its devices")
     if predicted.price_per_hour:
@@ -161,11 +162,11 @@ def cluster(machines: Cluster) -> str:
     lines = []
     for node in machines.nodes:
         device = node.device
-        rates = ", ".join(f"{name} {units.show_flops(rate)}" for name, rate in device.flops.items())
+        rates = ", ".join(f"{name} {show_flops(rate)}" for name, rate in device.flops.items())
         count = f"{node.count} x " if node.count > 1 else ""
         lines.append(f"{count}{node.devices} x {device.name}: {rates}")
-        lines.append(f"  memory {units.show_size(device.memory)} at {units.show_rate(device.memory_bandwidth)}")
-        lines.append(f"  {node.cores} cores, host memory {units.show_size(node.memory)}")
+        lines.append(f"  memory {show_size(device.memory)} at {show_rate(device.memory_bandwidth)}")
+        lines.append(f"  {node.cores} cores, host memory {show_size(node.memory)}")
         lines += [f"  disk {disk}" for disk in map(_disk, node.disks)]
         lines.append(f"  between its ranks: {_link(node.inside)}")
     if machines.between is not None:
@@ -174,12 +175,12 @@ def cluster(machines: Cluster) -> str:
 
 
 def _disk(disk: Disk) -> str:
-    rates = f"reads {units.show_rate(disk.read)}, writes {units.show_rate(disk.write)}"
+    rates = f"reads {show_rate(disk.read)}, writes {show_rate(disk.write)}"
     return f"{disk.path}: {rates}, {disk.iops:,.0f} random 4 KiB reads/s"
 
 
 def _link(link: Link) -> str:
-    return f"{units.show_rate(link.bandwidth)}, {units.show_seconds(link.latency)}"
+    return f"{show_rate(link.bandwidth)}, {show_seconds(link.latency)}"
 
 
 def results(folder: Path) -> dict[str, Any]:
@@ -213,7 +214,7 @@ def finished(folder: Path, page: Path, seconds: float) -> None:
     numbers = results(folder)
     figures = ", ".join(f"{name.replace('_', ' ')} {value:.4g}" for name, value in numbers.items())
     say()
-    line(f"Done in {units.show_seconds(seconds)}: {figures or 'no steps were left'}.")
+    line(f"Done in {show_seconds(seconds)}: {figures or 'no steps were left'}.")
     # Paths and commands stay whole on one line, so that they can be copied.
     say(f"  report    {page}")
     from espalier.train import workload_registry  # loads torch, which diagnosing a log goes without
@@ -231,7 +232,7 @@ def finished(folder: Path, page: Path, seconds: float) -> None:
 
 def account(times: Account) -> None:
     """Where the time went, and what failures cost where there were any."""
-    seconds = units.show_seconds
+    seconds = show_seconds
     if times.useful:
         spent = ((name, took) for name, took in times.parts.items() if took >= 0.005 * times.wall)
         line(f"Of {seconds(times.wall)}: {', '.join(f'{took / times.wall:.1%} {name}' for name, took in spent)}.")

@@ -32,16 +32,18 @@ from espalier.recipe.cache_dir import writing
 from espalier.recipe.errors import Interrupted, UserError
 from espalier.recipe.terminal import say
 from espalier.track import events
+from espalier.track.events import Event
 from espalier.track.progress import waiting
 from espalier.train import rank_spec as launch
 from espalier.train import run_folder as runs
 from espalier.train import skip_list, workload_registry
 from espalier.train.phases import checkpoints
+from espalier.train.run_folder import RunFolder
 
 COMPARED = ("loss", "gradient_norm")
 """Fields of a step that are compared bit for bit."""
 _KEPT = ("data.json", run_identity.NAME, skip_list.NAME)
-_Rows = dict[int, events.Event]
+_Rows = dict[int, Event]
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -59,7 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
         default=0,
     )
     with writing(folder.path), TemporaryDirectory(dir=folder.path, prefix=".replay-") as made:
-        again, now = _again(folder, runs.RunFolder(Path(made)), recipe, first, arguments)
+        again, now = _again(folder, RunFolder(Path(made)), recipe, first, arguments)
     shown = [number for number in sorted(again) if first < number <= step and number in before]
     differing = [number for number in shown if _bits(before[number]) != _bits(again[number])]
     others = _others(begun[step], now)
@@ -77,11 +79,11 @@ def run(arguments: argparse.Namespace) -> int:
     return int(bool(differing))
 
 
-def _recorded(folder: runs.RunFolder) -> tuple[_Rows, _Rows]:
+def _recorded(folder: RunFolder) -> tuple[_Rows, _Rows]:
     """The steps that count in a run log, and the `run` event of the attempt that made each."""
     steps = _Rows()
     begun = _Rows()
-    latest = events.Event()
+    latest = Event()
     for event in events.read(folder.events) if folder.events.exists() else ():
         if event["event"] == "run":
             latest = event
@@ -92,8 +94,8 @@ def _recorded(folder: runs.RunFolder) -> tuple[_Rows, _Rows]:
 
 
 def _again(
-    folder: runs.RunFolder, made: runs.RunFolder, recipe: Recipe, first: int, arguments: argparse.Namespace
-) -> tuple[_Rows, events.Event]:
+    folder: RunFolder, made: RunFolder, recipe: Recipe, first: int, arguments: argparse.Namespace
+) -> tuple[_Rows, Event]:
     """Steps `first + 1` to the one asked for, made in the folder `made`, and the `run` event of these."""
     plan = plans.read(folder.plan)
     if any(rank.role != "trainer" for rank in plan.ranks):
@@ -121,7 +123,7 @@ def _again(
     return steps, begun[arguments.step]
 
 
-def _fill(folder: runs.RunFolder, made: runs.RunFolder, recipe: Recipe, plan: plans.Plan, first: int) -> None:
+def _fill(folder: RunFolder, made: RunFolder, recipe: Recipe, plan: plans.Plan, first: int) -> None:
     """Makes `made` a run folder that stands after `first` steps, as `folder` once did."""
     if first:
         source = Path(recipe.checkpoint.target or folder.checkpoints)
@@ -157,7 +159,7 @@ def _bits(row: Mapping[str, Any]) -> list[str]:
     return [repr(row.get(name)) for name in COMPARED]
 
 
-def _others(before: events.Event, now: events.Event) -> list[str]:
+def _others(before: Event, now: Event) -> list[str]:
     """What was not the same when the step was made first, in words."""
     changes = []
     for table in ("versions", "host"):
@@ -168,7 +170,7 @@ def _others(before: events.Event, now: events.Event) -> list[str]:
     return changes + ([f"{old[0]} ranks of {old[1]} threads were, {new[0]} of {new[1]} are"] if old != new else [])
 
 
-def _tell(path: Path, first: int, rows: Mapping[int, tuple[events.Event, events.Event]], others: list[str]) -> None:
+def _tell(path: Path, first: int, rows: Mapping[int, tuple[Event, Event]], others: list[str]) -> None:
     since = f"the checkpoint of step {first}" if first else "the beginning"
     ((step, (before, again)),) = rows.items()
     then, now = (", ".join(f"{n.replace('_', ' ')} {run.get(n)}" for n in COMPARED) for run in (before, again))

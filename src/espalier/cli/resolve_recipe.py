@@ -13,6 +13,7 @@ from espalier.cli import run_trust
 from espalier.comm import plain_collectives
 from espalier.machine import cluster as clusters
 from espalier.machine import probe
+from espalier.machine.cluster import Cluster
 from espalier.parallel.workload import Workload
 from espalier.plan.request import Request
 from espalier.recipe import Recipe
@@ -34,7 +35,7 @@ def resolve(path: str | Path, overrides: Sequence[str], trust: bool = False, run
     return workload_registry.settle(recipe, Path(path).absolute().parent, waiting, frozen, trust)
 
 
-def machines(recipe: Recipe, cluster: str | None = None) -> clusters.Cluster:
+def machines(recipe: Recipe, cluster: str | None = None) -> Cluster:
     """The cluster file that was named, else this machine (probed once, then from the cache)."""
     named = cluster or recipe.plan.cluster
     if named is not None:
@@ -42,7 +43,7 @@ def machines(recipe: Recipe, cluster: str | None = None) -> clusters.Cluster:
     return probe.ready(say=say_progress)
 
 
-def machines_of(channel: dist.ProcessGroup | None, place: RankSpec, recipe: Recipe) -> clusters.Cluster:
+def machines_of(channel: dist.ProcessGroup | None, place: RankSpec, recipe: Recipe) -> Cluster:
     """The machines of all ranks of `channel`: the cluster file that the first rank reads, else what they measure
     together, once. Every rank calls it and gets the same value."""
     if channel is None:

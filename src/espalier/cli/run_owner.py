@@ -19,7 +19,7 @@ from espalier.checkpoint.storage import Folder, open_place
 from espalier.cli import run_trust
 from espalier.recipe import Recipe, cache_dir, data_hash, import_function, recipe_file
 from espalier.train import phases
-from espalier.train import run_folder as runs
+from espalier.train.run_folder import RunFolder
 
 
 def meaning(recipe: Recipe, data: str) -> str:
@@ -46,7 +46,7 @@ class Owner:
     saved: Checkpoints
     notes: Sequence[str] = ()
 
-    def keep(self, folder: runs.RunFolder) -> None:
+    def keep(self, folder: RunFolder) -> None:
         """Writes the identity into the run folder, and beside checkpoints that are elsewhere, and locks their
         folder. Raises UserError where another run was first there, or another process writes there."""
         identity = self.identity
@@ -61,7 +61,7 @@ class Owner:
         cache_dir.replace(folder.identity, msgspec.json.format(msgspec.json.encode(sealed)).decode())
 
 
-def owner_of(folder: runs.RunFolder, recipe: Recipe, data: str) -> Owner:
+def owner_of(folder: RunFolder, recipe: Recipe, data: str) -> Owner:
     """Who the checkpoints of a run belong to that starts or goes on; `data`: the fingerprint of its data.
 
     A run without a folder that means the same as the run of the newest checkpoint goes on as that one: its folder was

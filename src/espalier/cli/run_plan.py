@@ -15,11 +15,11 @@ import torch
 
 from espalier.cli import measurements, resolve_recipe
 from espalier.kernels import accelerator
-from espalier.machine import cluster as clusters
+from espalier.machine.cluster import Cluster
 from espalier.machine.probe import BUSY
 from espalier.parallel.workload import Workload
-from espalier.plan import base as plans
 from espalier.plan import decision_cache
+from espalier.plan.base import Plan
 from espalier.plan.calibration import DATASHEET, Calibration
 from espalier.recipe import Auto, EveryStep, Sync, graphs
 from espalier.recipe.errors import UserError
@@ -44,7 +44,7 @@ TRIAL_SECONDS = 0.6
 """How long each candidate runs in each round, warm-up not counted."""
 
 
-def batches_of(plan: plans.Plan) -> Batches | None:
+def batches_of(plan: Plan) -> Batches | None:
     """What steps of a plan train on, where the recipe left that open."""
     state: DiskBatchesState | None = plan.choices.get("disk_batches")
     return None if state is None else state.batches
@@ -53,14 +53,14 @@ def batches_of(plan: plans.Plan) -> Batches | None:
 def batches(
     resolved: Resolved,
     workload: Workload,
-    planned: Callable[[Resolved, Workload], plans.Plan],
+    planned: Callable[[Resolved, Workload], Plan],
     trials: Callable[[Resolved, Workload], Trials | None],
 ) -> tuple[Batches, str]:
     """What steps train on, and why, of a recipe that leaves it open and was opened with the whole graph (`workload`).
     `planned`, `trials`: the plan of a recipe that does not, and what steps of it take here."""
     opened = cache(partial(with_batches, resolved, workload))
 
-    def tried(chosen: Batches, plan: plans.Plan) -> float | None:
+    def tried(chosen: Batches, plan: Plan) -> float | None:
         from espalier.plan.trials import key
 
         steps = trials(*opened(chosen))
@@ -80,7 +80,7 @@ def with_batches(resolved: Resolved, workload: Workload, chosen: Batches | None)
     return resolved, workload_registry.open_workload(resolved, waiting) if chosen.fanout else workload
 
 
-def with_chosen(plan: plans.Plan, chosen: Batches | None, why: str = "") -> plans.Plan:
+def with_chosen(plan: Plan, chosen: Batches | None, why: str = "") -> Plan:
     """The plan with what steps train on, and why; where the recipe says it, the plan says nothing of it."""
     if chosen is None:
         return plan.changed(choices={name: state for name, state in plan.choices.items() if name != "disk_batches"})
@@ -89,7 +89,7 @@ def with_chosen(plan: plans.Plan, chosen: Batches | None, why: str = "") -> plan
     return drawn_batches.told(plan, chosen, why)
 
 
-def choose(resolved: Resolved, workload: Workload, cluster: clusters.Cluster, world: int | None = None) -> plans.Plan:
+def choose(resolved: Resolved, workload: Workload, cluster: Cluster, world: int | None = None) -> Plan:
     """The plan for this recipe on these machines; with `world`, for exactly that many ranks. Raises UserError."""
     pinned = resolved.recipe.plan.pin.ranks
     if world is not None and pinned not in (None, world):
@@ -117,12 +117,10 @@ def choose(resolved: Resolved, workload: Workload, cluster: clusters.Cluster, wo
     return plan
 
 
-def trials_of(
-    resolved: Resolved, workload: Workload, cluster: clusters.Cluster, world: int | None = None
-) -> Trials | None:
+def trials_of(resolved: Resolved, workload: Workload, cluster: Cluster, world: int | None = None) -> Trials | None:
     """Trials of real steps in real ranks of this machine; None where ranks are there already, or none are wanted."""
 
-    def run(plan: plans.Plan) -> float:
+    def run(plan: Plan) -> float:
         foreseen = 0.0 if plan.predicted is None else plan.predicted.step_seconds
         if foreseen > LONG_STEP:
             say_progress(f"trying steps of {show_seconds(foreseen)} with {key(plan)}")
@@ -135,14 +133,14 @@ def trials_of(
     return Trials(resolved.recipe, cluster, run, workload.phases()[0].start, _here)
 
 
-def _here(plan: plans.Plan) -> bool:
+def _here(plan: Plan) -> bool:
     """Whether this machine has what the plan needs. Ranks on GPUs are tried as those on processors are: a step ends
     when its loss was read, so that the clock needs no synchronization."""
     wanted = {rank.device for rank in plan.ranks if rank.device != "cpu"}
     return all(rank.node == 0 for rank in plan.ranks) and len(wanted) <= (accelerator.count() if wanted else 0)
 
 
-def _seconds(plan: plans.Plan, resolved: Resolved, workload: Workload) -> float:
+def _seconds(plan: Plan, resolved: Resolved, workload: Workload) -> float:
     """Seconds per step of `plan`, from real steps in real ranks. What it takes is loaded here: `plan` does without."""
     from espalier.launch.ranks import agent
     from espalier.train import rank_spec as launch
@@ -154,7 +152,7 @@ def _seconds(plan: plans.Plan, resolved: Resolved, workload: Workload) -> float:
     return max(agent.run(task, launch.places(plan)))
 
 
-def refuse_elsewhere(plan: plans.Plan, world: int | None) -> None:
+def refuse_elsewhere(plan: Plan, world: int | None) -> None:
     """Raises UserError when this machine has not what `plan` needs. With `world`, its ranks are started by others."""
     gpus = accelerator.count()
     wanted = {rank.device for rank in plan.ranks if rank.device != "cpu"}
@@ -171,13 +169,13 @@ def refuse_elsewhere(plan: plans.Plan, world: int | None) -> None:
 
 def make_plan(
     model: Any,
-    cluster: clusters.Cluster | str | Path,
+    cluster: Cluster | str | Path,
     *,
     batch: int | None = None,
     precision: str = "fp32",
     calibration: Calibration | None = None,
     **pins: Any,
-) -> plans.Plan:
+) -> Plan:
     """The plan for a model on a cluster; of a recipe the one that `espalier plan` shows and `espalier train` takes.
 
     Args:
@@ -213,11 +211,11 @@ def make_plan(
         folder = Path(model).absolute().parent if isinstance(model, str | Path) else None
         drawn = cast("Any", workload_registry.open_workload(Resolved(recipe, folder=folder))).drawn()
 
-        def planned(batches: Batches) -> plans.Plan:
+        def planned(batches: Batches) -> Plan:
             settled = graphs.with_batches(recipe, batches)
             return make_plan(settled, where, batch=batch, calibration=calibration, sync=sync, **pins)
 
-        def tried(batches: Batches, plan: plans.Plan) -> float | None:
+        def tried(batches: Batches, plan: Plan) -> float | None:
             return Trials(graphs.with_batches(recipe, batches), where).of([plan]).get(key(plan))
 
         chosen, why = drawn_batches.choose(recipe, drawn, planned, tried)

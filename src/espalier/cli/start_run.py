@@ -23,9 +23,11 @@ from espalier.cli.resolve_recipe import machines, parameters, resolve
 from espalier.cli.run_owner import owner_of
 from espalier.machine import cluster as clusters
 from espalier.machine import resource_limits
+from espalier.machine.cluster import Cluster
 from espalier.parallel.workload import PackStart, Workload
 from espalier.plan import base as plans
 from espalier.plan import checkpoint_cost, device_model
+from espalier.plan.base import Plan
 from espalier.plan.collective_time import used
 from espalier.plan.request import AUTO
 from espalier.recipe import Constant, Recipe, cache_dir, graphs, model_kinds, recipe_file
@@ -39,6 +41,7 @@ from espalier.train import phases, version_check, workload_registry
 from espalier.train import rank_spec as launch
 from espalier.train import run_folder as runs
 from espalier.train.rank_setup import RankSetup
+from espalier.train.run_folder import RunFolder
 from espalier.train.workload_registry import Resolved
 from espalier.train.workload_row import Freezes, Packs
 
@@ -49,10 +52,10 @@ class RunStart:
 
     resolved: Resolved
     workload: Workload
-    cluster: clusters.Cluster
-    plan: plans.Plan
+    cluster: Cluster
+    plan: Plan
     parameters: int
-    folder: runs.RunFolder
+    folder: RunFolder
     quiet: bool
     opened: Workload | None = None
     """With all its phases, where `workload` is that of one."""
@@ -157,7 +160,7 @@ def open_inputs(resolved: Resolved, run: str | None, quiet: bool, writes: bool =
     batches = None
     if writes:
         runs.refuse_links(path)
-        existing = runs.RunFolder(path)
+        existing = RunFolder(path)
         if existing.exists():
             recipe = resolved.recipe
             if graphs.is_open(recipe) and existing.plan.exists():
@@ -180,7 +183,7 @@ def of_command(arguments: argparse.Namespace) -> RunStart:
 
 def start_run(
     inputs: RunInputs,
-    machines: Callable[[], clusters.Cluster],
+    machines: Callable[[], Cluster],
     world: int | None = None,
     nodes: Sequence[int] | None = None,
 ) -> RunStart:
@@ -248,9 +251,7 @@ def start_run(
     )  # fmt: skip
 
 
-def _planned(
-    folder: runs.RunFolder, resolved: Resolved, workload: Workload, cluster: clusters.Cluster, world: int | None
-) -> plans.Plan:
+def _planned(folder: RunFolder, resolved: Resolved, workload: Workload, cluster: Cluster, world: int | None) -> Plan:
     """The plan in the folder (perhaps edited), while recipe, machines and phase ask for the same;
     else a new one."""
     plan = None
@@ -271,7 +272,7 @@ def _planned(
     return plan
 
 
-def _on_hosts(nodes: Sequence[int], plan: plans.Plan, cluster: clusters.Cluster) -> plans.Plan:
+def _on_hosts(nodes: Sequence[int], plan: Plan, cluster: Cluster) -> Plan:
     """The plan with its ranks on the machines where they are, if those are the cluster's and ranks cannot be numbered
     as the plan has them (`numbering`)."""
     from espalier.launch.ranks import rank_assignment
@@ -295,7 +296,7 @@ def _enter(workload: Workload, recipe: Recipe, saved: Checkpoints, world: int | 
     return phases.enter(recipe, workload, saved)
 
 
-def _refuse_roles(plan: plans.Plan) -> None:
+def _refuse_roles(plan: Plan) -> None:
     """Raises UserError where the plan has processes that serve the ranks which another launcher has started."""
     roles = sorted({rank.role for rank in plan.ranks} - {"trainer"})
     if roles:

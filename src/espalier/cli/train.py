@@ -22,6 +22,7 @@ from espalier.comm.rendezvous_wait import Deadline
 from espalier.kernels import accelerator
 from espalier.launch.launchers import detect_launcher
 from espalier.launch.ranks import supervisor
+from espalier.launch.ranks.supervisor import RestartOptions
 from espalier.machine import cluster as clusters
 from espalier.machine import probe
 from espalier.plan import base as plans
@@ -34,6 +35,7 @@ from espalier.track.progress import Forgiving, Progress, trouble, waiting
 from espalier.train import phases, rejoin_signal, table, worker, workload_registry
 from espalier.train import rank_spec as launch
 from espalier.train import run_folder as runs
+from espalier.train.rank_spec import RankSpec
 from espalier.train.run_folder import RunFolder
 from espalier.train.workload_registry import Resolved
 
@@ -169,7 +171,7 @@ def _fork(job: RunStart, hosts: Sequence[int]) -> bool:
     return True
 
 
-def _launched(arguments: argparse.Namespace, place: launch.RankSpec) -> Ranks:
+def _launched(arguments: argparse.Namespace, place: RankSpec) -> Ranks:
     """Ranks that torchrun or its like has started; this process is the one at `place`."""
     from espalier.launch.hosts.announcement import Announcement
 
@@ -203,7 +205,7 @@ def _launched(arguments: argparse.Namespace, place: launch.RankSpec) -> Ranks:
     return Ranks(lambda: heard(opened, others), run, first=False)
 
 
-def _resolved(arguments: argparse.Namespace, place: launch.RankSpec | None) -> Resolved:
+def _resolved(arguments: argparse.Namespace, place: RankSpec | None) -> Resolved:
     """The recipe of a command line. `place`: of this rank, where others are on other hosts, which may not have the
     run's folder."""
     if place is None:
@@ -218,7 +220,7 @@ def _resolved(arguments: argparse.Namespace, place: launch.RankSpec | None) -> R
     return workload_registry.settle(recipe, folder, waiting, shared_files, arguments.trust)
 
 
-def _live(place: launch.RankSpec, started: Sequence[str], job: RunStart, hosts: Sequence[int]) -> bool:
+def _live(place: RankSpec, started: Sequence[str], job: RunStart, hosts: Sequence[int]) -> bool:
     """The life of this process's rank, one of those `started` on these hosts. What ends the first one is told by it:
     nobody here watches it."""
     from espalier.launch.launchers import torchrun
@@ -246,7 +248,7 @@ def _live(place: launch.RankSpec, started: Sequence[str], job: RunStart, hosts: 
     return True
 
 
-def hosts_of(place: launch.RankSpec, timeout: float) -> list[str]:
+def hosts_of(place: RankSpec, timeout: float) -> list[str]:
     """The host of each rank, as the launcher numbers them. Raises PeerLost naming those that did not come."""
     from espalier.comm import multihost_probe
 
@@ -254,13 +256,13 @@ def hosts_of(place: launch.RankSpec, timeout: float) -> list[str]:
     return [name] if place.world == 1 else launch.gathered(place, "host", name, timeout)
 
 
-def _measured(place: launch.RankSpec, recipe: Recipe) -> clusters.Cluster:
+def _measured(place: RankSpec, recipe: Recipe) -> clusters.Cluster:
     """The hosts of ranks that another launcher has started, and the links between them."""
     with worker.joined(replace(place, job=f"{place.job}-probe"), PROBING) as channel:
         return resolve_recipe.machines_of(channel, place, recipe)
 
 
-def seated(place: launch.RankSpec, timeout: float) -> launch.RankSpec:
+def seated(place: RankSpec, timeout: float) -> RankSpec:
     """With the device it computes on, and keys of its own where agents of torchrun count attempts each for itself.
     Raises PeerLost where the others do not come within `timeout` seconds."""
     from espalier.launch.hosts import announcement
@@ -293,12 +295,12 @@ def phased(job: RunStart) -> Iterator[RunStart]:
         job = replace(job, workload=workload, plan=plan, parameters=parameters, new=False)
 
 
-def care_of(job: RunStart) -> supervisor.RestartOptions:
+def care_of(job: RunStart) -> RestartOptions:
     """How the recipe wants its run to be looked after."""
     recipe = job.resolved.recipe
     faults = recipe.faults
     free = None if job.plan.offload == plans.RESIDENT else 0
-    return supervisor.RestartOptions(
+    return RestartOptions(
         restarts=None if faults.restarts == "auto" else faults.restarts,
         heartbeat=units.seconds(faults.heartbeat, "faults.heartbeat"),
         memory=free if faults.memory == "auto" else units.size(faults.memory, "faults.memory"),
@@ -319,14 +321,14 @@ def _tell(job: RunStart, event: str, **fields: Any) -> None:
 # --- as one rank -------------------------------------------------------------------------------------------------
 
 
-Life = Callable[[launch.RankSpec], Any]
+Life = Callable[[RankSpec], Any]
 
 
 def life(job: RunStart, forked: bool = False, stop_after: int | None = None) -> Life:
     """What each rank of the job does. `forked`: all ranks of it come from this process, and need not compare.
     `stop_after`: raises Interrupted after so many steps."""
 
-    def live(place: launch.RankSpec) -> Any:
+    def live(place: RankSpec) -> Any:
         setting = job.setting(place)
         identity = None if forked else job.identity()
         setting.new = forked and job.new and place.attempt == 0

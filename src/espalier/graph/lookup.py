@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from espalier import recipe as config
+from espalier.recipe import GraphTransformer
 
 if TYPE_CHECKING:
     from espalier.graph.run import NetworkAdapter, Rounding
@@ -37,7 +38,7 @@ def named(name: str) -> Any:
 def network(recipe: Recipe) -> NetworkAdapter:
     """The adapter of the networks of the recipe's kind."""
     match recipe.model:
-        case config.GraphTransformer():
+        case GraphTransformer():
             name = "mechanisms.pattern_attention.adapter:TransformerAdapter"
         case config.MessagesModel():
             name = "graph.networks.foreign_network:ForeignAdapter"
@@ -53,7 +54,7 @@ def way_of_batching(recipe: Recipe) -> str:
     if recipe.store is not None:
         return "stored"
     if options.halo is not None:
-        return "tokens" if isinstance(recipe.model, config.GraphTransformer) else "parts"
+        return "tokens" if isinstance(recipe.model, GraphTransformer) else "parts"
     return "whole" if options.task == "node" and not options.fanouts else "drawn"
 
 

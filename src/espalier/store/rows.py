@@ -22,6 +22,7 @@ from torch import Tensor
 
 from espalier.recipe.errors import UserError
 from espalier.store import base
+from espalier.store.base import Closing
 from espalier.store.cost import PAGE, pages
 from espalier.store.direct_io import File, Where, aligned, bytes_of, open_file
 from espalier.store.io_queue import IoQueue
@@ -80,7 +81,7 @@ class _Group:
         scatter_rows(buffer.data_ptr(), self.places, group_order, out.data_ptr(), out[0].nbytes)
 
 
-class RowFile(base.Closing):
+class RowFile(Closing):
     """A table in a file. Holds the file and two buffers; threads that read at once take turns.
 
     Args:
@@ -181,7 +182,7 @@ class RowFile(base.Closing):
             opened.close()
 
 
-class RowWriter(base.Closing):
+class RowWriter(Closing):
     """Writes a table from its first row to its last. Holds the file and one buffer.
 
     Args:
