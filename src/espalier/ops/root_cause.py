@@ -134,7 +134,7 @@ def _chains(lines: Sequence[LogLine]) -> dict[int, int]:
     for line in lines:
         who = line.rank
         if _LINK.match(line.text):
-            linked[who] = inside.get(who, linked.get(who, -1)) if who in inside else linked.get(who, -1)
+            linked[who] = inside.get(who, linked.get(who, -1))
         elif _HEAD.match(line.text):
             if linked.get(who, -1) < 0:
                 count += 1

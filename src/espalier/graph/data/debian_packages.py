@@ -10,12 +10,12 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 import xxhash
 
-from espalier.graph.data.graph import IGNORED, Array, Graph
+from espalier.graph.data.graph import IGNORED, Array, Graph, Progress
 from espalier.graph.data.import_graph import count_words, kept_arrays, weighted
 from espalier.recipe.errors import UserError
 
@@ -23,8 +23,6 @@ COLUMNS = 512
 FEWEST = 30
 """Packages of a section that gets a label, so that training, validation and test each see some."""
 RELATIONS = ("Depends", "Pre-Depends", "Recommends", "Suggests")
-
-Progress = Callable[[int, int], None]
 
 _FIELD = re.compile(r"^([A-Za-z-]+): ?(.*)$")
 _NAME = re.compile(r"[a-z0-9][a-z0-9+.-]+")

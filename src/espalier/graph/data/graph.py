@@ -7,7 +7,7 @@ and an edge from a node to itself is dropped: networks that want one (GCN, GAT) 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from espalier.parallel.workload import Shard
 
 Array = target_kinds.Array
+Progress = Callable[[int, int], None]
+"""Is called with how many are done, and of how many."""
 IGNORED = target_kinds.IGNORED
 
 

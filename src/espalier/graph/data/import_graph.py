@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 import xxhash
 
-from espalier.graph.data.graph import IGNORED, Array, Graph
+from espalier.graph.data.graph import IGNORED, Array, Graph, Progress
 from espalier.recipe.cache_dir import CACHE, cache_folder, writing
 from espalier.recipe.errors import UserError
 
@@ -30,8 +30,6 @@ FEWEST = 30
 
 READ = 1 << 16
 """Bytes of a source that are counted; imports are looked for in all of it."""
-
-Progress = Callable[[int, int], None]
 
 _IMPORT = re.compile(
     rb"^[ \t]*(?:import[ \t]+([^\n#;(]+)|from[ \t]+([.\w]+)[ \t]+import[ \t]*(\([^)]*\)|[^\n#;]+))", re.M

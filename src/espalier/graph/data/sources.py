@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 from espalier import recipe as config
 from espalier.graph.data import debian_packages, edge_lists, import_graph, ogb, planetoid, pyg, synthetic, wordnet
-from espalier.graph.data.graph import Graph, targeted
+from espalier.graph.data.graph import Graph, Progress, targeted
 from espalier.graph.parts import partition_folder
 from espalier.recipe import Data, data_path
 from espalier.recipe.cache_dir import cache_folder
@@ -16,8 +15,6 @@ from espalier.recipe.errors import UserError, nearest
 from espalier.recipe.foreign_files import parsing
 
 _SCHEME = re.compile(r"^[A-Za-z][A-Za-z0-9+.-]+:")
-
-Progress = Callable[[int, int], None]
 
 MACHINE = {
     "python:imports": import_graph.load,

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, fields
 from io import FileIO
@@ -22,13 +22,12 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from espalier.graph.data.graph import Array, DataSplit, Graph
+from espalier.graph.data.graph import Array, DataSplit, Graph, Progress
 from espalier.recipe.cache_dir import writing
 from espalier.recipe.errors import UserError, nearest
 from espalier.recipe.foreign_files import parsing
 from espalier.recipe.offsets import offsets_of
 
-Progress = Callable[[int, int], None]
 Edges = tuple[Array, Array]
 
 TRAIN = 0.8

@@ -10,13 +10,13 @@ from __future__ import annotations
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-from espalier.graph.data.graph import Array, Graph
+from espalier.graph.data.graph import Array, Graph, Progress
 from espalier.graph.data.import_graph import count_words, kept_arrays, weighted
 from espalier.recipe.cache_dir import cache_folder
 from espalier.recipe.errors import UserError
@@ -27,8 +27,6 @@ INSTALLED = Path("/usr/share/wordnet")
 PARTS = {"noun": "n", "verb": "v", "adj": "a", "adv": "r"}
 """Files of the database, and how relations name them (`s`, satellite adjectives, are in `adj` too)."""
 FORMAT = 1
-
-Progress = Callable[[int, int], None]
 
 _NOUNS = (
     "Tops act animal artifact attribute body cognition communication event feeling food group location motive object "

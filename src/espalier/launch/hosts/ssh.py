@@ -338,16 +338,19 @@ class Crowd:
     def _take(self, far: Far, name: str, line: str) -> None:
         text, mark, message = line.partition(MARK)
         if mark and name == "out":
-            far.messages.append(json.loads(message))
-            if far.messages[-1]["is"] == "failed":
-                far.error = retold(far.host, far.messages.pop())
+            report = json.loads(message)
+            kind = report["is"]
+            if kind == "failed":
+                far.error = retold(far.host, report)
                 far.reported = True
-            elif far.messages[-1]["is"] == "joined":
-                far.joined = bool(far.messages.pop())
-            elif far.messages[-1]["is"] == "without":
-                self.returning.leave(far.messages.pop()["host"])
-            elif far.messages[-1]["is"] == "again":
-                self.returning.join(far.messages.pop()["host"])
+            elif kind == "joined":
+                far.joined = True
+            elif kind == "without":
+                self.returning.leave(report["host"])
+            elif kind == "again":
+                self.returning.join(report["host"])
+            else:
+                far.messages.append(report)
         if text or not mark:
             if name == "err" and text.strip():
                 far.last = text.strip()[-300:]

@@ -65,6 +65,7 @@ def arborescence(degrees, us, vs, hs, alpha):  # type: ignore[no-untyped-def]
     Joined nodes form a forest by size without path compression, so that joining can be undone.
     """
     rows = len(degrees)
+    nodes = rows + 1  # the last is the root
     pairs = len(us)
     most = rows + 2 * pairs
     start = np.empty(most, np.int32)
@@ -87,24 +88,24 @@ def arborescence(degrees, us, vs, hs, alpha):  # type: ignore[no-untyped-def]
     left = np.full(edges, -1, np.int64)
     right = np.full(edges, -1, np.int64)
     rank = np.ones(edges, np.int32)
-    heap = np.full(rows + 1, -1, np.int64)
+    heap = np.full(nodes, -1, np.int64)
     for e in range(edges):
         heap[end[e]] = _merge(heap[end[e]], e, key, owed, left, right, rank)
-    above = np.full(rows + 1, -1, np.int64)
-    size = np.ones(rows + 1, np.int64)
-    joined = np.empty(rows + 1, np.int64)
+    above = np.full(nodes, -1, np.int64)
+    size = np.ones(nodes, np.int64)
+    joined = np.empty(nodes, np.int64)
     joins = 0
-    seen = np.full(rows + 1, -1, np.int64)
+    seen = np.full(nodes, -1, np.int64)
     seen[rows] = rows
-    path = np.empty(rows + 1, np.int64)
-    chosen = np.empty(rows + 1, np.int64)
+    path = np.empty(nodes, np.int64)
+    chosen = np.empty(nodes, np.int64)
     length = 0
-    incoming = np.full(rows + 1, -1, np.int64)
+    incoming = np.full(nodes, -1, np.int64)
     # Cycles in the order of contraction: the contracted node, joins before it, and its edges in one long list.
-    cycle_node = np.empty(rows + 1, np.int64)
-    cycle_joins = np.empty(rows + 1, np.int64)
-    cycle_ptr = np.zeros(rows + 2, np.int64)
-    cycle_edges = np.empty(2 * rows + 2, np.int64)
+    cycle_node = np.empty(nodes, np.int64)
+    cycle_joins = np.empty(nodes, np.int64)
+    cycle_ptr = np.zeros(nodes + 1, np.int64)
+    cycle_edges = np.empty(2 * nodes, np.int64)
     cycles = 0
     for first in range(rows):
         node = _group(first, above)
