@@ -33,263 +33,124 @@ VERBS = {
 FORMS = ("hf", "safetensors", "embeddings", "packed", "peft", "gguf", "gguf-q8_0", "gguf-q4_0")
 """What `export --to` writes."""
 
-Argument = tuple[str, str, dict[str, Any]]
-"""The verbs that take it, its name or flag, and what `ArgumentParser.add_argument` is told of it."""
+Argument = tuple[str, str, str, dict[str, Any]]
+"""The verbs that take it, its name or flag with what stands for its value, its help, and what else
+`ArgumentParser.add_argument` is told of it."""
 
 ARGUMENTS: tuple[Argument, ...] = (
-    ("plan", "recipe", {"nargs": "?", "help": "a recipe file (TOML)"}),
-    ("train", "recipe", {"help": "a recipe file (TOML)"}),
-    (
-        "plan train probe",
-        "overrides",
-        {"nargs": "*", "metavar": "key=value", "help": "changes, such as train.steps=50"},
-    ),
-    ("eval predict replay export", "run", {"help": "a run folder, such as runs/language"}),
+    ("plan", "recipe", "a recipe file (TOML)", {"nargs": "?"}),
+    ("train", "recipe", "a recipe file (TOML)", {}),
+    ("plan train probe", "overrides key=value", "changes, such as train.steps=50", {"nargs": "*"}),
+    ("eval predict replay export", "run", "a run folder, such as runs/language", {}),
     (
         "train eval predict replay export explain",
         "--trust",
-        {
-            "action": "store_true",
-            "help": "open a run of somebody whose code may run and whose places are used: a module, a pickle, "
-            "an older checkpoint, checkpoint.target",
-        },
+        (
+            "open a run of somebody whose code may run and whose places are used: a module, a pickle, "
+            "an older checkpoint, checkpoint.target"
+        ),
+        {"action": "store_true"},
     ),
     (
         "report",
         "runs",
-        {
-            "nargs": "*",
-            "help": "a run folder, such as runs/language; several are compared; none: a list of runs/",
-        },
+        "a run folder, such as runs/language; several are compared; none: a list of runs/",
+        {"nargs": "*"},
     ),
+    ("replay", "--step N", "the step, as the report counts", {"type": int, "required": True}),
+    ("init", "paths PATH", "a file or folder, python:stdlib, hf:NAME …", {"nargs": "+"}),
+    ("init", "--out", "file to write (default recipe.toml)", {"default": "recipe.toml"}),
+    ("probe", "--out", "file to write (default cluster.toml)", {"default": "cluster.toml"}),
+    ("probe", "--disk", "folder whose disk is measured (default: here)", {"default": "."}),
+    ("train probe", "--hosts", "a,b,user@c:2 (ranks), or @FILE: run on these hosts over ssh (docs/hosts.md)", {}),
     (
-        "replay",
-        "--step",
-        {"type": int, "required": True, "metavar": "N", "help": "the step, as the report counts"},
-    ),
-    (
-        "init",
-        "paths",
-        {"nargs": "+", "metavar": "PATH", "help": "a file or folder, python:stdlib, hf:NAME …"},
-    ),
-    ("init", "--out", {"default": "recipe.toml", "help": "file to write (default recipe.toml)"}),
-    ("probe", "--out", {"default": "cluster.toml", "help": "file to write (default cluster.toml)"}),
-    ("probe", "--disk", {"default": ".", "help": "folder whose disk is measured (default: here)"}),
-    (
-        "train probe",
-        "--hosts",
-        {"help": "a,b,user@c:2 (ranks), or @FILE: run on these hosts over ssh (docs/hosts.md)"},
+        "train",
+        "--slurm OPTIONS",
+        'submit it as a batch job, with options of sbatch, such as "nodes=2 time=4:00:00"',
+        {},
     ),
     (
         "train",
-        "--slurm",
-        {
-            "metavar": "OPTIONS",
-            "help": 'submit it as a batch job, with options of sbatch, such as "nodes=2 time=4:00:00"',
-        },
+        "--kubernetes FILE",
+        ('write a manifest, with its options: "train.yaml image=registry/espalier:1 claim=work" (docs/clusters.md)'),
+        {},
     ),
     (
         "train",
-        "--kubernetes",
-        {
-            "metavar": "FILE",
-            "help": "write a manifest, with its options: "
-            '"train.yaml image=registry/espalier:1 claim=work" (docs/clusters.md)',
-        },
+        "--ray ADDRESS",
+        "ranks as actors of a Ray cluster: this host's (default), HOST:6379, or local",
+        {"nargs": "?", "const": "auto"},
     ),
-    (
-        "train",
-        "--ray",
-        {
-            "nargs": "?",
-            "const": "auto",
-            "metavar": "ADDRESS",
-            "help": "ranks as actors of a Ray cluster: this host's (default), HOST:6379, or local",
-        },
-    ),
-    ("train", "--run", {"help": "run folder (default runs/<recipe name>)"}),
-    (
-        "train",
-        "--from",
-        {
-            "dest": "source",
-            "metavar": "RUN",
-            "help": "begin another run with the newest checkpoint of the run in RUN",
-        },
-    ),
+    ("train", "--run", "run folder (default runs/<recipe name>)", {}),
+    ("train", "--from RUN", "begin another run with the newest checkpoint of the run in RUN", {"dest": "source"}),
     (
         "eval",
         "--watch",
-        {
-            "action": "store_true",
-            "help": "evaluate checkpoints as they come, beside training, until the run is done",
-        },
+        "evaluate checkpoints as they come, beside training, until the run is done",
+        {"action": "store_true"},
     ),
     (
         "eval",
-        "--task",
-        {
-            "action": "append",
-            "default": [],
-            "metavar": "NAME=FILE",
-            "help": "also multiple-choice questions in a JSONL file, or lm-eval:TASK (docs/evaluate.md)",
-        },
+        "--task NAME=FILE",
+        "also multiple-choice questions in a JSONL file, or lm-eval:TASK (docs/evaluate.md)",
+        {"action": "append", "default": []},
     ),
-    (
-        "eval",
-        "--workers",
-        {"type": int, "metavar": "N", "help": "inference processes (default: one for each core)"},
-    ),
-    (
-        "eval",
-        "--data",
-        {
-            "metavar": "PATH",
-            "help": "evaluate on the held-out part of this data instead of the run's",
-        },
-    ),
-    (
-        "predict",
-        "--data",
-        {"metavar": "PATH", "help": "of a graph: predict for this data instead of the run's"},
-    ),
-    (
-        "report",
-        "--trace",
-        {
-            "metavar": "FILE",
-            "help": "of a cluster's jobs: Acme's columns, sacct -P, or a folder of runs",
-        },
-    ),
-    (
-        "report",
-        "--serve",
-        {"action": "store_true", "help": "show the run live on this machine's loopback"},
-    ),
-    (
-        "report",
-        "--port",
-        {"type": int, "default": 0, "help": "port for --serve (default: any free one)"},
-    ),
+    ("eval", "--workers N", "inference processes (default: one for each core)", {"type": int}),
+    ("eval", "--data PATH", "evaluate on the held-out part of this data instead of the run's", {}),
+    ("predict", "--data PATH", "of a graph: predict for this data instead of the run's", {}),
+    ("report", "--trace FILE", "of a cluster's jobs: Acme's columns, sacct -P, or a folder of runs", {}),
+    ("report", "--serve", "show the run live on this machine's loopback", {"action": "store_true"}),
+    ("report", "--port", "port for --serve (default: any free one)", {"type": int, "default": 0}),
     (
         "export",
         "--to",
-        {
-            "choices": FORMS,
-            "help": "hf (Llama-format folder; of text the default), gguf (llama.cpp, Ollama), peft, safetensors, "
-            "of graphs embeddings, packed (few bits)",
-        },
+        (
+            "hf (Llama-format folder; of text the default), gguf (llama.cpp, Ollama), peft, safetensors, "
+            "of graphs embeddings, packed (few bits)"
+        ),
+        {"choices": FORMS},
     ),
-    (
-        "export",
-        "--merge",
-        {"action": "store_true", "help": "whole weights, with the adapters in them"},
-    ),
-    (
-        "export",
-        "--no-bos",
-        {
-            "action": "store_true",
-            "help": "of text: the exported tokenizer puts nothing before a text",
-        },
-    ),
-    ("export", "--out", {"help": "folder to write (default RUN/export-FORMAT)"}),
-    (
-        "explain",
-        "names",
-        {"nargs": "*", "metavar": "NAME", "help": "systems, such as amsp (default: all twenty)"},
-    ),
-    ("explain", "--energy", {"action": "store_true", "help": "of runs: joules of an inference"}),
-    ("diagnose", "logs", {"nargs": "+", "metavar": "LOG", "help": "logs, or a run's folder"}),
-    ("diagnose", "--rules", {"metavar": "FILE", "help": "rules and incidents of your own"}),
-    ("plan", "--cluster", {"help": "a cluster file instead of this machine"}),
+    ("export", "--merge", "whole weights, with the adapters in them", {"action": "store_true"}),
+    ("export", "--no-bos", "of text: the exported tokenizer puts nothing before a text", {"action": "store_true"}),
+    ("export", "--out", "folder to write (default RUN/export-FORMAT)", {}),
+    ("explain", "names NAME", "systems, such as amsp (default: all twenty)", {"nargs": "*"}),
+    ("explain", "--energy", "of runs: joules of an inference", {"action": "store_true"}),
+    ("diagnose", "logs LOG", "logs, or a run's folder", {"nargs": "+"}),
+    ("diagnose", "--rules FILE", "rules and incidents of your own", {}),
+    ("plan", "--cluster", "a cluster file instead of this machine", {}),
     (
         "plan",
-        "--what-if",
-        {
-            "action": "append",
-            "default": [],
-            "metavar": "KEY=VALUE",
-            "help": "also plan for a changed cluster (links.between=25Gbit/s, nodes.count=4) "
-            "or option (model.depth=12)",
-        },
+        "--what-if KEY=VALUE",
+        ("also plan for a changed cluster (links.between=25Gbit/s, nodes.count=4) or option (model.depth=12)"),
+        {"action": "append", "default": []},
     ),
+    ("plan", "--html FILE", "write a page with the trade-off of time against memory", {}),
     (
         "plan",
-        "--html",
-        {"metavar": "FILE", "help": "write a page with the trade-off of time against memory"},
+        "--parts FOLDER",
+        "of a graph: write the part of each rank (src/espalier/mechanisms/halo_exchange/README.md)",
+        {},
     ),
-    (
-        "plan",
-        "--parts",
-        {
-            "metavar": "FOLDER",
-            "help": "of a graph: write the part of each rank (src/espalier/mechanisms/halo_exchange/README.md)",
-        },
-    ),
-    (
-        "plan",
-        "--calibrate-on",
-        {"metavar": "FILE", "help": "measured steps, or a run folder, to learn from"},
-    ),
-    (
-        "plan",
-        "--score",
-        {
-            "metavar": "FILE",
-            "help": "compare predictions with the measured steps in FILE (no recipe)",
-        },
-    ),
-    (
-        "plan",
-        "--out",
-        {"metavar": "FILE", "help": "where --score writes its rows (default FILE.scored.…)"},
-    ),
+    ("plan", "--calibrate-on FILE", "measured steps, or a run folder, to learn from", {}),
+    ("plan", "--score FILE", "compare predictions with the measured steps in FILE (no recipe)", {}),
+    ("plan", "--out FILE", "where --score writes its rows (default FILE.scored.…)", {}),
     (
         "predict",
         "input",
-        {
-            "nargs": "?",
-            "help": "text to go on from; of a graph: nodes, pairs or graphs (default all); "
-            "of a scene: cameras in a file, or a test view's number; @FILE; -: each line of stdin",
-        },
+        (
+            "text to go on from; of a graph: nodes, pairs or graphs (default all); "
+            "of a scene: cameras in a file, or a test view's number; @FILE; -: each line of stdin"
+        ),
+        {"nargs": "?"},
     ),
-    (
-        "predict",
-        "--turntable",
-        {"metavar": "GIF", "help": "of a scene: write an animation of a way round it"},
-    ),
-    (
-        "predict",
-        "--chat",
-        {"action": "store_true", "help": "a chat: lines of the terminal, until Ctrl-D"},
-    ),
-    (
-        "predict",
-        "--serve",
-        {"action": "store_true", "help": "answer OpenAI's protocol on loopback"},
-    ),
-    (
-        "predict",
-        "--port",
-        {"type": int, "default": 0, "help": "port for --serve (default: any free one)"},
-    ),
-    (
-        "predict",
-        "--tokens",
-        {"type": int, "default": 200, "help": "tokens to generate (default 200)"},
-    ),
-    (
-        "predict",
-        "--temperature",
-        {"type": float, "default": 0.0, "help": "0 takes the likeliest (default)"},
-    ),
-    (
-        "predict",
-        "--top-k",
-        {"type": int, "help": "sample among the k likeliest only; links of a node"},
-    ),
-    ("predict", "--seed", {"type": int, "default": 0, "help": "of the sampling (default 0)"}),
+    ("predict", "--turntable GIF", "of a scene: write an animation of a way round it", {}),
+    ("predict", "--chat", "a chat: lines of the terminal, until Ctrl-D", {"action": "store_true"}),
+    ("predict", "--serve", "answer OpenAI's protocol on loopback", {"action": "store_true"}),
+    ("predict", "--port", "port for --serve (default: any free one)", {"type": int, "default": 0}),
+    ("predict", "--tokens", "tokens to generate (default 200)", {"type": int, "default": 200}),
+    ("predict", "--temperature", "0 takes the likeliest (default)", {"type": float, "default": 0.0}),
+    ("predict", "--top-k", "sample among the k likeliest only; links of a node", {"type": int}),
+    ("predict", "--seed", "of the sampling (default 0)", {"type": int, "default": 0}),
 )
 
 
@@ -307,9 +168,11 @@ def parser() -> argparse.ArgumentParser:
     }
     for verb in made.values():
         verb.add_argument("--json", action="store_true", help="print one JSON object instead of text")
-    for names, flag, options in ARGUMENTS:
+    for names, usage, text, options in ARGUMENTS:
+        flag, _, metavar = usage.partition(" ")
+        shown = {"metavar": metavar} if metavar else {}
         for name in names.split():
-            made[name].add_argument(flag, **options)
+            made[name].add_argument(flag, help=text, **shown, **options)
     return top
 
 
