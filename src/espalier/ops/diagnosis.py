@@ -257,9 +257,9 @@ def departure(losses: Sequence[Loss]) -> Loss | None:
 def _of_loss(scanned: Scanned, odd: Loss) -> Diagnosis:
     before = [loss for loss in scanned.losses if loss.number < odd.number][-2:]
     after = [loss for loss in scanned.losses if loss.number > odd.number][:2]
-    evidence = [EvidenceLine(odd.number, _cut(odd.text), "the loss leaves its course")]
-    evidence += [EvidenceLine(loss.number, _cut(loss.text), "before") for loss in before]
-    evidence += [EvidenceLine(loss.number, _cut(loss.text), "after: it does not come back") for loss in after]
+    evidence = [_evidence(odd, "the loss leaves its course")]
+    evidence += [_evidence(loss, "before") for loss in before]
+    evidence += [_evidence(loss, "after: it does not come back") for loss in after]
     return called(scanned.file, LOSS_ANOMALY, root_line=odd.number, evidence=tuple(evidence), source="losses")
 
 
@@ -271,7 +271,7 @@ def _healthy(scanned: Scanned, parsed: Sequence[LogLine]) -> Diagnosis:
     if last is None:
         advice = "the log is empty: look at the launcher's or the scheduler's own"
         return called(scanned.file, UNKNOWN, advice=advice, source="nothing")
-    evidence = EvidenceLine(last.number, _cut(last.raw), "the last line; none before it tells of a failure")
+    evidence = _evidence(last, "the last line; none before it tells of a failure")
     return called(scanned.file, NO_FAILURE, evidence=(evidence,))
 
 
@@ -285,15 +285,15 @@ def _of_cause(file: str, cause: Cause, parsed: Sequence[LogLine]) -> Diagnosis:
     action, advice = _action(cause)
     rank = _rank(cause, parsed)
     node = _node(cause, parsed, rank) if REASONS[reason].action == "isolate" else None
-    shown = [EvidenceLine(root.line.number, _cut(root.line.raw), f"the cause ({root.rule.id})")]
+    shown = [_evidence(root.line, f"the cause ({root.rule.id})")]
     if named is not root:
-        shown.append(EvidenceLine(named.line.number, _cut(named.line.raw), f"names it ({named.rule.id})"))
+        shown.append(_evidence(named.line, f"names it ({named.rule.id})"))
     seen = {line.line for line in shown}
     rules_shown = {root.rule.id, named.rule.id}
     for other in cause.others:
         if other.line.number not in seen and other.rule.id not in rules_shown and len(shown) <= SHOWN:
             says = "follows" if other.line.number > root.line.number else "stands before"
-            shown.append(EvidenceLine(other.line.number, _cut(other.line.raw), f"{says} ({other.rule.id})"))
+            shown.append(_evidence(other.line, f"{says} ({other.rule.id})"))
             rules_shown.add(other.rule.id)
     return called(
         file, reason, root_line=root.line.number, first_failing_rank=rank, suspect_node=node, action=action,
@@ -377,6 +377,6 @@ def _node(cause: Cause, parsed: Sequence[LogLine], rank: int | None) -> str | No
     return next((line.node for line in parsed if line.node and rank is not None and line.rank == rank), None)
 
 
-def _cut(text: str) -> str:
-    text = text.strip()
-    return text if len(text) <= WIDE else text[: WIDE - 1] + "…"
+def _evidence(line: LogLine | Loss, note: str) -> EvidenceLine:
+    text = (line.raw if isinstance(line, LogLine) else line.text).strip()
+    return EvidenceLine(line.number, text if len(text) <= WIDE else text[: WIDE - 1] + "…", note)
