@@ -21,6 +21,8 @@ from espalier.ops.taxonomy import REASONS, SCRIPT
 
 STRENGTH: dict[Role, int] = {"hardware": 0, "root": 1, "exception": 1, "cascade": 2, "echo": 3, "exit": 4}
 """Of roles, the strongest first; causes and exceptions compete by time."""
+NumbersOfRanks = dict[int | None, int]
+"""By rank; None: of lines that name none."""
 WENT_ON = 5
 """Losses of one rank after a finding that show the job went on."""
 QUIET = ("DEBUG", "INFO", "NOTICE", "WARN", "WARNING")
@@ -89,7 +91,7 @@ def findings(lines: Sequence[LogLine], rules: Iterable[LogRule]) -> list[Finding
     asked = book(tuple(rules))
     alarm = next((rule for rule in asked.rules if rule.id == "alarm"), None)
     chains = _chains(lines)
-    covered: dict[int | None, int] = {}
+    covered: NumbersOfRanks = {}
     results = []
     for line in without_code(lines):
         if line.number <= covered.get(line.rank, 0):
@@ -127,9 +129,9 @@ def _finding(line: LogLine, rule: LogRule, groups: Mapping[str, str | None], cha
 def _chains(lines: Sequence[LogLine]) -> dict[int, int]:
     """The number of the chain of tracebacks that each exception's line ends."""
     ends = {}
-    inside: dict[int | None, int] = {}
-    linked: dict[int | None, int] = {}
-    threads: dict[int | None, int] = {}
+    inside: NumbersOfRanks = {}
+    linked: NumbersOfRanks = {}
+    threads: NumbersOfRanks = {}
     count = 0
     for line in lines:
         who = line.rank
@@ -155,7 +157,7 @@ def _chains(lines: Sequence[LogLine]) -> dict[int, int]:
     return ends
 
 
-def _ends_linked(lines: Sequence[LogLine], end: LogLine, chain: int, linked: dict[int | None, int]) -> None:
+def _ends_linked(lines: Sequence[LogLine], end: LogLine, chain: int, linked: NumbersOfRanks) -> None:
     """Keeps the chain open where one of the next lines of the same rank links a further traceback to it."""
     seen = 0
     at = bisect_left(lines, end.number, key=lambda line: line.number)
