@@ -45,7 +45,8 @@ class Image:
         """See `Artifact.fields`: the image is a PNG in a data URI."""
         height, width = self.pixels.shape[:2]
         words = f"{self.text or 'an image'} ({width} × {height})"
-        return {"kind": "image", "text": words, "image": data_uri(self.pixels.detach().cpu().numpy())}
+        png = base64.b64encode(encode(self.pixels.detach().cpu().numpy())).decode()
+        return {"kind": "image", "text": words, "image": f"data:image/png;base64,{png}"}
 
 
 @dataclass(frozen=True)
@@ -99,8 +100,3 @@ def encode(pixels: NDArray[np.uint8]) -> bytes:
 
 def _chunk(name: bytes, data: bytes) -> bytes:
     return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
-
-
-def data_uri(pixels: NDArray[np.uint8]) -> str:
-    """The image in a link."""
-    return "data:image/png;base64," + base64.b64encode(encode(pixels)).decode()

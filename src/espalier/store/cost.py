@@ -44,12 +44,8 @@ def pages_of_rows(count: Number, rows: Number, row_bytes: int, stride: int = 0) 
 
 def read_seconds(disk: Disk, size: Number, reads: Number = 1) -> Number:
     """Seconds for `reads` reads of `size` bytes in all, many in flight: exact for pages and for long reads alike."""
-    return np.asarray(reads) * _overhead(disk) + np.asarray(size) / disk.read
-
-
-def _overhead(disk: Disk) -> float:
-    """Seconds of a read beside those of its bytes, where others are in flight."""
-    return max(0.0, 1 / (disk.iops_parallel or disk.iops) - PAGE / disk.read)
+    overhead = max(0.0, 1 / (disk.iops_parallel or disk.iops) - PAGE / disk.read)
+    return np.asarray(reads) * overhead + np.asarray(size) / disk.read
 
 
 def write_seconds(disk: Disk, size: Number) -> Number:

@@ -117,10 +117,10 @@ class DirectFile(Closing):
     def __init__(self, path: Path, mode: Mode, size: int = 0) -> None:
         self.path = path
         self.direct = True
-        self._fd = -1
+        self.fd = -1
         flags = {"read": os.O_RDONLY, "write": os.O_RDWR, "create": os.O_RDWR | os.O_CREAT | os.O_TRUNC}[mode]
         try:
-            self._fd = os.open(path, flags | os.O_CLOEXEC, 0o644)
+            self.fd = os.open(path, flags | os.O_CLOEXEC, 0o644)
         except OSError as error:
             raise _refused(path, mode, error) from None
         if mode == "create" and size:
@@ -132,7 +132,7 @@ class DirectFile(Closing):
 
     def _reserve(self, size: int) -> None:
         try:
-            reserve(self._fd, size)
+            reserve(self.fd, size)
         except OSError as error:
             self.close()
             with suppress(OSError):
@@ -140,17 +140,13 @@ class DirectFile(Closing):
             raise _write_error(self.path, error, 0, size) from None
 
     def _set_direct(self, on: bool) -> None:
-        flags = fcntl.fcntl(self._fd, fcntl.F_GETFL)
-        fcntl.fcntl(self._fd, fcntl.F_SETFL, flags | os.O_DIRECT if on else flags & ~os.O_DIRECT)
+        flags = fcntl.fcntl(self.fd, fcntl.F_GETFL)
+        fcntl.fcntl(self.fd, fcntl.F_SETFL, flags | os.O_DIRECT if on else flags & ~os.O_DIRECT)
         self.direct = on
 
     @property
     def size(self) -> int:
-        return os.fstat(self._fd).st_size
-
-    @property
-    def fd(self) -> int:
-        return self._fd
+        return os.fstat(self.fd).st_size
 
     def read_into(self, buffer: Tensor, offset: int, needed: int | None = None) -> None:
         """Fills `buffer` from `offset` on; with `needed`, the bytes after that many may lie beyond the end.
@@ -187,7 +183,7 @@ class DirectFile(Closing):
         done = 0
         while done < len(view):
             try:
-                count = os.preadv(self._fd, [view[done:]], offset + done)
+                count = os.preadv(self.fd, [view[done:]], offset + done)
             except OSError as error:
                 if self._refuses_direct(error):
                     continue
@@ -222,7 +218,7 @@ class DirectFile(Closing):
         done = 0
         while done < len(view):
             try:
-                count = os.pwritev(self._fd, [view[done:]], offset + done)
+                count = os.pwritev(self.fd, [view[done:]], offset + done)
                 count -= count % PAGE if done + count < len(view) else 0  # so that the next one is aligned
                 if count == 0:
                     raise OSError(errno.ENOSPC, "nothing could be written")
@@ -249,19 +245,19 @@ class DirectFile(Closing):
     def truncate(self, size: int) -> None:
         """Cuts off what lies beyond `size` bytes; a shorter file stays as it is."""
         if self.size > size:
-            os.ftruncate(self._fd, size)
+            os.ftruncate(self.fd, size)
 
     def sync(self) -> None:
         """Returns when everything written is on the disk."""
         try:
-            os.fdatasync(self._fd)
+            os.fdatasync(self.fd)
         except OSError as error:
             raise _write_error(self.path, error, self.size, 0) from None
 
     def close(self) -> None:
         """Ends the use of the file. May be called twice."""
-        fd = self._fd
-        self._fd = -1
+        fd = self.fd
+        self.fd = -1
         if fd >= 0:
             os.close(fd)
 

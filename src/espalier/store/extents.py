@@ -29,7 +29,6 @@ from espalier.store.cost import PAGE, pages
 from espalier.store.direct_io import (
     ANOTHER,
     DirectFile,
-    File,
     Where,
     aligned,
     bytes_of,
@@ -88,12 +87,15 @@ class ExtentFile(Closing):
         where: the file, or the files of a striped container in their order.
         remedy: what users do about a damaged extent, for errors; a container that was written whole has one. Raises
             DamagedExtent then where its index does not end with a whole record.
+
+    Attributes:
+        file: what the extents lie in, for an IoQueue.
     """
 
     def __init__(self, where: Where, remedy: str = "") -> None:
         self.path = first_path(where)
         self.remedy = remedy
-        self._file = open_file(where, "read")
+        self.file = open_file(where, "read")
         extents, whole = read_index(self.path, remedy)
         index = index_path(self.path)
         if remedy and whole != index.stat().st_size:
@@ -108,11 +110,6 @@ class ExtentFile(Closing):
     def index(self) -> Mapping[str, Extent]:
         """Name to extent, in the order of their last writing."""
         return MappingProxyType(self._index)
-
-    @property
-    def file(self) -> File:
-        """The file the extents lie in, for an IoQueue."""
-        return self._file
 
     def __len__(self) -> int:
         return len(self._index)
@@ -153,9 +150,9 @@ class ExtentFile(Closing):
         extent = self.extent(name)
         assert buffer.nbytes >= extent.bytes, f"{buffer.nbytes} bytes for {extent.bytes}"
         room = flat_bytes(buffer)[: min(buffer.nbytes, pages(extent.bytes))]
-        if self._file.size < extent.offset + extent.bytes:
+        if self.file.size < extent.offset + extent.bytes:
             raise self.damaged_extent(name, "the file ends before the extent does")
-        self._file.read_into(room, extent.offset, extent.bytes)
+        self.file.read_into(room, extent.offset, extent.bytes)
         self.check(name, room)
 
     def check(self, name: str, buffer: Tensor) -> None:
@@ -191,7 +188,7 @@ class ExtentFile(Closing):
         return names
 
     def close(self) -> None:
-        self._file.close()
+        self.file.close()
 
 
 class ExtentWriter(Closing):
@@ -202,6 +199,9 @@ class ExtentWriter(Closing):
     Args:
         where: the file, or the files of a striped container, one per disk.
         resume: go on after the last whole extent of what a killed writer left; else begin anew.
+
+    Attributes:
+        end: bytes of the container so far.
     """
 
     def __init__(self, where: Where, resume: bool = False) -> None:
@@ -218,8 +218,8 @@ class ExtentWriter(Closing):
         while extents and extents[-1].end > self._file.size:
             extents.pop()  # the index reached the disk and the data did not: a power failure without a working flush
         self.extents = {extent.name: extent for extent in extents}
-        self._end = max((extent.end for extent in extents), default=0)
-        self._file.truncate(self._end)  # what a killed writer had not committed
+        self.end = max((extent.end for extent in extents), default=0)
+        self._file.truncate(self.end)  # what a killed writer had not committed
         with DirectFile(self._index, "write" if whole else "create"):  # the same errors as those of the data
             self._log = open(self._index, "r+b", buffering=0)  # noqa: SIM115 - closed by close()
         head = MAGIC + b"".join(map(_record, extents))
@@ -230,17 +230,12 @@ class ExtentWriter(Closing):
     def __contains__(self, name: object) -> bool:
         return name in self.extents
 
-    @property
-    def end(self) -> int:
-        """Bytes of the container so far."""
-        return self._end
-
     def append(self, name: str, data: Tensor) -> Extent:
         """Writes a contiguous CPU tensor; it belongs to the container after `commit`. Raises DiskFull."""
         dtype = str(data.dtype).removeprefix("torch.")
-        extent = Extent(name, self._end, data.nbytes, checksum(data), dtype, tuple(data.shape))
+        extent = Extent(name, self.end, data.nbytes, checksum(data), dtype, tuple(data.shape))
         self._file.write_from(flat_bytes(data), extent.offset)
-        self._end = extent.end
+        self.end = extent.end
         self._fresh.append(extent)
         self.extents[name] = extent
         return extent

@@ -55,6 +55,7 @@ class Generations(Closing):
         verify: read and check everything; where the last step is damaged, go back to the step before, if it is whole.
 
     Attributes:
+        sizes: bytes of each extent by name.
         step: the last committed step; -1 before the first.
         restored: what was damaged in the step that was given up; empty when all is well.
         read_bytes, written_bytes: from and to the disk so far, whole pages.
@@ -67,7 +68,7 @@ class Generations(Closing):
         self.restored = ""
         self.read_bytes = self.written_bytes = 0
         table = _read_table(self.path, self._file)
-        self._sizes = table.sizes
+        self.sizes = table.sizes
         self._count = table.generations
         self._layout = _FileLayout(table)
         headers = self._layout.headers(self._file)
@@ -88,7 +89,7 @@ class Generations(Closing):
         self._header = header
         self._clean = True
         self._pending: dict[str, tuple[int, int]] = {}
-        self._committed = dict(zip(self._sizes, zip(header.places, header.hashes, strict=True), strict=True))
+        self._committed = dict(zip(self.sizes, zip(header.places, header.hashes, strict=True), strict=True))
 
     def _choose(self, headers: list[_Header]) -> None:
         """Uses the newest step that is whole."""
@@ -109,7 +110,7 @@ class Generations(Closing):
         raise DamagedExtent(damaged[0].what, why=why, do="put back a copy of the file, or start a new run")
 
     def _check_all(self) -> None:
-        for name, size in self._sizes.items():
+        for name, size in self.sizes.items():
             if self.written(name):
                 self.read(name, aligned(size))
 
@@ -135,11 +136,6 @@ class Generations(Closing):
         return cls(where)
 
     @property
-    def sizes(self) -> Mapping[str, int]:
-        """Bytes of each extent by name."""
-        return self._sizes
-
-    @property
     def step(self) -> int:
         """The last committed step; -1 before the first."""
         return self._header.step
@@ -158,7 +154,7 @@ class Generations(Closing):
         `pending`: what was written since, if anything. Raises DamagedExtent.
         """
         place, expected = self._place(name, pending)
-        size = self._sizes[name]
+        size = self.sizes[name]
         assert buffer.nbytes >= size, f"{buffer.nbytes} bytes for {size}"
         if place < 0:
             raise UserError(f"{name!r} of {self.path} was never written.", do="write it before the first step")
@@ -171,7 +167,7 @@ class Generations(Closing):
 
     def write(self, name: str, buffer: Tensor) -> None:
         """Writes the first bytes of `buffer` as `name`, in place of what was written since the last commit."""
-        size = self._sizes[name]
+        size = self.sizes[name]
         assert buffer.nbytes >= size, f"{buffer.nbytes} bytes for {size}"
         data = flat_bytes(buffer)[:size]
         with self._lock:

@@ -100,9 +100,15 @@ class RowFile(Closing):
         self.dtype = layout.dtype
         self.shape = layout.shape
         if self._file.size < layout.end:
-            raise _too_short(self._file, layout)
+            raise UserError(
+                f"{self._file} is too short for {layout.rows:,} rows of {layout.row_bytes} bytes: "
+                f"{layout.end - self._file.size:,} bytes are missing.",
+                why=f"it has {self._file.size:,} bytes",
+                do="check the number of rows, their dtype and shape, or copy the file again",
+            )
         self._queue = queue or self._own(IoQueue())
-        self._room = max(memory // 2 // PAGE, _most_pages(layout))
+        most_of_a_row = pages(layout.row_bytes) // PAGE + 1
+        self._room = max(memory // 2 // PAGE, most_of_a_row)
         self._lock = threading.Lock()
 
     def _own(self, opened: Any) -> Any:
@@ -242,17 +248,3 @@ def _ascending(ids: Tensor) -> tuple[Array, Array]:
     numbers = ids.contiguous().numpy()
     ordered = len(numbers) < 2 or bool((numbers[1:] >= numbers[:-1]).all())
     return numbers, np.arange(len(numbers)) if ordered else np.argsort(numbers)
-
-
-def _most_pages(layout: RowLayout) -> int:
-    """The most pages that one row touches."""
-    return pages(layout.row_bytes) // PAGE + 1
-
-
-def _too_short(file: File, layout: RowLayout) -> UserError:
-    return UserError(
-        f"{file} is too short for {layout.rows:,} rows of {layout.row_bytes} bytes: {layout.end - file.size:,} bytes "
-        "are missing.",
-        why=f"it has {file.size:,} bytes",
-        do="check the number of rows, their dtype and shape, or copy the file again",
-    )
