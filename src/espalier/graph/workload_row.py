@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ from espalier.graph.networks.gnn import Gnn
 from espalier.graph.networks.network import quantizers_of
 from espalier.graph.parts import partition_folder
 from espalier.graph.sampling.subgraphs import infer
-from espalier.graph.tasks.answers import lines
+from espalier.graph.tasks.answers import Answers, lines
 from espalier.graph.tasks.graph_classification import GraphTask
 from espalier.graph.tasks.link_prediction import LinkTask
 from espalier.graph.tasks.node_classification import NodeTask
@@ -52,9 +52,7 @@ LINKS = 10
 """Links that are shown of one node unless another number is asked for."""
 
 
-def answers(
-    workload: GraphWorkload, model: nn.Module, text: str | None, count: int | None = None
-) -> list[dict[str, Any]]:
+def answers(workload: GraphWorkload, model: nn.Module, text: str | None, count: int | None = None) -> Answers:
     """One answer for each thing that `text` names, by name or number.
 
     Nodes and graphs are separated by commas or line ends; a pair is `a,b`, and pairs by line ends or semicolons. None:

@@ -247,7 +247,7 @@ class Graph:
             indices,
             features,
             weights=None if values["weights"] is None else edges.added(values["weights"]),
-            edge_features=None if values["edge_features"] is None else values["edge_features"][edges.first],
+            edge_features=selected(values["edge_features"], edges.first),
             notes=tuple(notes),
             **known,
         )
@@ -349,11 +349,14 @@ def _compressed(
         targets = targets[~loops]
         number = number[~loops]
     given = len(sources)
-    undirected = undirected and not _symmetric(sources, targets, nodes)
-    if undirected:
-        sources, targets = np.concatenate([sources, targets]), np.concatenate([targets, sources])
-        number = np.concatenate([number, number])
     keys = targets * np.int64(nodes) + sources
+    if undirected:
+        mirrored = sources * np.int64(nodes) + targets
+        # Where every edge is given both ways already, mirroring would double the weights.
+        undirected = not np.array_equal(np.unique(keys), np.unique(mirrored))
+    if undirected:
+        keys = np.concatenate([keys, mirrored])
+        number = np.concatenate([number, number])
     order = np.argsort(keys, kind="stable")
     keys = keys[order]
     fresh = np.ones(len(keys), bool)
@@ -369,13 +372,6 @@ def _compressed(
     np.cumsum(np.bincount(rows, minlength=nodes), out=indptr[1:])
     indices = (keys - rows * nodes).astype(kind)
     return indptr, indices, _Kept(number[order[group]], number[order], group)
-
-
-def _symmetric(sources: Array, targets: Array, nodes: int) -> bool:
-    """Whether every edge is given both ways already: mirroring would then double the weights."""
-    return np.array_equal(
-        np.unique(sources * np.int64(nodes) + targets), np.unique(targets * np.int64(nodes) + sources)
-    )
 
 
 # --- checks ------------------------------------------------------------------------------------------------------
@@ -533,8 +529,8 @@ def without_edges(graph: Graph, gone: Array) -> Graph:
         graph,
         indptr=offsets_of(counts),
         indices=graph.indices[~gone],
-        weights=None if graph.weights is None else graph.weights[~gone],
-        edge_features=None if graph.edge_features is None else graph.edge_features[~gone],
+        weights=selected(graph.weights, ~gone),
+        edge_features=selected(graph.edge_features, ~gone),
         identity=graph.identity and _mixed(graph.identity, np.packbits(gone)),
     )
 
@@ -557,11 +553,11 @@ def relabelled(graph: Graph, permutation: Array) -> Graph:
         features=np.ascontiguousarray(graph.features[permutation]),
         labels=None if labels is None else np.ascontiguousarray(labels[permutation]),
         parts=None if parts is None else DataSplit(*(np.sort(inverse[ids]) for _, ids in parts.named())),
-        weights=None if graph.weights is None else graph.weights[order],
-        edge_features=None if graph.edge_features is None else graph.edge_features[order],
+        weights=selected(graph.weights, order),
+        edge_features=selected(graph.edge_features, order),
         names=[graph.names[at] for at in permutation] if len(graph.names) else (),
         numbers=np.asarray(permutation, np.int64) if numbers is None else numbers[permutation],
-        cut=None if graph.cut is None else graph.cut[permutation],
+        cut=selected(graph.cut, permutation),
         link_parts=None if graph.link_parts is None else _moved_links(graph.link_parts, inverse),
     )
 
@@ -571,6 +567,11 @@ def _moved_links(parts: DataSplit, inverse: Array) -> DataSplit:
     nodes = np.int64(len(inverse))
     ends = [(inverse[keys // nodes], inverse[keys % nodes]) for _, keys in parts.named()]
     return DataSplit(*(np.sort(np.minimum(a, b) * nodes + np.maximum(a, b)) for a, b in ends))
+
+
+def selected(values: Any, places: Any) -> Any:
+    """`values[places]`; None where there are no values."""
+    return None if values is None else values[places]
 
 
 def seen_in_training(graph: Graph) -> Graph:

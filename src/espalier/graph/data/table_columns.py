@@ -62,6 +62,11 @@ class Table:
     notes: tuple[str, ...] = ()
 
     @property
+    def shown(self) -> str:
+        """Its path in messages."""
+        return printable(self.path)
+
+    @property
     def rows(self) -> int:
         return len(next(iter(self.columns.values()), ()))
 
@@ -295,7 +300,7 @@ def _labels(table: Table, column: Array | None, notes: list[str]) -> Array | Non
     if not any("," in word for word in filled) or not all(map(_DECIMAL.fullmatch, filled)):
         return column
     notes.append(f"the labels of {table.path.name} have decimal commas")
-    _decimal_commas(filled, f"{printable(table.path)}: the label")
+    _decimal_commas(filled, f"{table.shown}: the label")
     return np.array([word.replace(",", ".") for word in words])
 
 
@@ -325,7 +330,7 @@ def _sole(table: Table, columns: Collection[str], names: str, role: str) -> str 
     several = [name for name in columns if _is(name, names)]
     if len(several) > 1:
         raise UserError(
-            f"{printable(table.path)} has the columns {' and '.join(repr(printable(name)) for name in several)}.",
+            f"{table.shown} has the columns {' and '.join(repr(printable(name)) for name in several)}.",
             why=f"each could be the {role}",
             do=f"call one of them {role} and drop or rename the others",
         )
@@ -361,7 +366,7 @@ def settled(nodes: NodeTable, sources: Array, targets: Array) -> NodeTable:
         among = len(ends) > 0 and words != numbers and bool(np.isin(ends, values).all())
         if distinct and among and rows and not called:
             raise UserError(
-                f"{printable(nodes.table.path)} has no column id, and {printable(name)!r} may be it.",
+                f"{nodes.table.shown} has no column id, and {printable(name)!r} may be it.",
                 why="each row has another whole number there, and the ends of edges fit these as well as the rows",
                 do=f"call the column id; where it is a feature, put a column id before it (0 to {len(values) - 1})",
             )
@@ -384,7 +389,7 @@ def _may_be_ids(column: Array) -> bool:
 
 def _parts(table: Table, column: Array | None, masks: Mapping[str, Array]) -> DataSplit | None:
     if column is not None and masks:
-        raise UserError(f"{printable(table.path)} has a column of parts and masks.", do="drop the one or the other")
+        raise UserError(f"{table.shown} has a column of parts and masks.", do="drop the one or the other")
     if masks:
         chosen = [_sole(table, masks, names, "mask of a part") for names in _MASKS]
         each = [np.zeros(table.rows, bool) if name is None else _truth(table, name, masks[name]) for name in chosen]
@@ -396,7 +401,7 @@ def _parts(table: Table, column: Array | None, masks: Mapping[str, Array]) -> Da
     strange = set(words) - set(PART_WORDS) - none
     if strange:
         raise UserError(
-            f"{printable(table.path)}: part = {printable(min(strange))!r} is not possible.",
+            f"{table.shown}: part = {printable(min(strange))!r} is not possible.",
             do="train, validation, test, or empty",
         )
     named = np.array([PART_WORDS.get(word, "") for word in words])
@@ -408,7 +413,7 @@ def _truth(table: Table, name: str, column: Array) -> Array:
     strange = set(words) - set(_TRUTH) - {""}
     if strange:
         raise UserError(
-            f"{printable(table.path)}: {printable(name)} = {printable(min(strange))!r} is not possible.",
+            f"{table.shown}: {printable(name)} = {printable(min(strange))!r} is not possible.",
             do="true or false for each node",
         )
     return np.array([_TRUTH.get(word, 0.0) for word in words]) > 0
@@ -434,15 +439,13 @@ def _edges(table: Table) -> EdgeTable:
     types = _types(left)
     weights = taken.get("weight")
     if weights is not None:
-        weights, reason = _as_float(weights, f"{printable(table.path)}: weights")
+        weights, reason = _as_float(weights, f"{table.shown}: weights")
         notes += [f"weights of {table.path.name}: {reason}"] if reason else []
         if reason.startswith("words"):
-            raise UserError(
-                f"{printable(table.path)}: the weights are {reason}.", do="give numbers, or drop the column"
-            )
+            raise UserError(f"{table.shown}: the weights are {reason}.", do="give numbers, or drop the column")
     if any(values.dtype.kind in "OU" and str(values[0]).startswith("{'") for values in left.values()):
         raise UserError(
-            f"{printable(table.path)} has attributes of edges as Python writes them.",
+            f"{table.shown} has attributes of edges as Python writes them.",
             do="networkx.write_weighted_edgelist, or source,target,weight lines",
         )
     features = _numeric(table, left, "the feature {} of edges", notes)
@@ -464,14 +467,14 @@ def _ends(table: Table, columns: Mapping[str, Array]) -> tuple[str, str]:
     if source is not None or target is not None:
         missing = "target" if target is None else "source"
         raise UserError(
-            f"{printable(table.path)} has a column {source or target!r} and none for the other end of edges.",
+            f"{table.shown} has a column {source or target!r} and none for the other end of edges.",
             why=f"it has {printable(', '.join(columns))}",
             do=f"call the other column {missing}",
         )
     names = [name for name in columns if not table.header or not _is(name, f"{_WEIGHTS}|{_INDEX}")]
     if len(names) < 2:
         raise UserError(
-            f"{printable(table.path)} has {plural(len(columns), 'column')}.",
+            f"{table.shown} has {plural(len(columns), 'column')}.",
             why="an edge has two ends",
             do="columns source and target",
         )
@@ -513,7 +516,7 @@ def _numeric(table: Table, columns: Mapping[str, Array], what: str, notes: list[
     """float64 columns of numbers. Columns of words alone are left out, which is said in `notes`."""
     numbers = {}
     for name, column in columns.items():
-        values, reason = _as_float(column, f"{printable(table.path)}: {what.format(repr(printable(name)))}")
+        values, reason = _as_float(column, f"{table.shown}: {what.format(repr(printable(name)))}")
         if values is None:
             notes.append(unused("column", name, f"of {table.path.name}, {reason}"))
         else:

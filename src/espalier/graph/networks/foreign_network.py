@@ -308,7 +308,7 @@ class _Trial:
 
     def _run(self, rows: Tensor, block: MessageBlock, seen: list[Tensor] | None) -> tuple[Tensor, list[Tensor]]:
         model = copy.deepcopy(self.model)
-        self.runs = self.runs + 1
+        self.runs += 1
         if not self.training:
             return _run(model, rows, block, seen)
         with torch.random.fork_rng(devices=[]), _WithoutDropout():

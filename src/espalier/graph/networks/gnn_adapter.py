@@ -53,13 +53,13 @@ class GnnAdapter(NetworkAdapter):
         if not run.batching.stands:
             return (*sentences, *bits, *graph_plan.passes(layers, k, once=False))
         if self._format is None:
-            self._format = self._formatted(run, layers)
+            partition = run.graph.partition
+            self._format = (
+                self._format_of(run.whole_task.train.block, layers)
+                if partition is None
+                else f"Format: CSR; each rank reads its part of {partition.ranks} alone."
+            )
         return (*sentences, *bits, self._format, *graph_plan.passes(layers, k, once=model.aggregates_once))
-
-    def _formatted(self, run: GraphRun, layers: Sequence[Layer]) -> str:
-        if run.graph.partition is not None:
-            return f"Format: CSR; each rank reads its part of {run.graph.partition.ranks} alone."
-        return self._format_of(run.whole_task.train.block, layers)
 
     def _format_of(self, block: MessageBlock, layers: Sequence[Layer]) -> str:
         assert self.recipe.graph is not None

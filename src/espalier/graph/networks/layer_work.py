@@ -46,7 +46,7 @@ def layer_work(network: Gnn, reach: Sequence[Reach], micro_batch: Any, precision
         sources = layer_reach.sources * times
         targets = layer_reach.targets * times
         edges = layer_reach.edges * times
-        drawn = drawn + edges * each
+        drawn += edges * each
         if at == 0 and not each and network.aggregates_once and not hasattr(layer, "quantizer"):
             edges = edges * 0
         attends = isinstance(layer, GraphAttention)
@@ -60,12 +60,10 @@ def layer_work(network: Gnn, reach: Sequence[Reach], micro_batch: Any, precision
             products.append(Product(targets, layer.outputs, layer.outputs))
         scores = ATTENDED * layer.heads if isinstance(layer, GraphAttention) else 0
         forward = edges * (size * narrow + scores + 4) + size * targets * (2 * narrow + 2 * layer.outputs)
-        moved = moved + forward
-        back = (
-            back + (2 if attends else 1) * forward
-        )  # a sum's gradient is a sum; of attention scores and rows have one
-        saved = saved + size * (sources * layer.inputs + targets * (narrow + 3 * layer.outputs))
-        saved = saved + (2 * size * layer.heads * edges if isinstance(layer, GraphAttention) else 0)  # scores, shares
+        moved += forward
+        back += (2 if attends else 1) * forward  # a sum's gradient is a sum; of attention scores and rows have one
+        saved += size * (sources * layer.inputs + targets * (narrow + 3 * layer.outputs))
+        saved += 2 * size * layer.heads * edges if isinstance(layer, GraphAttention) else 0  # scores, shares
     return Work(
         products=tuple(products),
         attention=0.0,

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from espalier.comm.base import Traffic, traffic
+from espalier.graph.data.graph import selected
 from espalier.graph.networks.base import Aggregate, Forms, GraphAttend, Kept, MessageBlock, MessageBlocks, Rows, dense
 from espalier.graph.networks.gnn import Gnn, GraphAttention, Layer
 from espalier.graph.networks.network import quantizers_of
@@ -290,10 +291,10 @@ class Halo:
         and halo nodes."""
         made = MessageBlock(self.indptr, self.indices.to(whole.indices.dtype), self.sources, Forms())
         return made._replace(
-            weights=None if whole.weights is None else whole.weights[self.edges],
-            left=None if whole.left is None else whole.left[self.owned],
-            right=None if whole.right is None else whole.right[self.nodes],
-            features=None if whole.features is None else whole.features[self.edges],
+            weights=selected(whole.weights, self.edges),
+            left=selected(whole.left, self.owned),
+            right=selected(whole.right, self.nodes),
+            features=selected(whole.features, self.edges),
         )
 
     def blocks(self, whole: MessageBlock, depth: int) -> MessageBlocks:

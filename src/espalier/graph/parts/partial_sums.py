@@ -10,7 +10,7 @@ they do without. Layers that weigh edges by attention, or keep columns (MaxK), n
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -19,12 +19,10 @@ from scipy import sparse
 from scipy.sparse.csgraph import maximum_bipartite_matching
 from torch import Tensor
 
+from espalier.graph.data.graph import Array, selected
 from espalier.graph.networks.base import Forms, MessageBlock
 from espalier.graph.parts.halo import Boundary, Halo
 from espalier.recipe.offsets import offsets_of
-
-if TYPE_CHECKING:
-    from espalier.graph.data.graph import Array
 
 
 class Cover(NamedTuple):
@@ -126,7 +124,7 @@ def summing(
     right = block.right
     if right is not None:
         right = torch.cat([right[halo.owned], torch.where(torch.from_numpy(summed), 1.0, right[halo.outer])])
-    left = None if block.left is None else block.left[halo.owned]
+    left = selected(block.left, halo.owned)
     made = MessageBlock(halo.indptr, halo.indices.to(block.indices.dtype), halo.sources, Forms(), weights, left, right)
     return halo, made
 

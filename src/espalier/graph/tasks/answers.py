@@ -17,6 +17,9 @@ from espalier.kernels.cross_entropy import cross_entropy
 from espalier.parallel.workload import Shard
 from espalier.store.artifacts import Artifact, Table
 
+Answers = list[dict[str, Any]]
+"""What a network says, a table for each node, pair or graph."""
+
 
 class LabelledTask(Protocol):
     """What is asked of a task whose items have labels."""
@@ -105,7 +108,7 @@ def score(means: Mapping[str, float]) -> float:
 # --- words -------------------------------------------------------------------------------------------------------
 
 
-def told(logits: Tensor, graph: Graph, names: Sequence[str]) -> list[dict[str, Any]]:
+def told(logits: Tensor, graph: Graph, names: Sequence[str]) -> Answers:
     """Rows of logits as answers: the class and its probability, the probability of each task, or the values in the
     units of the targets."""
     if graph.values:

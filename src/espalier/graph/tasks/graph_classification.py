@@ -8,18 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from espalier.graph.data.graph import Array, Examples, Graph, scaled
+from espalier.graph.data.graph import Array, Examples, Graph, scaled, selected
 from espalier.graph.sampling import neighbor_sampler
 from espalier.graph.sampling.neighbor_sampler import Style
 from espalier.graph.sampling.subgraphs import SubgraphBatch, forward
 from espalier.graph.tasks import metrics
-from espalier.graph.tasks.answers import held_out_figures, loss_of, told, trained_labels
+from espalier.graph.tasks.answers import Answers, held_out_figures, loss_of, told, trained_labels
 from espalier.parallel.workload import Shard, to_device
 from espalier.recipe.errors import UserError
 from espalier.recipe.offsets import offsets_of
@@ -92,7 +91,7 @@ class GraphTask(Examples):
         """Of a graph, for people."""
         return f"graph {item}"
 
-    def answers(self, model: nn.Module, items: Sequence[int]) -> list[dict[str, Any]]:
+    def answers(self, model: nn.Module, items: Sequence[int]) -> Answers:
         """What the model says of these graphs."""
         return told(self.infer(model, np.asarray(items)), self.graph, [self.name(graph_id) for graph_id in items])
 
@@ -111,8 +110,8 @@ def joined(graph: Graph, ids: Array) -> tuple[Graph, Array]:
         indptr=offsets_of(counts),
         indices=(graph.indices[edges] + np.repeat(per_node, counts)).astype(graph.indices.dtype),
         features=np.ascontiguousarray(graph.features[nodes]),
-        weights=None if graph.weights is None else graph.weights[edges],
-        edge_features=None if graph.edge_features is None else graph.edge_features[edges],
+        weights=selected(graph.weights, edges),
+        edge_features=selected(graph.edge_features, edges),
         labels=None,
         parts=None,
         starts=None,

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -19,6 +18,7 @@ from torch import Tensor, nn
 from espalier.graph.data.graph import Array, DataSplit, Examples, Graph, parted, without_edges
 from espalier.graph.sampling.subgraphs import SubgraphBatch, View, forward, infer
 from espalier.graph.tasks import metrics
+from espalier.graph.tasks.answers import Answers
 from espalier.kernels.split_mix import mixed
 from espalier.parallel.workload import Shard
 from espalier.recipe.errors import UserError
@@ -127,7 +127,7 @@ class LinkTask(Examples):
         head, tail = self.links.pairs[:, item]
         return f"{self.graph.called(int(head))} - {self.graph.called(int(tail))}"
 
-    def likeliest(self, model: nn.Module, node: int, count: int) -> list[dict[str, Any]]:
+    def likeliest(self, model: nn.Module, node: int, count: int) -> Answers:
         """The `count` likeliest links of `node` that the graph does not have, the likeliest first."""
         embedded = infer(model, self.view).cpu()
         logits = embedded @ embedded[node]
@@ -138,13 +138,13 @@ class LinkTask(Examples):
         pairs = [(node, other) for other in best.indices.tolist()]
         return self._named(pairs, best.values.sigmoid().tolist())
 
-    def answers(self, model: nn.Module, pairs: Sequence[tuple[int, int]]) -> list[dict[str, Any]]:
+    def answers(self, model: nn.Module, pairs: Sequence[tuple[int, int]]) -> Answers:
         """The probability that each pair is joined."""
         embedded = infer(model, self.view).cpu()
         chances = scores(embedded, torch.tensor(pairs).T.reshape(2, -1)).sigmoid().tolist()
         return self._named(pairs, chances)
 
-    def _named(self, pairs: Sequence[tuple[int, int]], chances: Sequence[float]) -> list[dict[str, Any]]:
+    def _named(self, pairs: Sequence[tuple[int, int]], chances: Sequence[float]) -> Answers:
         return [
             {"name": f"{self.graph.called(head)} - {self.graph.called(tail)}", "probability": chance}
             for (head, tail), chance in zip(pairs, chances, strict=True)

@@ -14,7 +14,7 @@ from espalier.graph.data.graph import Array, Examples, Graph, scaled
 from espalier.graph.sampling.neighbor_sampler import ALL
 from espalier.graph.sampling.subgraphs import SubgraphBatch, View, forward, infer
 from espalier.graph.tasks import metrics
-from espalier.graph.tasks.answers import held_out_figures, loss_of, told, trained_labels
+from espalier.graph.tasks.answers import Answers, held_out_figures, loss_of, told, trained_labels
 from espalier.parallel.workload import Shard
 from espalier.recipe.errors import UserError
 
@@ -90,7 +90,7 @@ class NodeTask(Examples):
         """Of a node, for people."""
         return self.graph.called(item)
 
-    def answers(self, model: nn.Module, items: Sequence[int]) -> list[dict[str, Any]]:
+    def answers(self, model: nn.Module, items: Sequence[int]) -> Answers:
         """What the model says of these nodes."""
         return list(self.each(model, items))
 
