@@ -288,15 +288,14 @@ def _required(arguments: ast.arguments) -> Iterator[str]:
 
 def recipe(finds: list[FoundData], target: Path) -> str:
     """The recipe for all of `finds`. Raises UserError where there is no one recipe for them."""
-    kinds = {find.kind for find in finds}
+    weights = [find for find in finds if find.kind == "weights"]
     data = [find for find in finds if find.kind != "weights"]
-    if kinds == {"weights"}:
-        finds = [*finds, corpus := FoundData("text", "python:stdlib", "text")]
-        data = [corpus]
+    kinds = {find.kind for find in data}
+    if not data:
+        data = [FoundData("text", "python:stdlib", "text")]
+        finds = [*finds, *data]
     elif (
-        len(kinds - {"weights"}) > 1
-        or (kinds != {"text"} and len(data) > 1)
-        or (kinds & {"graph", "scene"} and len(finds) > 1)
+        len(kinds) > 1 or ((weights or kinds != {"text"}) and len(data) > 1) or (weights and kinds & {"graph", "scene"})
     ):
         listing = ", ".join(f"{find.path} ({find.kind})" for find in finds)
         raise UserError("There is no one recipe for these.", why=listing, do="espalier init for each, with --out")
@@ -310,11 +309,10 @@ def recipe(finds: list[FoundData], target: Path) -> str:
     }[data[0].kind]
     head = "".join(f"# {printable(source.path)}: {printable(source.says)}.\n" for source in finds)
     name = printable(target.name)
-    return f"{head}#\n#   espalier plan {name}\n#   espalier train {name}\n\n{make(finds, data)}"
+    return f"{head}#\n#   espalier plan {name}\n#   espalier train {name}\n\n{make(weights, data)}"
 
 
-def _text(finds: list[FoundData], data: list[FoundData]) -> str:
-    weights = [find for find in finds if find.kind == "weights"]
+def _text(weights: list[FoundData], data: list[FoundData]) -> str:
     if len(weights) > 1:
         raise UserError("One folder of weights is what a run starts from.", do="leave the others out")
     model = f"[model]\n{_key('initial', weights[0].path)}" if weights else '[model]\nkind = "gpt"\n# depth = 6\n'
@@ -327,8 +325,7 @@ def _text(finds: list[FoundData], data: list[FoundData]) -> str:
     return "\n".join([model, *tables, "[train]\n# steps = 1000\n"])
 
 
-def _tuned(finds: list[FoundData], data: list[FoundData]) -> str:
-    weights = [find for find in finds if find.kind == "weights"]
+def _tuned(weights: list[FoundData], data: list[FoundData]) -> str:
     pairs = data[0].kind == "pairs"
     if len(weights) != 1 and (weights or pairs):
         raise UserError(
@@ -341,7 +338,7 @@ def _tuned(finds: list[FoundData], data: list[FoundData]) -> str:
     return f"[model]\n{model}\n[tune]\n{kind}\n[data]\n{_key('path', data[0].path)}\n[train]\n# steps = 1000\n"
 
 
-def _graph(finds: list[FoundData], data: list[FoundData]) -> str:
+def _graph(weights: list[FoundData], data: list[FoundData]) -> str:
     task = _key("task", data[0].task).rstrip()
     others = ", ".join(name for name in ("node", "link", "graph") if name != data[0].task)
     return (
@@ -357,14 +354,14 @@ def _field(data: FoundData) -> str:
     return _key("field", data.field) if data.field else ""
 
 
-def _scene(inputs: list[FoundData], data: list[FoundData]) -> str:
+def _scene(weights: list[FoundData], data: list[FoundData]) -> str:
     return (
         '[model]\nkind = "voxels"              # or spikingnerf\n# resolution = 64            # cells of a side\n\n'
         f"[data]\n{_key('path', data[0].path)}\n[train]\n# steps = 800\n"
     )
 
 
-def _own(finds: list[FoundData], data: list[FoundData]) -> str:
+def _own(weights: list[FoundData], data: list[FoundData]) -> str:
     needs = data[0].needs
     values = ", ".join(f"{name} = 0" for name in needs)
     arguments = (

@@ -170,7 +170,7 @@ def parser() -> argparse.ArgumentParser:
         verb.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     for names, usage, text, options in ARGUMENTS:
         flag, _, metavar = usage.partition(" ")
-        shown = {"metavar": metavar} if metavar else {}
+        shown: dict[str, Any] = {"metavar": metavar} if metavar else {}
         for name in names.split():
             made[name].add_argument(flag, help=text, **shown, **options)
     return top

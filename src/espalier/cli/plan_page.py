@@ -51,6 +51,7 @@ def render(plan: Plan, points: Sequence[Point], title: str, steps: int | None = 
     """The page as text."""
     predicted = plan.predicted
     assert predicted is not None, "planners price what they plan"
+    limit = predicted.memory_limit
     counts = Counter(point.algorithm for point in points)
     return page.render(
         "cli/plan_page.html.j2",
@@ -61,7 +62,7 @@ def render(plan: Plan, points: Sequence[Point], title: str, steps: int | None = 
         subtitle=[where(plan), *words(plan.layout)],
         plan=plan,
         figures=[*_figures(predicted), *_run_figure(predicted, steps)],
-        chart=charts.scatter(points, predicted.memory_limit, _limit_of(predicted), NAMES),
+        chart=charts.scatter(points, limit, f"limit {show_size(limit)}" if math.isfinite(limit) else "", NAMES),
         keys=[(charts.shape(name), NAMES.get(name, name), counts[name]) for name in _order(counts)],
         timetable=charts.timetable(_spans(plan, predicted)),
         fitting=sum(point.fits for point in points),
@@ -194,10 +195,6 @@ def _spans(plan: Plan, predicted: Predicted) -> list[TimetableBar]:
 def _told(action: Timed) -> str:
     stage, kind, number, _ = action.action
     return f"stage {stage}, micro-batch {number}: {PASSES[kind]}, {show_seconds(action.end - action.start)}"
-
-
-def _limit_of(predicted: Predicted) -> str:
-    return f"limit {show_size(predicted.memory_limit)}" if math.isfinite(predicted.memory_limit) else ""
 
 
 def _memory(predicted: Predicted) -> dict[str, Any]:

@@ -88,7 +88,7 @@ def _where(plan: Plan) -> str:
 
 def _ranks(count: int, threads: int, on_gpus: bool) -> str:
     if on_gpus:
-        return f"{plural(count, 'GPU')}"
+        return plural(count, "GPU")
     return f"{plural(count, 'rank')} x {plural(threads, 'thread')}"
 
 

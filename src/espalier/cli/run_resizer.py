@@ -7,7 +7,7 @@ planner and the run's folder. `plan.json` becomes the new plan, so that the same
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +15,7 @@ import msgspec
 
 from espalier.cli import measurements, resolve_recipe, run_plan
 from espalier.cli.start_run import RunStart
-from espalier.launch.ranks.resize import RunShape
+from espalier.launch.ranks.resize import FasterShapes, RunShape
 from espalier.launch.resilience.slowdown import Evidence
 from espalier.plan import base as plans
 from espalier.plan import replan
@@ -84,7 +84,7 @@ class RunResizer:
             return self._offer(replan.Replan(made, tuple(remaining[:count]), self._ratio(request, made)))
         raise refusal
 
-    def faster(self, evidence: Evidence) -> tuple[list[RunShape], Mapping[int, float]]:
+    def faster(self, evidence: Evidence) -> FasterShapes:
         """See `Resizer.faster`. Ranks that the recipe asks for by number are all kept."""
         plan = self.job.plan
         request = self._request()
@@ -200,7 +200,7 @@ class HostResizer(RunResizer):
         """Which of all ranks each present one is."""
         self._coming: tuple[RunShape, tuple[int, ...]] | None = None
 
-    def faster(self, evidence: Evidence) -> tuple[list[RunShape], Mapping[int, float]]:
+    def faster(self, evidence: Evidence) -> FasterShapes:
         """See `Resizer.faster`: of workers none."""
         return super().faster(evidence) if replan.cut(self.job.plan) else ([], {})
 

@@ -176,7 +176,12 @@ def usable(folder: RunFolder, recipe: Recipe, trust: bool, own_keys: Collection[
     named = named_places(recipe).items()
     places = {key: value for key, value in named if key not in own_keys and not value.startswith(_HUB)}
     if not writes:
-        places = {key: value for key, value in places.items() if _is_opened(key, value)}
+        # Checkpoints in another folder are read, and nothing is written.
+        places = {
+            key: value
+            for key, value in places.items()
+            if key.startswith(("data.", "store.")) or (key == TARGET and is_url(value))
+        }
     if not places or _is_sealed(folder):
         return Use(recipe)
     listed = ", ".join(f"{_short(key)} = {printable(value)!r}" for key, value in places.items())
@@ -194,11 +199,6 @@ def usable(folder: RunFolder, recipe: Recipe, trust: bool, own_keys: Collection[
 def _short(key: str) -> str:
     """As people write it: the first of several data sources needs no number."""
     return key.replace("data.0.", "data.")
-
-
-def _is_opened(key: str, value: str) -> bool:
-    """Whether a place has a part in reading a run. Checkpoints in another folder are read, and nothing is written."""
-    return key.startswith(("data.", "store.")) or (key == TARGET and is_url(value))
 
 
 def refuse_hub(folder: RunFolder, recipe: Recipe, trust: bool) -> None:

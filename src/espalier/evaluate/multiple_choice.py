@@ -107,7 +107,8 @@ class MultipleChoice:
         """Whether the likeliest choice is the right one, by length and without regard to it."""
         question = self._questions[record]
         before = "\n".join(part for part in (question.context, question.question) if part)
-        continued = [choice if _spaced(before, choice) else f" {choice}" for choice in question.choices]
+        space = "" if before[-1:].isspace() else " "
+        continued = [choice if choice[:1].isspace() else space + choice for choice in question.choices]
         head = [self._tokenizer.boundary, *self._ids(before)]
         scores = loglikelihoods(model, [(head, self._ids(choice)) for choice in continued])
         return marks([total for total, _ in scores], question)
@@ -155,7 +156,3 @@ def loglikelihoods(model: gpt.GPT, pairs: Sequence[tuple[Sequence[int], Sequence
 
 def _likeliest(values: Sequence[float]) -> int:
     return max(range(len(values)), key=values.__getitem__)
-
-
-def _spaced(before: str, choice: str) -> bool:
-    return before[-1:].isspace() or choice[:1].isspace()

@@ -60,7 +60,9 @@ def read(files: Sequence[Path]) -> Capture:
     lens = lens_keys.common_lens(
         [(view.where, lens_keys.lens_of(view.lens, kind.width, kind.height, view.where)) for view in views]
     )
-    notes += _resized(views[0], lens)
+    wide = views[0].lens.get("w", lens.width)
+    if wide != lens.width:
+        notes.append(f"the lens is scaled from pictures {wide} pixels wide to {lens.width}")
     parts = _parts(files, tables[0], views)
     left_out = len(views) - len({view for numbers in parts.values() for view in numbers})
     notes += [f"{plural(left_out, 'frame')} in none of {', '.join(_LISTS.values())}: not used"] if left_out else []
@@ -136,11 +138,6 @@ def _telling(table: Mapping[str, Any]) -> list[str]:
 def _is_neutral(key: str, value: object) -> bool:
     values = value if isinstance(value, list) else [value]
     return all(cell in (None, "", 1 if key == "scale" else 0) for cell in values)
-
-
-def _resized(view: FrameView, lens: Lens) -> list[str]:
-    wide = view.lens.get("w", lens.width)
-    return [f"the lens is scaled from pictures {wide} pixels wide to {lens.width}"] if wide != lens.width else []
 
 
 # --- parts -------------------------------------------------------------------------------------------------------

@@ -206,8 +206,7 @@ def composite(
 @composite.fast("cpu", wins=lambda alpha, offsets: alpha.dtype in (torch.float32, torch.float64))
 def composite_by_rays(alpha: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
     """numba, a ray at a time."""
-    weights, rest = _Composite.apply(alpha, offsets)
-    return weights, rest
+    return _Composite.apply(alpha, offsets)
 
 
 class _Composite(torch.autograd.Function):

@@ -123,7 +123,7 @@ def composite(alpha: Any, offsets: Any, weights: Any, rest: Any) -> None:
         passing = rest[ray] * 0 + 1
         for at in range(offsets[ray], offsets[ray + 1]):
             weights[at] = passing * alpha[at]
-            passing = passing * (1 - alpha[at])
+            passing *= 1 - alpha[at]
         rest[ray] = passing
 
 
@@ -140,7 +140,7 @@ def composite_backward(alpha: Any, offsets: Any, of_weights: Any, of_rest: Any, 
         passing = brought * 0 + 1
         for at in range(offsets[ray], offsets[ray + 1]):
             out[at] *= passing
-            passing = passing * (1 - alpha[at])
+            passing *= 1 - alpha[at]
 
 
 @jit("(float32[:, ::1], int64[:, ::1], int64, int64[::1], float32[:, ::1])")

@@ -262,7 +262,10 @@ class RadianceWorkload(Plain):
         parts = list(self.rendered(model, lens, pose, chunk))
         colours = torch.cat([part.colours for part in parts]).view(lens.height, lens.width, 3)
         depths = torch.cat([part.depths for part in parts]).view(lens.height, lens.width)
-        return Picture(byte(colours), byte(self._nearness(depths)))
+        low = depths.amin()
+        high = depths.amax()
+        nearness = (high - depths) / (high - low).clamp(min=1e-6)  # 0 at what lies behind everything
+        return Picture(byte(colours), byte(nearness))
 
     def rendered(self, model: nn.Module, lens: Lens, pose: Tensor, chunk: int = CHUNK) -> Iterator[Rendered]:
         """What the field makes of a view's rays, `chunk` at a time, row after row."""
@@ -271,12 +274,6 @@ class RadianceWorkload(Plain):
         for chunk_pixels in pixels.split(chunk):
             rays = self.scene.rays_through(lens, pose.expand(len(chunk_pixels), 4, 4), chunk_pixels)
             yield model(Rays(*(ray.to(device, self._dtype) for ray in rays)))
-
-    def _nearness(self, depths: Tensor) -> Tensor:
-        """1 at the nearest, 0 at what lies behind everything."""
-        low = depths.amin()
-        high = depths.amax()
-        return (high - depths) / (high - low).clamp(min=1e-6)
 
     # --- the rest ------------------------------------------------------------------------------------------------
 

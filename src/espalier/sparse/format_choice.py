@@ -21,6 +21,9 @@ from espalier.sparse.cbm import CBM
 from espalier.sparse.cbsr import cbsr_aggregate
 from espalier.sparse.csr import CSR, matmul
 
+Products = dict[str, Callable[[], Tensor]]
+"""Of each candidate, what multiplies with it."""
+
 REPEATS = 5
 """Interleaved products of each format."""
 MARGIN = 1.05
@@ -60,7 +63,7 @@ def best_aggregation(adjacency: CSR, width: int, k: int) -> FormatChoice:
     return _measured(adjacency, width, {"cbsr": lambda: cbsr_aggregate(adjacency, values, indices, width)})
 
 
-def _measured(adjacency: CSR, width: int, others: dict[str, Callable[[], Tensor]]) -> FormatChoice:
+def _measured(adjacency: CSR, width: int, others: Products) -> FormatChoice:
     if width < 1:
         raise UserError(f"width = {width}.", why="a product needs at least one column", do="width = x.shape[1]")
     matrices: dict[str, CSR | CBM] = {"csr": adjacency}
@@ -71,13 +74,13 @@ def _measured(adjacency: CSR, width: int, others: dict[str, Callable[[], Tensor]
     if not others and len(matrices) == 1:
         return FormatChoice("csr", adjacency, {})
     x = torch.rand(adjacency.shape[1], width, generator=torch.Generator().manual_seed(0)).requires_grad_()
-    runs: dict[str, Callable[[], Tensor]] = {name: partial(matmul, matrix, x) for name, matrix in matrices.items()}
+    runs: Products = {name: partial(matmul, matrix, x) for name, matrix in matrices.items()}
     seconds = _interleaved({**runs, **others})
     name: Any = min(seconds, key=lambda candidate: seconds[candidate] * (1.0 if candidate == "csr" else MARGIN))
     return FormatChoice(name, matrices.get(name, adjacency), seconds)
 
 
-def _interleaved(runs: dict[str, Callable[[], Tensor]]) -> dict[str, float]:
+def _interleaved(runs: Products) -> dict[str, float]:
     """Median seconds of forward and backward; the first of each, which compiles and transposes, is not counted."""
     taken: dict[str, list[float]] = {name: [] for name in runs}
     for turn in range(REPEATS + 1):

@@ -279,8 +279,12 @@ class HostAgents:
 
     def replace(self, attempt: Attempt, gone: Sequence[int]) -> None:
         self._counts_on_all(attempt)
-        between = attempt.between_failures
-        self._tell(run=True, replaced=tuple(gone), later=attempt.later, between_failures=between)
+        self._tell(
+            run=True,
+            replaced=tuple(gone),
+            later=attempt.later,
+            between_failures=attempt.between_failures,
+        )
         self.local_agent.replace(self._part(attempt), gone)
         for rank, child in self.distant.items():
             child.place = attempt.specs[rank]

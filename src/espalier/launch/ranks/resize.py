@@ -46,6 +46,10 @@ class RunShape:
     encoded: str = ""
 
 
+FasterShapes = tuple[list[RunShape], Mapping[int, float]]
+"""Shapes, the fastest first; and by present rank, how many times as long as on the others its samples take."""
+
+
 class Resizer(Protocol):
     """Who plans. All raise UserError where there is no plan, and nothing else."""
 
@@ -71,7 +75,7 @@ class Resizer(Protocol):
     def again(self, hosts: Collection[int]) -> RunShape:
         """The run with the ranks that these hosts had, which were left out, beside the present ones."""
 
-    def faster(self, evidence: Evidence) -> tuple[list[RunShape], Mapping[int, float]]:
+    def faster(self, evidence: Evidence) -> FasterShapes:
         """Other shapes at measured speeds, the fastest first; and, by present rank, how many times as long as on the
         others its samples take."""
 

@@ -12,6 +12,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import takewhile
 from multiprocessing.connection import Connection, Pipe, wait
@@ -215,8 +216,6 @@ def _pickled(result: Any) -> bytes:
 
 
 def _kill(pid: int) -> None:
-    try:
+    with suppress(ProcessLookupError, ChildProcessError):
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
-    except (ProcessLookupError, ChildProcessError):
-        return
