@@ -204,18 +204,18 @@ def _forward(divided: Divided, rows: _Rows, heads: int) -> tuple[Tensor, Tensor]
     q, k, v, _, scale = rows
     bias = _taken(rows.bias, divided.entries)
     out, logs = torch.empty_like(q), q.new_empty(len(q), heads)
-    windows, rest = divided.by_row, divided.rest
-    if windows is not None:
+    windows = divided.by_row
+    if windows is None:
+        edge_kernels.edge_forward(out, logs, *_csr(divided.rest), q, k, v, bias, scale)
+    else:
         from espalier.mechanisms.pattern_attention import window_kernels
 
         window_kernels.window_forward(out, logs, *_arrays(windows), q, k, v, bias, scale)
-        rest, bias = windows.rest, _taken(bias, windows.rest_entries)
-    if windows is None:
-        edge_kernels.edge_forward(out, logs, *_csr(rest), q, k, v, bias, scale)
-    elif rest.entries:
-        more, more_logs = torch.empty_like(out), torch.empty_like(logs)
-        edge_kernels.edge_forward(more, more_logs, *_csr(rest), q, k, v, bias, scale)
-        merge(out.view(len(q), heads, -1), logs, more.view(len(q), heads, -1), more_logs)
+        if windows.rest.entries:
+            more, more_logs = torch.empty_like(out), torch.empty_like(logs)
+            bias = _taken(bias, windows.rest_entries)
+            edge_kernels.edge_forward(more, more_logs, *_csr(windows.rest), q, k, v, bias, scale)
+            merge(out.view(len(q), heads, -1), logs, more.view(len(q), heads, -1), more_logs)
     for row, at in zip(divided.hubs.tolist(), divided.hub_entries, strict=True):
         scores, values = _hub(divided, rows, row, at)
         logs[row] = scores.logsumexp(1)
@@ -234,41 +234,15 @@ def _hub(divided: Divided, rows: _Rows, row: int, at: slice) -> tuple[Tensor, Te
 
 
 def _backward(divided: Divided, rows: _Rows, saved: _Saved) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    from espalier.mechanisms.pattern_attention import edge_kernels
-
     q, k, v, _, scale = rows
     bias = _taken(rows.bias, divided.entries)
     dq, dk, dv, dbias = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), torch.zeros_like(bias)
-    by_row, rest, known, rest_dbias = divided.by_row, divided.rest, bias, dbias
-    if by_row is not None:
-        from espalier.mechanisms.pattern_attention import window_kernels
-
-        sides = (q, saved.gradient, k, v)
-        window_kernels.window_backward(
-            dq, dq[:0], dbias, *_arrays(by_row), *sides, bias, saved.logs, saved.weighted, scale, 0
-        )
-        rest, known = by_row.rest, _taken(bias, by_row.rest_entries)
-        rest_dbias = torch.zeros_like(known)
-    if by_row is None or rest.entries:
-        edge_kernels.edge_backward_queries(
-            dq, rest_dbias, *_csr(rest), q, k, v, known, *saved, scale, int(by_row is not None)
-        )
-    if by_row is not None and len(rest_dbias):
-        dbias[by_row.rest_entries] = rest_dbias
+    how = saved.logs, saved.weighted, scale
+    queries, keys = (q, saved.gradient), (k, v)
+    _backward_of((divided.by_row, divided.rest), (dq, dq[:0], dbias), (*queries, *keys, bias), (*how, 0))
     turned, order = divided.rest.transpose
-    known, by_column = _taken(bias, order), divided.by_column
-    if by_column is not None:
-        from espalier.mechanisms.pattern_attention import window_kernels
-
-        sides = (k, v, q, saved.gradient)
-        window_kernels.window_backward(
-            dk, dv, known[:0], *_arrays(by_column), *sides, known, saved.logs, saved.weighted, scale, 1
-        )
-        turned, known = by_column.rest, _taken(known, by_column.rest_entries)
-    if by_column is None or turned.entries:
-        edge_kernels.edge_backward_keys(
-            dk, dv, *_csr(turned), q, k, v, known, *saved, scale, int(by_column is not None)
-        )
+    bias = _taken(bias, order)
+    _backward_of((divided.by_column, turned), (dk, dv, bias[:0]), (*keys, *queries, bias), (*how, 1))
     if divided.entries is not None:
         whole = torch.zeros_like(rows.bias)
         if len(whole):
@@ -277,6 +251,28 @@ def _backward(divided: Divided, rows: _Rows, saved: _Saved) -> tuple[Tensor, Ten
             _hub_backward(divided, rows, saved, (row, at), (dq, dk, dv, whole))
         dbias = whole
     return dq, dk, dv, dbias
+
+
+def _backward_of(
+    pattern: tuple[Windows | None, CSR], made: tuple[Tensor, ...], sides: tuple[Tensor, ...], how: tuple[Any, ...]
+) -> None:
+    """Fills `made`, gradients by row or by column: by windows where there are some, what they leave entry by entry. See
+    `edge_kernels.edge_backward`."""
+    from espalier.mechanisms.pattern_attention import edge_kernels
+
+    windows, rest = pattern
+    if windows is None:
+        edge_kernels.edge_backward(*made, *_csr(rest), *sides, *how, 0)
+        return
+    from espalier.mechanisms.pattern_attention import window_kernels
+
+    window_kernels.window_backward(*made, *_arrays(windows), *sides, *how)
+    if windows.rest.entries:
+        (*outputs, dbias), (*factors, bias) = made, sides
+        rest_dbias, rest_bias = (_taken(values, windows.rest_entries) for values in (dbias, bias))
+        edge_kernels.edge_backward(*outputs, rest_dbias, *_csr(windows.rest), *factors, rest_bias, *how, 1)
+        if len(dbias):
+            dbias[windows.rest_entries] = rest_dbias
 
 
 def _hub_backward(
@@ -305,8 +301,8 @@ def _taken(values: Tensor, entries: Tensor | None) -> Tensor:
 
 
 def _arrays(windows: Windows) -> tuple[Any, ...]:
-    return (windows.windows, windows.columns, windows.masks, windows.starts, windows.entries, windows.cuts)
+    return tuple(array.numpy() for array in windows[:5]), windows.cuts
 
 
 def _csr(matrix: CSR) -> tuple[Any, ...]:
-    return matrix.indptr, matrix.indices, matrix.cuts
+    return (matrix.indptr.numpy(), matrix.indices.numpy()), matrix.cuts

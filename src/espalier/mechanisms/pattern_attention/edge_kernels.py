@@ -31,34 +31,28 @@ def _powers(lanes: Lanes, highest: Any) -> Any:
     return lanes.total(power)
 
 
-def _shares(lanes: Lanes, log: Any, weighted: Any) -> None:
-    """score, <gradient, value> -> share, gradient of the score; one row's."""
-    share = power_of_e(lanes.builder, lanes.minus(lanes.read(0), lanes.vectors.spread(log)))
-    lanes.write(0, share)
-    lanes.write(1, lanes.times(share, lanes.minus(lanes.read(1), lanes.vectors.spread(weighted))))
-
-
 def _shares_each(lanes: Lanes) -> None:
-    """score, <gradient, value>, log, weighted -> the same, each lane with its own row's."""
+    """score, <gradient, value>, log, weighted -> share, gradient of the score."""
     share = power_of_e(lanes.builder, lanes.minus(lanes.read(0), lanes.read(2)))
     lanes.write(0, share)
     lanes.write(1, lanes.times(share, lanes.minus(lanes.read(1), lanes.read(3))))
 
 
-_POWERS, _SHARES, SHARES_EACH = lanewise(1, _powers), lanewise(2, _shares), lanewise(4, _shares_each)
+_POWERS, SHARES_EACH = lanewise(1, _powers), lanewise(4, _shares_each)
+
+
+_PATTERN = "Tuple((int64[::1], int32[::1])), int64[::1]"
+"""Where the rows of the pattern begin and the columns of its entries; cuts of the rows."""
 
 
 @njit
-def _edge_forward(  # type: ignore[no-untyped-def]
-    first, last, out, logs, indptr, indices, q, k, v, bias, scale
-):
+def _edge_forward(first, last, out, logs, pattern, q, k, v, bias, scale):  # type: ignore[no-untyped-def]
     """`edge_forward`, of the rows first .. last - 1."""
-    heads = np.int64(logs.shape[1])
-    row = np.int64(q.shape[1])
+    indptr, indices = pattern
+    heads, row = np.int64(logs.shape[1]), np.int64(q.shape[1])
     width = np.int64(row // heads)
     qs, ks, vs, sums = q.reshape(-1), k.reshape(-1), v.reshape(-1), out.reshape(-1)
-    most = longest(indptr, first, last)
-    scores = np.empty(most * heads, q.dtype)
+    scores = np.empty(longest(indptr, first, last) * heads, q.dtype)
     for i in range(first, last):
         start, degree = indptr[i], indptr[i + 1] - indptr[i]
         out[i] = 0
@@ -92,154 +86,93 @@ def _edge_forward(  # type: ignore[no-untyped-def]
 
 
 @jit(
-    "(real[:, ::1], real[:, ::1], int64[::1], int32[::1], int64[::1], real[:, ::1], real[:, ::1],"
-    " real[:, ::1], real[:, ::1], real)",
+    f"(real[:, ::1], real[:, ::1], {_PATTERN}, real[:, ::1], real[:, ::1], real[:, ::1], real[:, ::1], real)",
     parallel=True,
     uses=(simd64, sddmm_kernels),
 )
-def edge_forward(  # type: ignore[no-untyped-def]
-    out, logs, indptr, indices, cuts, q, k, v, bias, scale
-):
+def edge_forward(out, logs, pattern, cuts, q, k, v, bias, scale):  # type: ignore[no-untyped-def]
     """out [rows, heads · width] and logs = log Σ exp(score) [rows, heads]; zeros and -inf in rows without entries.
 
     q [rows, heads · width]; k, v [columns, heads · width]; bias is empty or [entries, heads].
     """
     for piece in numba.prange(len(cuts) - 1):
-        _edge_forward(cuts[piece], cuts[piece + 1], out, logs, indptr, indices, q, k, v, bias, scale)
+        _edge_forward(cuts[piece], cuts[piece + 1], out, logs, pattern, q, k, v, bias, scale)
 
 
 @njit
-def _edge_backward_queries(  # type: ignore[no-untyped-def]
-    first, last, dq, dbias, indptr, indices, q, k, v, bias, logs, weighted, gradient, scale, joined
+def _edge_backward(  # type: ignore[no-untyped-def]
+    first, last, made, pattern, sides, saved, scale, by_column, joined
 ):
-    """`edge_backward_queries`, of the rows first .. last - 1."""
-    heads = np.int64(logs.shape[1])
-    row = np.int64(q.shape[1])
+    """`edge_backward`, of the rows first .. last - 1."""
+    (made_factors, made_slopes, dbias), (logs, weighted), (indptr, indices) = made, saved, pattern
+    row_factors, row_slopes, column_factors, column_slopes, bias = sides
+    heads, row, kind = np.int64(logs.shape[1]), np.int64(row_factors.shape[1]), logs.dtype
     width = np.int64(row // heads)
-    qs, ks, vs, gs, sums = q.reshape(-1), k.reshape(-1), v.reshape(-1), gradient.reshape(-1), dq.reshape(-1)
-    most = longest(indptr, first, last)
-    shares, gradients = np.empty(most * heads, q.dtype), np.empty(most * heads, q.dtype)
+    lefts, left_slopes = row_factors.reshape(-1), row_slopes.reshape(-1)
+    rights, right_slopes = column_factors.reshape(-1), column_slopes.reshape(-1)
+    into, into_slopes = made_factors.reshape(-1), made_slopes.reshape(-1)
+    most = longest(indptr, first, last) * heads
+    shares, slopes, log, sums = np.empty(most, kind), np.empty(most, kind), np.empty(most, kind), np.empty(most, kind)
     for i in range(first, last):
         start, degree = indptr[i], indptr[i + 1] - indptr[i]
         if not joined:
-            dq[i] = 0
+            made_factors[i] = 0
+            made_slopes[i : i + 1] = 0
         for e in range(degree):
-            at = np.int64(indices[start + e]) * row
+            column = np.int64(indices[start + e])
             soon = np.int64(indices[min(start + e + AHEAD, len(indices) - 1)]) * row
-            prefetch(row, ks, soon)
-            prefetch(row, vs, soon)
+            prefetch(row, rights, soon)
+            prefetch(row, right_slopes, soon)
+            query = column if by_column else i
             for h in range(heads):
-                score = scale * dot(width, qs, i * row + h * width, ks, at + h * width)
+                left, right, at = i * row + h * width, column * row + h * width, h * degree + e
+                shares[at] = scale * dot(width, lefts, left, rights, right)
                 if len(bias):
-                    score += bias[start + e, h]
-                shares[h * degree + e] = score
-                gradients[h * degree + e] = dot(width, gs, i * row + h * width, vs, at + h * width)
-        for h in range(heads):
-            _SHARES(degree, shares, h * degree, gradients, h * degree, logs[i, h], weighted[i, h])
+                    shares[at] += bias[start + e, h]
+                slopes[at] = dot(width, left_slopes, left, right_slopes, right)
+                log[at], sums[at] = logs[query, h], weighted[query, h]
+        SHARES_EACH(heads * degree, shares, 0, slopes, 0, log, 0, sums, 0)
         for e in range(degree):
-            at = np.int64(indices[start + e]) * row
+            column = np.int64(indices[start + e])
             for h in range(heads):
-                gradient = gradients[h * degree + e]
+                left, right, at = i * row + h * width, column * row + h * width, h * degree + e
                 if len(dbias):
-                    dbias[start + e, h] = gradient
-                add_scaled(width, sums, i * row + h * width, ks, at + h * width, scale * gradient)
+                    dbias[start + e, h] = slopes[at]
+                add_scaled(width, into, left, rights, right, scale * slopes[at])
+                if len(made_slopes):
+                    add_scaled(width, into_slopes, left, right_slopes, right, shares[at])
 
 
 @jit(
-    "(real[:, ::1], real[:, ::1], int64[::1], int32[::1], int64[::1], real[:, ::1], real[:, ::1],"
-    " real[:, ::1], real[:, ::1], real[:, ::1], real[:, ::1], real[:, ::1], real, int64)",
+    f"(real[:, ::1], real[:, ::1], real[:, ::1], {_PATTERN}, real[:, ::1], real[:, ::1], real[:, ::1], real[:, ::1],"
+    " real[:, ::1], real[:, ::1], real[:, ::1], real, int64, int64)",
     parallel=True,
     uses=(simd64, sddmm_kernels),
 )
-def edge_backward_queries(  # type: ignore[no-untyped-def]
-    dq, dbias, indptr, indices, cuts, q, k, v, bias, logs, weighted, gradient, scale, joined
+def edge_backward(  # type: ignore[no-untyped-def]
+    made_factors,
+    made_slopes,
+    dbias,
+    pattern,
+    cuts,
+    row_factors,
+    row_slopes,
+    column_factors,
+    column_slopes,
+    bias,
+    logs,
+    weighted,
+    scale,
+    by_column,
+    joined,
 ):
-    """dq [rows, heads · width], added to what is there if `joined`; dbias is empty or [entries, heads].
+    """Gradients of queries, and of the bias; or of keys and values, by the transposed pattern, if `by_column`.
 
-    gradient is that of out; weighted = <gradient, out> of each row and head [rows, heads].
+    Scores are products of factors, their gradients of slopes: a query and its gradient read keys and values, a key and
+    its value the queries and gradients that read it. Adds to what is there if `joined`. `made_slopes` and dbias may be
+    empty; bias is in the order of the entries, logs and weighted = <gradient, out> are those of queries [rows, heads].
     """
     for piece in numba.prange(len(cuts) - 1):
-        _edge_backward_queries(
-            cuts[piece],
-            cuts[piece + 1],
-            dq,
-            dbias,
-            indptr,
-            indices,
-            q,
-            k,
-            v,
-            bias,
-            logs,
-            weighted,
-            gradient,
-            scale,
-            joined,
-        )
-
-
-@njit
-def _edge_backward_keys(  # type: ignore[no-untyped-def]
-    first, last, dk, dv, indptr, indices, q, k, v, bias, logs, weighted, gradient, scale, joined
-):
-    """`edge_backward_keys`, of the rows first .. last - 1."""
-    heads = np.int64(logs.shape[1])
-    row = np.int64(q.shape[1])
-    width = np.int64(row // heads)
-    qs, ks, vs, gs = q.reshape(-1), k.reshape(-1), v.reshape(-1), gradient.reshape(-1)
-    keys, values, many, sums = dk.reshape(-1), dv.reshape(-1), logs.reshape(-1), weighted.reshape(-1)
-    shares, slopes = np.empty(heads, q.dtype), np.empty(heads, q.dtype)
-    for c in range(first, last):
-        if not joined:
-            dk[c] = 0
-            dv[c] = 0
-        for t in range(indptr[c], indptr[c + 1]):
-            i = np.int64(indices[t])
-            soon = np.int64(indices[min(t + AHEAD, len(indices) - 1)])
-            prefetch(row, qs, soon * row)
-            prefetch(row, gs, soon * row)
-            prefetch(heads, many, soon * heads)
-            prefetch(heads, sums, soon * heads)
-            for h in range(heads):
-                score = scale * dot(width, qs, i * row + h * width, ks, c * row + h * width)
-                if len(bias):
-                    score += bias[t, h]
-                shares[h] = score
-                slopes[h] = dot(width, gs, i * row + h * width, vs, c * row + h * width)
-            SHARES_EACH(heads, shares, np.int64(0), slopes, np.int64(0), many, i * heads, sums, i * heads)
-            for h in range(heads):
-                add_scaled(width, keys, c * row + h * width, qs, i * row + h * width, scale * slopes[h])
-                add_scaled(width, values, c * row + h * width, gs, i * row + h * width, shares[h])
-
-
-@jit(
-    "(real[:, ::1], real[:, ::1], int64[::1], int32[::1], int64[::1], real[:, ::1], real[:, ::1],"
-    " real[:, ::1], real[:, ::1], real[:, ::1], real[:, ::1], real[:, ::1], real, int64)",
-    parallel=True,
-    uses=(simd64, sddmm_kernels),
-)
-def edge_backward_keys(  # type: ignore[no-untyped-def]
-    dk, dv, indptr, indices, cuts, q, k, v, bias, logs, weighted, gradient, scale, joined
-):
-    """dk, dv [columns, heads · width] by the transposed pattern, added to what is there if `joined`.
-
-    Row c of the pattern are the rows i that read column c; bias is in the order of its entries.
-    """
-    for piece in numba.prange(len(cuts) - 1):
-        _edge_backward_keys(
-            cuts[piece],
-            cuts[piece + 1],
-            dk,
-            dv,
-            indptr,
-            indices,
-            q,
-            k,
-            v,
-            bias,
-            logs,
-            weighted,
-            gradient,
-            scale,
-            joined,
-        )
+        made, saved = (made_factors, made_slopes, dbias), (logs, weighted)
+        sides = (row_factors, row_slopes, column_factors, column_slopes, bias)
+        _edge_backward(cuts[piece], cuts[piece + 1], made, pattern, sides, saved, scale, by_column, joined)

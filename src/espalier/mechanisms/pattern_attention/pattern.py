@@ -324,22 +324,18 @@ def pattern(edges: Any, nodes: int, additions: Additions | None = None) -> Patte
         )
     owner = torch.repeat_interleave(torch.arange(len(groups)), groups)
     tokens = nodes + added.virtual * len(groups)
-    pieces, kinds = [edges[:, edges[0] != edges[1]]], [1]
-    if added.loops:
-        pieces, kinds = [torch.arange(tokens).expand(2, -1), *pieces], [0, *kinds]
-    else:
-        pieces, kinds = [edges[:, edges[0] == edges[1]], *pieces], [0, *kinds]
-    for added_edges in _added(added, groups, owner):
-        pieces, kinds = [*pieces, added_edges], [*kinds, 2]
-    for number in range(added.virtual):
-        pieces, kinds = [*pieces, _both(nodes + number * len(groups) + owner, torch.arange(nodes))], [*kinds, 3]
-    each = torch.arange(nodes, tokens).view(-1, len(groups))  # of each graph, one column
-    for first, second in combinations(each, 2):
-        pieces, kinds = [*pieces, _both(first, second)], [*kinds, 3]
-    whole = torch.cat(pieces, 1)
-    kind = torch.repeat_interleave(
-        torch.tensor(kinds, dtype=torch.int8), torch.tensor([piece.shape[1] for piece in pieces])
+    loops = edges[0] == edges[1]
+    each = torch.arange(nodes, tokens).view(-1, len(groups))  # virtual tokens: of each graph, one column
+    kinds = (
+        [torch.arange(tokens).expand(2, -1) if added.loops else edges[:, loops]],
+        [edges[:, ~loops]],
+        _added(added, groups, owner),
+        [_both(row[owner], torch.arange(nodes)) for row in each]
+        + [_both(first, second) for first, second in combinations(each, 2)],
     )
+    whole = torch.cat([torch.cat([edges[:, :0], *pieces], 1) for pieces in kinds], 1)
+    counts = torch.tensor([sum(piece.shape[1] for piece in pieces) for pieces in kinds])
+    kind = torch.repeat_interleave(torch.arange(len(kinds), dtype=torch.int8), counts)
     keys = whole[1] * tokens + whole[0]
     order = torch.argsort(keys, stable=True)  # the first of several is kept: an edge stays an edge
     keys = keys[order]

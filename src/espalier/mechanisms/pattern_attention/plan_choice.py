@@ -75,12 +75,11 @@ def name(pattern: Pattern) -> str:
 
 
 def _said(pattern: Pattern, taken: dict[str, float]) -> str:
-    best, counted = min(taken, key=lambda name: taken[name]), by_counts(pattern)
+    fastest_first = sorted(taken, key=taken.__getitem__)
+    best, counted = fastest_first[0], by_counts(pattern)
     pattern.forget(keep=CANDIDATES[best].least)
     pattern.chosen["auto"] = CANDIDATES[best]
-    measurements = ", ".join(
-        f"{name} {show_seconds(taken[name])}" for name in sorted(taken, key=lambda name: taken[name])
-    )
+    measurements = ", ".join(f"{name} {show_seconds(taken[name])}" for name in fastest_first)
     by = "as counts foretell" if CANDIDATES[best] == counted else f"where counts foretell {counted.name}"
     return (
         f"Attention along {pattern.entries:,} entries: {best}, {by}; forward and backward of a layer: {measurements}."

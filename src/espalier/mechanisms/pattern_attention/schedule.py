@@ -140,28 +140,25 @@ def schedule(options: config.GraphTransformer, pattern: Pattern | None, nodes: i
     """The schedule that `options` ask for, or `auto`'s choice for this pattern (None: each batch has its own), and a
     sentence that says why."""
     asked, layers = options.attention, options.depth or 1
+    sparse_steps, interleaved = Schedule(0, options.path), Schedule(options.interleave, options.path)
+    often = f"one step in {options.interleave} is full"
     if asked == "full":
         return Schedule(1, options.path), "Attention: every token attends to all (model.attention = full)."
     if asked == "sparse":
-        return Schedule(0, options.path), "Attention: along the edges (model.attention = sparse)."
-    often = f"one step in {options.interleave} is full"
+        return sparse_steps, "Attention: along the edges (model.attention = sparse)."
     if asked == "interleaved":
-        return Schedule(options.interleave, options.path), f"Attention: {often} (model.attention = interleaved)."
+        return interleaved, f"Attention: {often} (model.attention = interleaved)."
     if pattern is None:
-        return Schedule(options.interleave, options.path), f"Attention: {often}; each batch has a pattern of its own."
+        return interleaved, f"Attention: {often}; each batch has a pattern of its own."
     checks = conditions(pattern, nodes)
     if checks.hold(layers):
-        return Schedule(0, options.path), f"Attention: along the edges, which reach all in {checks.reach} layers."
+        return sparse_steps, f"Attention: along the edges, which reach all in {checks.reach} layers."
     large = _too_large(options, pattern.tokens)
     if not large:
-        return Schedule(options.interleave, options.path), f"Attention: {often}, for {checks.lacking(layers)}."
+        return interleaved, f"Attention: {often}, for {checks.lacking(layers)}."
     joined = checks._replace(path=True)
     if joined.hold(layers):
-        sentence = (
-            f"Attention: along the edges, and between each node and the next, for {checks.lacking(layers)}: {large}."
-        )
-        return Schedule(0, True), sentence
-    return (
-        Schedule(0, True),
-        f"Attention: along the edges, though {joined.lacking(layers)}: {large}. Try model.virtual = 1.",
-    )
+        how = f", and between each node and the next, for {checks.lacking(layers)}: {large}."
+    else:
+        how = f", though {joined.lacking(layers)}: {large}. Try model.virtual = 1."
+    return Schedule(0, True), f"Attention: along the edges{how}"

@@ -145,15 +145,14 @@ def _sums(made, shares, rows, size, at, row, width):  # type: ignore[no-untyped-
         panel(size, made, ROWS * d, shares, 0, rows, at + d, row, 1)
 
 
-_WINDOWS = "int64[::1], int32[::1], int32[::1], int64[::1], int64[::1], int64[::1]"
-"""starts of the windows' columns, columns, masks, starts of the columns' entries, entries, cuts of the windows."""
+_WINDOWS = "Tuple((int64[::1], int32[::1], int32[::1], int64[::1], int64[::1])), int64[::1]"
+"""Starts of the windows' columns, columns, masks, starts of the columns' entries, entries; cuts of the windows."""
 
 
 @njit
-def _window_forward(  # type: ignore[no-untyped-def]
-    first, last, out, logs, windows, columns, masks, starts, entries, q, k, v, bias, scale
-):
+def _window_forward(first, last, out, logs, pattern, q, k, v, bias, scale):  # type: ignore[no-untyped-def]
     """`window_forward`, of the windows first .. last - 1."""
+    windows, columns, masks, starts, entries = pattern
     heads, row = np.int64(logs.shape[1]), np.int64(q.shape[1])
     width = np.int64(row // heads)
     wide = (width + TILE - 1) // TILE * TILE
@@ -201,39 +200,18 @@ def _window_forward(  # type: ignore[no-untyped-def]
     parallel=True,
     uses=(simd64, edge_kernels, sddmm_kernels),
 )
-def window_forward(  # type: ignore[no-untyped-def]
-    out, logs, windows, columns, masks, starts, entries, cuts, q, k, v, bias, scale
-):
+def window_forward(out, logs, pattern, cuts, q, k, v, bias, scale):  # type: ignore[no-untyped-def]
     """As `edge_forward`, of the entries that the windows hold; bias is empty or [entries of the pattern, heads]."""
     for piece in numba.prange(len(cuts) - 1):
-        _window_forward(
-            cuts[piece], cuts[piece + 1], out, logs, windows, columns, masks, starts, entries, q, k, v, bias, scale
-        )
+        _window_forward(cuts[piece], cuts[piece + 1], out, logs, pattern, q, k, v, bias, scale)
 
 
 @njit
-def _window_backward(  # type: ignore[no-untyped-def]
-    first,
-    last,
-    made_factors,
-    made_slopes,
-    dbias,
-    windows,
-    columns,
-    masks,
-    starts,
-    entries,
-    lane_factors,
-    lane_slopes,
-    column_factors,
-    column_slopes,
-    bias,
-    logs,
-    weighted,
-    scale,
-    by_column,
-):
+def _window_backward(first, last, made_arrays, pattern, sides, saved, scale, by_column):  # type: ignore[no-untyped-def]
     """`window_backward`, of the windows first .. last - 1."""
+    (made_factors, made_slopes, dbias), (logs, weighted) = made_arrays, saved
+    windows, columns, masks, starts, entries = pattern
+    lane_factors, lane_slopes, column_factors, column_slopes, bias = sides
     kind = lane_factors.dtype
     heads, row = np.int64(logs.shape[1]), np.int64(lane_factors.shape[1])
     width = np.int64(row // heads)
@@ -297,11 +275,7 @@ def window_backward(  # type: ignore[no-untyped-def]
     made_factors,
     made_slopes,
     dbias,
-    windows,
-    columns,
-    masks,
-    starts,
-    entries,
+    pattern,
     cuts,
     lane_factors,
     lane_slopes,
@@ -313,30 +287,8 @@ def window_backward(  # type: ignore[no-untyped-def]
     scale,
     by_column,
 ):
-    """As `edge_backward_queries`, or `edge_backward_keys` if `by_column`, of the entries that the windows hold.
-
-    Scores are products of factors, their gradients of slopes: a query and its gradient read keys and values, a key and
-    its value the queries and gradients that read it. Overwrites what is there. `made_slopes` and dbias may be empty.
-    """
+    """As `edge_backward`, of the entries that the windows hold; overwrites what is there."""
     for piece in numba.prange(len(cuts) - 1):
-        _window_backward(
-            cuts[piece],
-            cuts[piece + 1],
-            made_factors,
-            made_slopes,
-            dbias,
-            windows,
-            columns,
-            masks,
-            starts,
-            entries,
-            lane_factors,
-            lane_slopes,
-            column_factors,
-            column_slopes,
-            bias,
-            logs,
-            weighted,
-            scale,
-            by_column,
-        )
+        made_arrays, saved = (made_factors, made_slopes, dbias), (logs, weighted)
+        sides = (lane_factors, lane_slopes, column_factors, column_slopes, bias)
+        _window_backward(cuts[piece], cuts[piece + 1], made_arrays, pattern, sides, saved, scale, by_column)
