@@ -27,6 +27,7 @@ from espalier.graph.sampling.neighbor_sampler import (
     stream,
     symmetric_root,
 )
+from espalier.mechanisms.disk_batches.features import array_header, rows_of
 from espalier.recipe.errors import UserError
 from espalier.recipe.offsets import offsets_of
 from espalier.store.base import Rows
@@ -65,9 +66,7 @@ class Topology:
 
 
 def _rows(rows: Rows, ids: Array) -> Array:
-    out = torch.empty(len(ids), *rows.shape, dtype=rows.dtype)
-    rows.read(torch.from_numpy(ids), out)
-    return out.numpy()
+    return rows_of(rows, ids).numpy()
 
 
 def _values(rows: Rows, ids: Array) -> Array:
@@ -124,9 +123,7 @@ def open_topology(folder: Path) -> Topology:
 def _open(path: Path, queue: IoQueue | None = None, memory: int = MEMORY) -> Rows:
     """Numbers of an .npy file."""
     with path.open("rb") as file:
-        form = np.lib.format
-        read = form.read_array_header_1_0 if form.read_magic(file) == (1, 0) else form.read_array_header_2_0
-        shape, _, dtype = read(file)
+        shape, _, dtype = array_header(file)
         offset = file.tell()
     whole: dict[np.dtype[Any], torch.dtype] = {np.dtype(np.int64): torch.int64, np.dtype(np.int32): torch.int32}
     kinds = whole if path.stem in ("indptr", "indices") else {np.dtype(np.float32): torch.float32}

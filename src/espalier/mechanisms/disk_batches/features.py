@@ -11,6 +11,7 @@ import json
 import re
 import struct
 import zipfile
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from espalier.graph.data.graph import Array
 from espalier.recipe import data_hash
 from espalier.recipe.errors import UserError, missing_extra, nearest
 from espalier.recipe.foreign_files import parsing
@@ -41,6 +43,14 @@ DTYPES = {
 KNOWN = "a .npy or .parquet file, a raw file beside NAME.json, a folder of shards, OGB, OGB-LSC or GraphBolt"
 _SINGLE = ("features.npy", "node_feat.npy", "node-feat.npy", "feat.npy", "x.npy")
 _LSC = ("processed/paper/node_feat.npy", "paper/node_feat.npy")  # MAG240M and IGB
+
+
+def rows_of(table: Rows, ids: Tensor | Array) -> Tensor:
+    """[ids, ...]: the rows `ids` (int64) of a table."""
+    ids = torch.as_tensor(ids)
+    rows = torch.empty(len(ids), *table.shape, dtype=table.dtype)
+    table.read(ids, rows)
+    return rows
 
 
 class Features(Rows, Protocol):
@@ -69,18 +79,13 @@ class Part:
     rows: int
 
 
-class FeatureFiles:
-    """Rows in one file or several. Holds the files open. Raises UserError where a file is too short."""
+class _Pieces(ABC):
+    """Rows that lie in pieces, one after the other: `counts` says how many in each."""
 
-    def __init__(self, parts: Sequence[Part], width: int, dtype: torch.dtype) -> None:
-        self.parts, self.dtype = tuple(parts), dtype
+    def __init__(self, sources: Sequence[Path], counts: Sequence[int], width: int, dtype: torch.dtype) -> None:
+        self.sources, self.dtype = tuple(sources), dtype
         self.shape: tuple[int, ...] = (width,)
-        self.sources = tuple(part.path for part in parts)
-        self._starts = offsets_of([part.rows for part in parts])
-        self._files = [DirectFile(part.path, "read") for part in parts]
-        for part, file in zip(self.parts, self._files, strict=True):
-            if file.size < part.offset + part.rows * self.row_bytes:
-                raise _short(part, file.size, self.row_bytes)
+        self._starts = offsets_of(counts)
 
     def __len__(self) -> int:
         return int(self._starts[-1])
@@ -88,6 +93,31 @@ class FeatureFiles:
     @property
     def row_bytes(self) -> int:
         return base.row_bytes(self.dtype, self.shape)
+
+    def read(self, ids: Tensor, out: Tensor) -> None:
+        """See Rows. Rows of a piece are read together."""
+        base.check_request(self, ids, out)
+        starts = torch.from_numpy(self._starts)
+        piece = torch.searchsorted(starts, ids, right=True) - 1
+        for at in piece.unique().tolist():
+            mine = piece == at
+            out[mine] = self._rows(at, ids[mine] - starts[at])
+
+    @abstractmethod
+    def _rows(self, piece: int, ids: Tensor) -> Tensor:
+        """Rows of one piece, by their places in it."""
+
+
+class FeatureFiles(_Pieces):
+    """Rows in one file or several. Holds the files open. Raises UserError where a file is too short."""
+
+    def __init__(self, parts: Sequence[Part], width: int, dtype: torch.dtype) -> None:
+        super().__init__([part.path for part in parts], [part.rows for part in parts], width, dtype)
+        self.parts = tuple(parts)
+        self._files = [DirectFile(part.path, "read") for part in parts]
+        for part, file in zip(self.parts, self._files, strict=True):
+            if file.size < part.offset + part.rows * self.row_bytes:
+                raise _short(part, file.size, self.row_bytes)
 
     def consecutive(self, start: int, stop: int) -> Tensor:
         """See Features. Whole pages are read, several transfers at once."""
@@ -109,18 +139,14 @@ class FeatureFiles:
         return content if skipped % self.dtype.itemsize == 0 else content.clone()
 
     def read(self, ids: Tensor, out: Tensor) -> None:
-        """See Rows. Pages that rows share are read once."""
-        base.check_request(self, ids, out)
-        if len(self.parts) == 1:
+        """See Rows. Pages that rows share are read once; those of a single file lie in `out` at once."""
+        if len(self.parts) > 1:
+            super().read(ids, out)
+        else:
             self._tables[0].read(ids, out)
-            return
-        starts = torch.from_numpy(self._starts)
-        part = torch.searchsorted(starts, ids, right=True) - 1
-        for at in part.unique().tolist():
-            mine = (part == at).nonzero()[:, 0]
-            rows = out.new_empty(len(mine), *self.shape)
-            self._tables[at].read(ids[mine] - starts[at], rows)
-            out[mine] = rows
+
+    def _rows(self, piece: int, ids: Tensor) -> Tensor:
+        return rows_of(self._tables[piece], ids)
 
     @cached_property
     def _queue(self) -> IoQueue:
@@ -143,7 +169,7 @@ class FeatureTable(MemoryRows):
         return self.table[start:stop]
 
 
-class ParquetFeatures:
+class ParquetFeatures(_Pieces):
     """Rows in Parquet: a column for each feature, or one column of lists. Holds the row group read last."""
 
     def __init__(self, files: Sequence[Path]) -> None:
@@ -151,7 +177,6 @@ class ParquetFeatures:
             from pyarrow import parquet
         except ImportError:
             raise missing_extra("pyarrow", "graph", f"{files[0]}") from None
-        self.sources, self.dtype = tuple(files), torch.float32
         self._groups: list[tuple[Any, int]] = []  # (file, row group)
         counts: list[int] = []
         for path in files:
@@ -159,29 +184,16 @@ class ParquetFeatures:
                 file = parquet.ParquetFile(path)
             self._groups += [(file, group) for group in range(file.num_row_groups)]
             counts += [file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)]
-        self._starts = offsets_of(counts)
         self._kept: tuple[int, Tensor] = (-1, torch.empty(0))
-        self.shape: tuple[int, ...] = (self._group(0).shape[1] if counts else 0,)
-
-    def __len__(self) -> int:
-        return int(self._starts[-1])
-
-    @property
-    def row_bytes(self) -> int:
-        return base.row_bytes(self.dtype, self.shape)
+        super().__init__(files, counts, 0, torch.float32)
+        if counts:
+            self.shape = tuple(self._group(0).shape[1:])
 
     def consecutive(self, start: int, stop: int) -> Tensor:
-        out = torch.empty(stop - start, *self.shape)
-        self.read(torch.arange(start, stop), out)
-        return out
+        return rows_of(self, torch.arange(start, stop))
 
-    def read(self, ids: Tensor, out: Tensor) -> None:
-        """See Rows. Rows of a row group are decoded together."""
-        base.check_request(self, ids, out)
-        group = torch.searchsorted(torch.from_numpy(self._starts), ids, right=True) - 1
-        for at in group.unique().tolist():
-            mine = group == at
-            out[mine] = self._group(at)[ids[mine] - int(self._starts[at])]
+    def _rows(self, piece: int, ids: Tensor) -> Tensor:
+        return self._group(piece)[ids]
 
     def _group(self, at: int) -> Tensor:
         if self._kept[0] != at:
@@ -316,11 +328,16 @@ def _arrays(files: Sequence[Path]) -> FeatureFiles:
     return FeatureFiles(parts, *kinds[0])
 
 
+def array_header(file: IO[bytes]) -> tuple[Any, bool, np.dtype[Any]]:
+    """(shape, whether by columns, dtype) of the `.npy` file whose header begins where `file` stands."""
+    read = {1: np.lib.format.read_array_header_1_0, 2: np.lib.format.read_array_header_2_0}
+    return read[np.lib.format.read_magic(file)[0]](file)
+
+
 def _header(file: IO[bytes], path: Path) -> tuple[Part, int, torch.dtype]:
     """Reads the header of a `.npy` file at the place where `file` stands."""
     with parsing(path, "numpy.save(path, features)"):
-        read = {1: np.lib.format.read_array_header_1_0, 2: np.lib.format.read_array_header_2_0}
-        shape, fortran, dtype = read[np.lib.format.read_magic(file)[0]](file)
+        shape, fortran, dtype = array_header(file)
     name = "bfloat16" if dtype.str == "|V2" else dtype.name  # NumPy writes bfloat16 as two bytes of void
     if len(shape) != 2 or fortran or name not in DTYPES or not dtype.isnative:
         form = f"{list(shape)} of {dtype.newbyteorder('=') if dtype.isnative else dtype.str}"

@@ -17,6 +17,7 @@ from torch import Tensor
 from espalier.graph.data.graph import Array
 from espalier.graph.sampling.neighbor_sampler import Drawn
 from espalier.mechanisms.disk_batches.disk_sampler import DiskSampler
+from espalier.mechanisms.disk_batches.features import rows_of
 from espalier.recipe.errors import UserError
 from espalier.recipe.units import show_size
 from espalier.store.base import Rows
@@ -67,7 +68,6 @@ class HyperbatchReader:
         return len(drawn), union
 
     def _read(self, drawn: Sequence[Drawn], union: Array) -> Iterator[tuple[Drawn, Tensor]]:
-        rows = torch.empty(len(union), *self.features.shape, dtype=self.features.dtype)
-        self.features.read(torch.from_numpy(union), rows)
+        rows = rows_of(self.features, union)
         for batch in drawn:
             yield batch, rows[torch.from_numpy(np.searchsorted(union, batch.nodes))]

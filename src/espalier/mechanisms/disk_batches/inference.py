@@ -29,6 +29,7 @@ from espalier.graph.networks import base
 from espalier.graph.networks.base import Kept
 from espalier.graph.networks.gnn import Gnn, Layer
 from espalier.graph.sampling.neighbor_sampler import ALL, NeighborSampling
+from espalier.mechanisms.disk_batches.features import rows_of
 from espalier.parallel.workload import to_device
 from espalier.recipe import cache_dir
 from espalier.recipe.errors import UserError
@@ -281,8 +282,7 @@ class _LayerPass:
 
     def _sources(self, ids: Array) -> base.Rows:
         parameter, top_k = next(self.model.parameters()), _kept(self.model, self.at - 1)
-        rows = torch.empty(len(ids), *self.rows.shape, dtype=self.rows.dtype)
-        self.rows.read(torch.from_numpy(ids), rows)
+        rows = rows_of(self.rows, ids)
         if top_k is None:
             return rows.to(device=parameter.device, dtype=parameter.dtype)
         columns = rows[:, top_k:].contiguous().view(torch.int32).long()

@@ -186,8 +186,7 @@ def stored_features(
 
     def inferred(memory: int) -> list[Foretold]:
         assert isinstance(model, Gnn)
-        least = inference.least_memory(model, int(view.graph.degrees().max(initial=0)))
-        return inference.foretold(model, view.sampler, max(memory, least))
+        return inference.foretold(model, view.sampler, max(memory, _hub(model, view)))
 
     assert isinstance(store, Store)
     assert recipe.graph is not None
@@ -206,6 +205,11 @@ def stored_features(
         topology.edge_bytes(graph) if topology.stays_on_disk(graph, memory) else 0,
         inferred if isinstance(model, Gnn) else None,
     )
+
+
+def _hub(model: Gnn, view: View) -> int:
+    """Bytes that the node with the most neighbours takes in inference, which a smaller budget does not shrink."""
+    return inference.least_memory(model, int(view.graph.degrees().max(initial=0)))
 
 
 # --- the batches of a run --------------------------------------------------------------------------------------------
@@ -323,9 +327,7 @@ class RunBatches(Drawn):
         def read(ids: Array) -> Tensor:
             if not rows.cache_info().currsize and self._fits(view, ids):
                 return self._around(model, ids)
-            out = torch.empty(len(ids), *rows().shape, dtype=rows().dtype)
-            rows().read(torch.from_numpy(ids), out)
-            return out
+            return feature_files.rows_of(rows(), ids)
 
         return read
 
@@ -344,9 +346,7 @@ class RunBatches(Drawn):
         """Logits of few nodes: of their whole neighbourhood alone."""
         view, parameter = self.task.view, next(model.parameters())
         drawn = view.sampler.draw(ids, (ALL,) * view.depth)
-        source = open_rows(view.graph)
-        x = torch.empty(len(drawn.nodes), *source.shape, dtype=source.dtype)
-        source.read(torch.from_numpy(drawn.nodes), x)
+        x = feature_files.rows_of(open_rows(view.graph), drawn.nodes)
         blocks = [to_device(block, parameter.device, parameter.dtype) for block in drawn.blocks]
         return subgraphs.forward(model, x.to(parameter), tuple(blocks)).cpu()
 
@@ -357,7 +357,7 @@ class RunBatches(Drawn):
         of = repr((view.graph.origin, self.seed, model.options))
         folder = set_folders(self.store.path, f"inference-{xxhash.xxh3_64_hexdigest(of.encode())}")[0]
         identity = f"{manifest.graph_hash(view.graph)} {feature_files.identity(features)}"
-        place = InferenceFolder(folder, max(self._spare(), self._hub(model)), identity)
+        place = InferenceFolder(folder, max(self._spare(), _hub(model, view)), identity)
         with Waiting("Inferring all nodes", 0.0, out=sys.stderr) as bar, manifest.locked([folder], waits=True):
 
             def told(done: int, total: int) -> None:
@@ -365,10 +365,6 @@ class RunBatches(Drawn):
                 bar.advance(done - bar.done)
 
             return inference.infer(model, view.sampler, features, place, told if self.features is None else None)
-
-    def _hub(self, model: Gnn) -> int:
-        """Bytes that the node with the most neighbours takes in inference, which a smaller budget does not shrink."""
-        return inference.least_memory(model, int(self.task.view.graph.degrees().max(initial=0)))
 
     def _spare(self) -> int:
         """Bytes of a rank beside its hot rows."""

@@ -477,10 +477,8 @@ class PackedSet:
 def repack(packed: PackedSet, extent: str, source: Features) -> None:
     """Writes one extent of rows again from the features, for example after `DamagedExtent`. Raises UserError where they
     are not those that were packed."""
-    ids = torch.from_numpy(packed.nodes_of(extent))
-    rows = torch.empty(len(ids), *source.shape, dtype=source.dtype)
-    source.read(ids, rows)
-    data = packed.row.encode(rows).reshape(-1)
+    ids = packed.nodes_of(extent)
+    data = packed.row.encode(features.rows_of(source, ids)).reshape(-1)
     packed.rows.check(extent, data)
     file = open_file(_striped(packed.folders), "write")
     try:

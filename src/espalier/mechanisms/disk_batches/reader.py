@@ -323,14 +323,17 @@ class TieredFeatures(Closing):
         options, pool = self.options, self.packed.pool
         size = PAGE * max((self.packed.pages(batch) for batch in range(len(pool))), default=0)
         assembled = 4 * self.packed.row.width * pool.most_inputs
-        take, largest = self.budget.take, LargestBatch.of(pool)
+        largest = LargestBatch.of(pool)
         overhead = largest.beside(options.buffers, options.ahead, options.in_use)
         overhead += largest.positions(WINDOW) if options.cache_pages else 0
-        self._open.enter_context(take(overhead, "blocks and positions of batches"))
-        self._open.enter_context(take(options.buffers * size, f"{options.buffers} batches that are read"))
         waiting = options.in_use + options.ahead + 1
-        self._open.enter_context(take(waiting * assembled, f"{waiting} batches that are assembled"))
-        self._open.enter_context(take(options.cache_pages * PAGE, "pages of disk caches"))
+        for taken, what in (
+            (overhead, "blocks and positions of batches"),
+            (options.buffers * size, f"{options.buffers} batches that are read"),
+            (waiting * assembled, f"{waiting} batches that are assembled"),
+            (options.cache_pages * PAGE, "pages of disk caches"),
+        ):
+            self._open.enter_context(self.budget.take(taken, what))
         self._queue = self._open.enter_context(IoQueue())
         self._free, self._cache = BoundedQueue(options.buffers), PageCache(options.cache_pages)
         self._near.rows = self._near.rows.to(options.device)

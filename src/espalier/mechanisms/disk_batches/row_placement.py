@@ -156,11 +156,8 @@ def plan(batches: Batches, nodes: int, limits: Limits) -> AccessPlan:
     for start in range(0, len(batches), length):
         stop = min(start + length, len(batches))
         caches.append(_cached([ids[waits[ids]] for ids in (batches[at] for at in range(start, stop))], tables, limits))
-    joined = [
-        np.concatenate(parts) if caches else np.zeros(0, np.int64)
-        for parts in zip(*(c[2:] for c in caches), strict=True)
-    ]
-    shared, cold, pages = joined or [np.zeros(0, np.int64)] * 3
+    none = np.zeros(0, np.int64)
+    shared, cold, pages = (np.concatenate([none, *(c[at] for c in caches)]) for at in (2, 3, 4))
     return AccessPlan(
         nodes, limits, hot, length, tuple(c.ids for c in caches), tuple(c.order for c in caches), shared, cold, pages
     )
@@ -252,11 +249,11 @@ def _used_twice(batches: Sequence[Array], tables: tuple[Array, Array]) -> Array:
         place[ids] = places
         popularity[ids[place[ids] != places]] = 2  # it stands there twice
         place[ids] = -1
-    repeated = []
+    repeated = [np.zeros(0, np.int64)]
     for ids in batches:
         repeated.append(ids[popularity[ids] == 2])
         popularity[ids] = 0
-    return np.unique(np.concatenate(repeated)) if repeated else np.zeros(0, np.int64)
+    return np.unique(np.concatenate(repeated))
 
 
 # --- pages -----------------------------------------------------------------------------------------------------------
