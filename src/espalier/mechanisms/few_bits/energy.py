@@ -85,15 +85,17 @@ def row_stats(workload: GraphWorkload, model: Gnn) -> list[RowStats]:
             summed = ((torch.cat(sums[at]) != 0) | (self_rows != 0)).sum(1).numpy()
         hidden = np.concatenate(inside[at]) if inside else None
         packed = stored.get(f"layers.{at}.rows")
+        binary = quantizers is not None and at == 0
+        nonzeros = _nonzeros(values)
         if packed is not None:
             assert packed.rows == len(values) == workload.graph.nodes
-            coded = packed.decoded()
-            bits, size = coded.widths.numpy().astype(np.int64), float(packed.nbytes)
-            rows.append(RowStats(_nonzeros(coded.codes), bits, size, hidden, summed))
+            codes, widths, _ = packed.decoded()
+            nonzeros, bits, size = _nonzeros(codes), widths.numpy().astype(np.int64), packed.nbytes
+        elif binary:
+            bits, size = np.full(len(values), 1), packed_input(values.numpy())[0].nbytes + 4 * len(values)
         else:
-            binary = quantizers is not None and at == 0
-            size = float(packed_input(values.numpy())[0].nbytes + 4 * len(values)) if binary else 4.0 * values.numel()
-            rows.append(RowStats(_nonzeros(values), np.full(len(values), 1 if binary else 32), size, hidden, summed))
+            bits, size = np.full(len(values), 32), values.nbytes
+        rows.append(RowStats(nonzeros, bits, float(size), hidden, summed))
     return rows
 
 

@@ -498,12 +498,9 @@ def curves(quantizers: Quantization, now: Callable[[], Packed] | None) -> list[C
     (None: not shown). `now` tells both of the model as it is then: see `packed`."""
     if not quantizers.features or quantizers.degrees is None:
         return []
-    rows = []
-    for degree in quantizers.degrees.unique().tolist():
-        chosen = quantizers.degrees == degree
-        rows.append([degree, *(_mean_width(quantizers, feature, chosen) for feature in quantizers.features)])
-    names = [f"bits, rows of {feature.columns}" for feature in quantizers.features]
-    drawn = [Curve("Bits against degree", "degree", names, rows)]
+    degrees = quantizers.degrees.unique().tolist()
+    rows = [[degree, *_mean_widths(quantizers, quantizers.degrees == degree)] for degree in degrees]
+    drawn = [Curve("Bits against degree", "degree", _width_names(quantizers), rows)]
     target = quantizers.target
     if now is None or target is None or not target.layers:
         return drawn
@@ -525,31 +522,21 @@ def tables(quantizers: Quantization, stored: Packed | None = None) -> list[Table
     if not quantizers.features or quantizers.degrees is None:
         return []
     counted = stored_bytes(quantizers)
-    sizes: list[tuple[str, str, float]] = [
-        ("codes", units.show_size(counted.codes), 8 * counted.codes / counted.values),
-        ("widths and steps", units.show_size(counted.pairs), 8 * counted.pairs / counted.values),
-        ("fp32", units.show_size(counted.floats), 32.0),
-    ]
+    sizes = [("codes", counted.codes), ("widths and steps", counted.pairs), ("fp32", counted.floats)]
     if stored is not None:
         figure = "" if stored.figure == "accuracy" else f"{stored.figure} "
         label = f"packages, everything counted ({figure}{stored.score:.1f} % from them)"
-        sizes.insert(2, (label, units.show_size(stored.bytes), 8 * stored.bytes / counted.values))
+        sizes.insert(2, (label, stored.bytes))
     rows: list[list[str | int | float]] = []
     for low, high in GROUPS:
         chosen = (quantizers.degrees >= low) & (quantizers.degrees < high)
         if bool(chosen.any()):
             label = str(low) if high == low + 1 else f"{low} to {high - 1}" if high < 1 << 62 else f"{low} and more"
-            rows.append(
-                [
-                    label,
-                    int(chosen.sum()),
-                    *(_mean_width(quantizers, feature, chosen) for feature in quantizers.features),
-                ]
-            )
-    names = [f"bits, rows of {feature.columns}" for feature in quantizers.features]
+            rows.append([label, int(chosen.sum()), *_mean_widths(quantizers, chosen)])
+    shown = [(name, units.show_size(size), 8 * size / counted.values) for name, size in sizes]
     return [
-        Table(("features", "bytes", "bits a value"), sizes),
-        Table(("degree", "nodes", *names), rows),
+        Table(("features", "bytes", "bits a value"), shown),
+        Table(("degree", "nodes", *_width_names(quantizers)), rows),
     ]
 
 
@@ -568,8 +555,13 @@ def node_widths(quantizers: Quantization, quantizer: FeatureQuantizer) -> Tensor
     return widths.mean().expand(len(quantizers.degrees))
 
 
-def _mean_width(quantizers: Quantization, quantizer: FeatureQuantizer, chosen: Tensor) -> float:
-    return node_widths(quantizers, quantizer)[chosen].mean().item()
+def _mean_widths(quantizers: Quantization, chosen: Tensor) -> list[float]:
+    """By layer, of the `chosen` nodes."""
+    return [node_widths(quantizers, feature)[chosen].mean().item() for feature in quantizers.features]
+
+
+def _width_names(quantizers: Quantization) -> list[str]:
+    return [f"bits, rows of {feature.columns}" for feature in quantizers.features]
 
 
 def dense_rows(rows: Rows) -> Tensor:

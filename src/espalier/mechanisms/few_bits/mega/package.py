@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import astuple, dataclass
+from functools import cache
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -41,14 +42,11 @@ def capacity(words: Any, width: Any) -> Any:
 def optimal(codes: int, width: int) -> list[int]:
     """Words of packages that hold so many codes in the least space: long ones, and at most one or two shorter ones of
     one length, since three, or a short beside a middle one, are never better than longer ones of as many words."""
-    most, best = capacity(3, width), None
+    cuts = []
     for ends in ([], [1], [2], [1, 1], [2, 2]):
         rest = max(0, codes - sum(capacity(words, width) for words in ends))
-        lengths = [3] * -(-rest // most) + ends
-        if best is None or sum(lengths) < sum(best):
-            best = lengths
-    assert best is not None
-    return best
+        cuts.append([3] * -(-rest // capacity(3, width)) + ends)
+    return min(cuts, key=sum)
 
 
 @dataclass(frozen=True)
@@ -218,26 +216,17 @@ def _laid_out(widths: Array, counts: Array, packages: Any) -> Layout:
     """One run for consecutive rows of one width; rows without codes end none."""
     some = np.flatnonzero(counts)
     starts = np.flatnonzero(np.diff(widths[some], prepend=-1))
-    totals = np.add.reduceat(counts[some], starts) if len(some) else np.zeros(0, np.int64)
-    of_run = widths[some][starts] if len(some) else np.zeros(0, np.int64)
-    known: dict[tuple[int, int], list[int]] = {}
-    cut = []
-    for total, width in zip(totals.tolist(), of_run.tolist(), strict=True):
-        if (total, width) not in known:
-            known[total, width] = packages(total, width)
-        cut.append(known[total, width])
+    totals, of_run = np.add.reduceat(counts[some], starts), widths[some][starts]
+    cut = list(map(cache(packages), totals.tolist(), of_run.tolist()))
     lengths = np.array([len(run) for run in cut], np.int64)
     words = np.array([word for run in cut for word in run], np.int64)
     each = np.repeat(of_run, lengths)
-    room = capacity(words, np.maximum(each, 1))
-    ends = np.cumsum(room) if len(room) else room
-    first = offsets_of(lengths)[:-1]  # first package of each run
-    base = np.concatenate([[0], ends])[first] if len(first) else first
+    begins = offsets_of(capacity(words, np.maximum(each, 1)))  # places before each package
+    base = begins[offsets_of(lengths)[:-1]]  # of the first package of each run
     within = np.arange(int(totals.sum())) - np.repeat(offsets_of(totals)[:-1], totals)
     spot = np.repeat(base, totals) + within
-    package = np.searchsorted(ends, spot, side="right")
-    place = spot - np.concatenate([[0], ends])[package] if len(ends) else spot
-    return Layout(each, words, offsets_of(words), package, place)
+    package = np.searchsorted(begins[1:], spot, side="right")
+    return Layout(each, words, offsets_of(words), package, spot - begins[package])
 
 
 def _packages(layout: Layout, width_of: Array, values: Array) -> Array:

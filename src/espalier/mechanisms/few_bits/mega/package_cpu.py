@@ -23,6 +23,12 @@ def _bits(words: Any, bit: Any, width: Any) -> Any:
 
 
 @njit
+def _code(packages: Any, bit: Any, width: Any, half: Any) -> Any:
+    """The byte of a code; `half`: the bit of its sign, 0 where it has none."""
+    return np.uint8(((_bits(packages, bit, width) ^ half) - half) & np.uint64(255))
+
+
+@njit
 def _next(packages: Any, word: Any, width: Any) -> Any:
     """Words of the package at `word`; 0 where it is none of that width."""
     if word >= packages.size - 1:
@@ -95,7 +101,7 @@ def _group(streams: Any, widths: Any, options: Any, group: int, out: Any) -> Any
                 while pending != 0 and place < room:
                     column: Any = base + np.int64(trailing_zeros(pending))
                     pending &= pending - np.uint64(1)
-                    out[row, column] = np.uint8(((_bits(packages, bit, width) ^ half) - half) & np.uint64(255))
+                    out[row, column] = _code(packages, bit, width, half)
                     bit += width
                     place += 1
                     value += 1
@@ -107,7 +113,7 @@ def _group(streams: Any, widths: Any, options: Any, group: int, out: Any) -> Any
                         column = np.int64(_bits(occupied, listed + value * column_bits, column_bits))
                     if column >= columns:
                         return 64 * word
-                    out[row, column] = np.uint8(((_bits(packages, bit, width) ^ half) - half) & np.uint64(255))
+                    out[row, column] = _code(packages, bit, width, half)
                     bit += width
                     value += 1
                 done += some
