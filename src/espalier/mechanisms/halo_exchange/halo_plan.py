@@ -33,6 +33,11 @@ HIDDEN = 0.25
 """Of computing: what rows that a rank waits for may take, where the plan gives them bits."""
 
 
+def _computing(plan: Plan) -> float:
+    """Seconds of a step in which ranks compute; 0 where nothing is predicted."""
+    return 0.0 if plan.predicted is None else sum(plan.predicted.terms.get(name, 0.0) for name in COMPUTING)
+
+
 def _alone(plan: Plan, instead_of: Plan | None) -> Plan:
     """One rank has all of the graph."""
     compared = ""
@@ -80,8 +85,7 @@ def _with_bits(plan: Plan, halos: Any, cluster: Cluster) -> tuple[Plan, Any]:
         )
         every = {key: np.full(rows.shape, ALL_BITS) for key, rows in counts.items()}
         return plan.changed(why=(sentence, *plan.why)), every
-    computing = sum(plan.predicted.terms.get(name, 0.0) for name in COMPUTING) if plan.predicted is not None else 0.0
-    limit = computing * (HIDDEN if halos.options.synchronize == 1 else 1.0)
+    limit = _computing(plan) * (HIDDEN if halos.options.synchronize == 1 else 1.0)
     places = [place.rank for place in places_of(plan, cluster)]
     each = [[cluster.link(a, b) if a != b else None for b in places] for a in places]
     known = [link for row in each for link in row if link is not None]
@@ -183,7 +187,7 @@ def _with_ages(plan: Plan, halos: Any, cluster: Cluster, sent: Any) -> tuple[Pla
     one_step = _Ages(np.full(sent.shape, int(options.synchronize != 1)))
     if options.synchronize == 1 or not sent.any() or plan.predicted is None:
         return plan, one_step
-    computing = sum(plan.predicted.terms.get(name, 0.0) for name in COMPUTING)
+    computing = _computing(plan)
     places, machines = np.array([place.rank for place in places_of(plan, cluster)]), sorted(set(node.tolist()))
     pairs, busy = {}, np.zeros(node.max() + 1)
     for a, b in itertools.combinations_with_replacement(machines, 2):
@@ -292,7 +296,7 @@ def with_halos(plan: Plan, halos: Any, cluster: Cluster, instead_of: Plan | None
     sentences = [f"{HALOS}: {halos.told(shares)}, {show(float(sent.sum(1).max()))} leave a rank in a step ({low})."]
     exposed, predicted = wait, plan.predicted
     if predicted is not None:
-        computing = sum(predicted.terms.get(name, 0.0) for name in COMPUTING)
+        computing = _computing(plan)
         late = 0.0 if options.synchronize == 1 else 1 - 1 / options.synchronize if options.synchronize else 1.0
         flying = max(float(stale[groups == group].sum()) for group in set(groups.tolist())) / link.bandwidth
         beyond = max(flying, (flying + delay * bool(flying)) / ages.most) - computing

@@ -14,6 +14,7 @@ the key of a message gives it (subtractive dither: a variance of S^2 / 12); no r
 
 from __future__ import annotations
 
+import struct
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -41,8 +42,10 @@ if TYPE_CHECKING:
 TOO_FEW = "few bits between a smallest and a largest value cannot say that"
 WHOLE = 32
 """As bits: values cross as they are."""
-STAMP = 8
-"""Bytes before the rows of a message: the step (4), the layer (2), the direction and the bits (1 each)."""
+_STAMP = struct.Struct("<IHBB")
+"""Before the rows of a message: the step, the layer, the direction and the bits."""
+STAMP = _STAMP.size
+"""Its bytes."""
 NARROW = 64
 """Values from which on a row has a scale of its own; of narrower rows as many share one as have so many values."""
 
@@ -451,10 +454,7 @@ def _groups(counts: list[int], together: int) -> tuple[Tensor, Tensor]:
 
 
 def _stamp(step: int, crossing: Crossing, bits: int) -> Tensor:
-    stamp = np.zeros(STAMP, np.uint8)
-    stamp[:4].view(np.uint32)[0], stamp[4:6].view(np.uint16)[0] = step, crossing.layer
-    stamp[6], stamp[7] = crossing.backward, bits
-    return torch.from_numpy(stamp)
+    return torch.frombuffer(bytearray(_STAMP.pack(step, *crossing, bits)), dtype=torch.uint8)
 
 
 def _checked(stamp: Tensor, flight: _Flight, crossing: Crossing, peer: int, now: int) -> int:
@@ -476,9 +476,8 @@ def _what(crossing: Crossing) -> str:
 
 def _said(stamp: Tensor) -> str:
     """A stamp in words."""
-    at = stamp.numpy()
-    crossing = Crossing(int(at[4:6].view(np.uint16)[0]), bool(at[6]))
-    return f"{_what(crossing).lower()} of step {int(at[:4].view(np.uint32)[0])} with {int(at[7])} bits a value"
+    step, layer, backward, bits = _STAMP.unpack(stamp.numpy().data)
+    return f"{_what(Crossing(layer, bool(backward))).lower()} of step {step} with {bits} bits a value"
 
 
 def _copy(layout: _Layout, rows: Tensor, wire: Tensor) -> None:
