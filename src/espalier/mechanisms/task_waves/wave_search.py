@@ -164,7 +164,7 @@ def _moved(best: WavePlan, metaops: Sequence[MetaOp], devices: Devices, method: 
         groups |= dict.fromkeys((device,) for device in range(len(devices.nodes)) if len(devices.nodes) <= SLOWEST)
         for metaop, group in islice(itertools.product(metaops, groups), left):
             left -= 1
-            slices = [slice_ for wave in best.waves for slice_ in wave]
+            slices = list(itertools.chain.from_iterable(best.waves))
             if metaop.curve.within(len(group))[0] != len(group):
                 continue
             changed = [
@@ -234,7 +234,7 @@ def simulate(metaops: Sequence[MetaOp], planned: Sequence[Wave], devices: Device
     their outputs, which go the same ways back. A device sends one message after the other.
     """
     by_name = {metaop.name: metaop for metaop in metaops}
-    slices = [slice_ for wave in planned for slice_ in wave]
+    slices = list(itertools.chain.from_iterable(planned))
     takes = [
         by_name[slice_.metaop].curve.within(slice_.size)[1] * slice_.operators * devices.slowest(slice_.devices)
         for slice_ in slices

@@ -4,7 +4,6 @@ and the linear program over configurations with its repair. Pure; no torch. See 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -166,17 +165,12 @@ def solve_program(
     levels = 1 + max(range_.last for range_ in span.values())
     columns = [(span[metaop.name].first, {metaop.name: metaop.curve.within(devices)[0]}) for metaop in metaops]
     columns += [(level, dict(sizes)) for level, sizes in seeds]
-    rates = {
-        metaop.name: dict(zip(metaop.curve.sizes, (1 / t for t in metaop.curve.times), strict=True))
-        for metaop in metaops
-    }
-    needed = np.array([metaop.operators for metaop in metaops], float)
+    needed, rates = np.array([metaop.operators for metaop in metaops], float), np.empty((len(metaops), 0))
     seen = {(level, tuple(sorted(sizes.items()))) for level, sizes in columns}
     while True:
-        table = np.array(
-            [[rates[metaop.name].get(sizes.get(metaop.name, 0), 0.0) for _, sizes in columns] for metaop in metaops]
-        )
-        solved: Any = linprog(np.ones(len(columns)), A_ub=-table, b_ub=-needed, method="highs")
+        fresh = [sizes for _, sizes in columns[rates.shape[1] :]]
+        rates = np.concatenate([rates, 1 / _times(metaops, fresh)], 1)
+        solved: Any = linprog(np.ones(len(columns)), A_ub=-rates, b_ub=-needed, method="highs")
         prices = -solved.ineqlin.marginals
         before = len(columns)
         for level in range(levels):
@@ -286,8 +280,8 @@ def repair(
 ) -> list[list[Share]]:
     """Waves of whole operators from a fractional schedule. Devices that a configuration leaves free are given to
     MetaOps without a group, and to those whose groups can grow, so that rounding has more places to choose from."""
-    waves = [(level, _filled(metaops, span, devices, level, sizes)) for level, sizes, _ in program.used]
-    times = np.array([[_time(metaop, sizes) for _, sizes in waves] for metaop in metaops])
+    waves = [_filled(metaops, span, devices, level, sizes) for level, sizes, _ in program.used]
+    times = _times(metaops, waves)
     needed = np.array([metaop.operators for metaop in metaops])
     taus = np.array([tau for *_, tau in program.used])
     fractional = np.zeros_like(times)
@@ -303,14 +297,17 @@ def repair(
         candidates.append((rounding.seconds, len(candidates), rounding.counts))
     counts = min(candidates)[2]
     return [
-        [(metaop.name, waves[c][1][metaop.name], int(counts[m, c])) for m, metaop in enumerate(metaops) if counts[m, c]]
-        for c in range(len(waves))
+        [(metaop.name, sizes[metaop.name], int(counts[m, c])) for m, metaop in enumerate(metaops) if counts[m, c]]
+        for c, sizes in enumerate(waves)
         if counts[:, c].any()
     ]
 
 
-def _time(metaop: MetaOp, sizes: Mapping[str, int]) -> float:
-    return metaop.curve.within(sizes[metaop.name])[1] if metaop.name in sizes else math.inf
+def _times(metaops: Sequence[MetaOp], configurations: Sequence[Mapping[str, int]]) -> NDArray[Any]:
+    """[MetaOp, configuration]: seconds of an operator on its group; infinite where it has none."""
+    return np.array(
+        [[metaop.curve.within(sizes.get(metaop.name, 0))[1] for sizes in configurations] for metaop in metaops]
+    )
 
 
 def _stretched(times: NDArray[Any], needed: NDArray[Any], taus: NDArray[Any]) -> NDArray[Any]:
