@@ -185,7 +185,6 @@ class Aggregator(ReductionServer):
                     self.end_round()
 
     def _send(self, slot: SumSlot, session: Session) -> None:
-        assert slot.chunk is not None
         total = slot.total[: slot.chunk.elements]
         width = RAW if slot.raw else 4 if BITS[self.job.push] == 32 else 2
         dtype = total.dtype if slot.raw else fixed_point.WIDTHS[width * 8]

@@ -31,7 +31,6 @@ def update(job: NodeJob, buffers: ChunkState, number: int, rate: float) -> None:
 def _adamw(job: NodeJob, buffers: ChunkState, number: int, rate: float) -> None:
     options, chunk = job.optimizer, buffers.chunk
     assert options.learning_rate is not None
-    assert chunk is not None
     shapes = job.layers[chunk.layer].tensors
     for decays in (True, False):
         pieces = [piece for piece in chunk.pieces if (len(shapes[piece.tensor][1]) >= 2) == decays]

@@ -87,7 +87,7 @@ class _ChunkWork:
     step: NodeStep = field(default_factory=lambda: NodeStep(-1))
     decision: StepDecision | None = None
     final: bool = False
-    buffers: ChunkState | None = None
+    buffers: ChunkState = field(init=False)
 
 
 _Queue = SimpleQueue[_ChunkWork | None]
@@ -161,7 +161,6 @@ class OptimizerNode(ReductionServer):
         return {"step": self.state.step, "totals": totals_of(self.state, self.job)}
 
     def opened(self, slot: SumSlot) -> None:
-        assert slot.chunk is not None
         self._reading.put(_ChunkWork(slot.round, slot.chunk, slot, slot.number))
 
     def pull(self, member: Member, frame: Frame) -> None:
@@ -220,7 +219,6 @@ class OptimizerNode(ReductionServer):
 
     def _compute(self) -> None:
         while work := self._computing.get():
-            assert work.buffers is not None
             gradient = work.buffers.gradient[: work.chunk.elements]
             if work.slot is not None and self._sum(work, work.slot, gradient):
                 self._measure(work, gradient)
@@ -273,7 +271,6 @@ class OptimizerNode(ReductionServer):
 
     def _write(self) -> None:
         while work := self._writing.get():
-            assert work.buffers is not None
             if work.decision is not None:
                 work.buffers.write(self.state)
             self._free.put(work.buffers)

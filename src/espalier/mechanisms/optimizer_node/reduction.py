@@ -45,7 +45,7 @@ class SumSlot:
     total: Tensor
     number: int = -1
     round: int = -1
-    chunk: LayerChunk | None = None
+    chunk: LayerChunk = field(init=False)
     raw: bool = False
     lock: threading.Lock = field(default_factory=threading.Lock)
     complete: threading.Event = field(default_factory=threading.Event)
@@ -478,7 +478,6 @@ class ReductionServer(ABC):
 
 
 def _order(member: Member, frame: Frame, slot: SumSlot) -> RunFailed:
-    assert slot.chunk is not None
     return RunFailed(
         f"Worker {member.rank} pushed layer {frame.layer} where another worker pushed layer {slot.chunk.layer}.",
         why="all workers push the layers of a step in the same order, every layer once",

@@ -108,7 +108,6 @@ class ChunkState:
     def __init__(self, elements: int) -> None:
         self._moments, self._parameters = aligned(8 * elements), aligned(4 * elements)
         self.gradient = aligned(4 * elements).view(torch.float32)
-        self.chunk: LayerChunk | None = None
 
     def open(self, chunk: LayerChunk) -> None:
         """From now on the views are of `chunk`."""
@@ -118,12 +117,10 @@ class ChunkState:
 
     def read(self, state: Generations, pending: bool = False) -> None:
         """All of the chunk that AdamW needs. `pending`: as it was written last."""
-        assert self.chunk is not None
         state.read(f"{self.chunk.name}/parameters", self._parameters, pending)
         state.read(f"{self.chunk.name}/moments", self._moments, pending)
 
     def write(self, state: Generations) -> None:
         """All of it."""
-        assert self.chunk is not None
         state.write(f"{self.chunk.name}/parameters", self._parameters)
         state.write(f"{self.chunk.name}/moments", self._moments)
