@@ -126,10 +126,10 @@ def test_pins_join_those_of_the_recipe(tmp_path: Path) -> None:
 
 def test_a_pin_that_train_cannot_run_says_why(tmp_path: Path) -> None:
     path = tmp_path / "recipe.toml"
-    path.write_text(RECIPE + '[train.optimizer]\nkind = "muon"\n[plan.pin]\ntp = 2\n')
+    path.write_text(RECIPE + "compile = true\n[plan.pin]\ntp = 2\n")
     with pytest.raises(UserError, match=r"plan\.pin\.tp = 2 cannot run") as caught:
         espalier.make_plan(path, gpus(devices=4))
-    assert "matrices are cut" in caught.value.why
+    assert "compiles blocks" in caught.value.why
 
 
 @pytest.mark.parametrize(

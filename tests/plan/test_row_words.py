@@ -62,7 +62,7 @@ VALUES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "train.sequence": (1024, 2048, {}),
     "train.batch_tokens": (32768, 65536, {}),
     "train.precision": ("bf16", "fp8", {"cluster": {"nodes": [{"device": H100, "devices": 8, "count": 2}]}}),
-    "train.compile": (True, False, {"model": {"fused": False}}),
+    "train.compile": (True, False, {"model": {"fused": False}, "layout": {"recompute": "none"}}),
     "train.recompute": ("block", "none", {"layout": {"recompute": ...}}),
     "train.optimizer": ("adamw", "muon", {}),
     "tune.kind": ("lora", "full", {}),

@@ -16,7 +16,7 @@ from espalier.language.decoder_workload import DecoderWorkload, embeddings, new_
 from espalier.language.operation_counts import DecoderLoad
 from espalier.language.tokenizer import Tokenizer, kept_tokenizer, open_tokenizer, prefix_note
 from espalier.language.workload import LanguageWorkload, open_language, thaw
-from espalier.recipe import Adapters, Decoder, Dpo, Moe, Recipe, decoder_shapes, defaults
+from espalier.recipe import Adapters, Decoder, Dpo, Moe, Recipe, Tuning, decoder_shapes, defaults
 from espalier.recipe.base import Derivation
 from espalier.recipe.cost import Anatomy, Cut, ExpertSizes, Profile
 from espalier.recipe.errors import UserError
@@ -126,7 +126,7 @@ def _profile(recipe: Recipe) -> Profile:
     # Its blocks are alike, so one and two of them are built, on the meta device.
     models = [new_model(options.changed(depth=depth), 0, torch.device("meta")) for depth in (1, 2)]
     if recipe.tune is not None:
-        from espalier.language.tune import answer_loss, dpo, lora
+        from espalier.language.tune import dpo, lora
         from espalier.language.tune import workload as tuned
 
         global_batch, models = tuned.batch_of(recipe), [tuned.adapted(model, recipe) for model in models]
@@ -134,17 +134,7 @@ def _profile(recipe: Recipe) -> Profile:
 
     def anatomy(micro_batch: Any, recompute: str, precision: str, cut: Cut) -> Anatomy:
         load = DecoderLoad(size, sequence, micro_batch * passes, recompute, precision, cut)
-        whole, tune = work(load), recipe.tune
-        if tune is not None:
-            layer, rest = (replace(part, chunks=None) for part in (whole.layer, whole.rest))
-            whole = replace(whole, layer=layer, rest=rest)
-        if tune is not None and not isinstance(tune, Dpo):
-            each = load.whole  # of the head's gradient
-            if isinstance(tune, Adapters):  # of its copy for products
-                stored = 2 if tune.frozen == "bf16" else load.whole
-                each = load.compute * (stored != load.compute)
-            whole = answer_loss.work(whole, float(each * size.vocabulary * size.width))
-        return lora.work(whole, load, tune) if isinstance(tune, Adapters) else whole
+        return work(load) if recipe.tune is None else _tuned(work(load), load, recipe.tune)
 
     shallow, two = (tally(model, list(model.blocks), embeddings(model)) for model in models)
     depth, tables = options.depth or 1, 1 if size.tied else 2
@@ -179,6 +169,21 @@ def _profile(recipe: Recipe) -> Profile:
         width=size.width,
         kv_width=size.kv_width,
     )
+
+
+def _tuned(anatomy: Anatomy, load: DecoderLoad, tune: Tuning) -> Anatomy:
+    """The work of a model that is tuned, whose tokens are all there at once."""
+    from espalier.language.tune import answer_loss, lora
+
+    layer, rest = (replace(part, chunks=None) for part in (anatomy.layer, anatomy.rest))
+    anatomy = replace(anatomy, layer=layer, rest=rest)
+    if not isinstance(tune, Dpo):
+        each = load.whole  # of the head's gradient
+        if isinstance(tune, Adapters):  # of its copy for products
+            stored = 2 if tune.frozen == "bf16" else load.whole
+            each = load.compute * (stored != load.compute)
+        anatomy = answer_loss.work(anatomy, float(each * load.size.vocabulary * load.size.width))
+    return lora.work(anatomy, load, tune) if isinstance(tune, Adapters) else anatomy
 
 
 # --- the row -------------------------------------------------------------------------------------------------------

@@ -218,13 +218,13 @@ class CostInputs:
         )
         for of_experts, hidden, elements, division in both:
             more = request.muon * request.bytes_each * (profile.hidden / profile.trainable - hidden)
-            kind = of_experts, request.muon, request.precision == "fp64"
+            kind = ep, of_experts, request.muon, request.precision == "fp64"
             part = replace(
                 states,
                 storage=states.storage._replace(optimizer=states.storage.optimizer + more),
                 exact=states.exact and states.exact._replace(optimizer=states.exact.optimizer + more),
                 elements=elements,
-                tensors=source and partial(_on_rank, source, ep, kind),
+                tensors=source and partial(_on_rank, source, kind),
                 cuts=(layouts.pp, layouts.chunks, layouts.tp),
                 cut=False,
             )
@@ -365,10 +365,10 @@ class CostInputs:
 
 @lru_cache(maxsize=1024)
 def _on_rank(
-    source: Callable[[int], Sequence[Sized]], ep: int, kind: tuple[bool, bool, bool], pp: int, chunks: int, tp: int
+    source: Callable[[int], Sequence[Sized]], kind: tuple[int, bool, bool, bool], pp: int, chunks: int, tp: int
 ) -> Lengths:
-    """Of the fullest rank; `kind`: of experts or all others, under Muon, in fp64."""
-    experts, muon, fp64 = kind
+    """Of the fullest rank; `kind`: ranks of an expert group, of experts or all others, under Muon, in fp64."""
+    ep, experts, muon, fp64 = kind
     tensors = [tensor for tensor in _fullest(source, tp, ep, pp, chunks) if (tensor.expert >= 0) == experts]
     return Lengths([_fp64(tensor) if fp64 else tensor for tensor in tensors], muon)
 

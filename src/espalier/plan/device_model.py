@@ -115,25 +115,26 @@ def backward(product: Product) -> tuple[Product, ...]:
 
 
 def attention_seconds(
-    device: Device,
-    precision: str,
-    work: Work,
-    setting: DeviceUse,
-    factors: CostFactors = PLAIN,
-    kernel: str = "auto",
+    device: Device, precision: str, work: Work, setting: DeviceUse, factors: CostFactors = PLAIN
 ) -> Number:
-    """Seconds of the attention core of `work`, forward, at the best that the device does; one that writes its scores is
-    two products."""
+    """Seconds of the attention core of `work`, forward, at the best that the device does."""
     flop = work.attention
     if any(rate.what == "attention" for rate in device.rates):
         sizes = (work.length, work.head_size, work.length)
         speed = _measured(device, "attention", precision, sizes, setting)
-    elif kernel == "written" and device.kind == "cuda" and work.head_size:
-        rows = flop / (2.0 * work.length * work.head_size)
-        return factors.attention * _tiled(device, precision, Product(rows, work.head_size, work.length), factors)
     else:
         speed = _peak(device, precision) * share(device, "attention") / _ranks(device, setting)
     return factors.attention * flop / speed
+
+
+def written_attention_seconds(
+    device: Device, precision: str, work: Work, setting: DeviceUse, factors: CostFactors = PLAIN
+) -> Number:
+    """The same of an attention core that writes its scores: on a catalogue's GPU two products."""
+    if device.kind != "cuda" or not work.head_size or any(rate.what == "attention" for rate in device.rates):
+        return attention_seconds(device, precision, work, setting, factors)
+    rows = work.attention / (2.0 * work.length * work.head_size)
+    return factors.attention * _tiled(device, precision, Product(rows, work.head_size, work.length), factors)
 
 
 def kernel_share(device: Device, kernel: str, tokens: Number) -> Number:

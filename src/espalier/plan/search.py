@@ -38,8 +38,7 @@ from espalier.recipe.cost import WHOLE, ring_bytes
 from espalier.track.charts import Point
 
 TIE = 0.03
-"""Widest tie: the errors of two layouts of one model on the same machines are mostly the same, so that their difference
-is surer than either."""
+"""Widest tie: two layouts of one model on the same machines have mostly the same errors; their difference is surer."""
 ROOM = 0.97
 """Within a tie a plan that needs more than this share of what it may hold comes last."""
 ALIKE = 1.25

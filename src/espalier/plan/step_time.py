@@ -171,10 +171,10 @@ def core_seconds(step: CostInputs, work: Work) -> Number:
     """Seconds of the attention core of `work`, forward; ranks that share tokens have so many fewer in a block."""
     request, kind = step.request, step.kind
     device, tokens = kind.table.device, request.profile.tokens_per_sample / np.asarray(step.layouts.cp)
-    taken = device_model.attention_seconds(
-        device, request.precision, work, kind.setting, step.on.factors, request.system.kernel
-    )
-    return taken / device_model.kernel_share(device, request.system.kernel, tokens)
+    kernel = request.system.kernel
+    price = device_model.written_attention_seconds if kernel == "written" else device_model.attention_seconds
+    taken = price(device, request.precision, work, kind.setting, step.on.factors)
+    return taken / device_model.kernel_share(device, kernel, tokens)
 
 
 def prefetch(step: CostInputs, size: Number) -> dict[Prefetch, float]:

@@ -214,10 +214,10 @@ def work(anatomy: Anatomy, load: DecoderLoad, options: Adapters) -> Anatomy:
     largest = max(rows * columns for rows, columns in matrices.values())
     coded, cast = options.frozen in ("int8", "int4"), options.frozen == "fp32" and load.compute < load.whole
     wide = {name: load.compute if name in ("out", "down") else load.whole for name in targets}  # of DoRA's answers
-    kept = sum(options.rank * load.compute + options.dora * matrices[name][0] * wide[name] for name in targets)
+    inner = sum(options.rank * load.compute + options.dora * matrices[name][0] * wide[name] for name in targets)
     unused = size.width * sum(not set(group) & set(targets) for group in (TARGETS[:3], TARGETS[4:6]))
     unused += size.feed_forward * ("down" not in targets)
-    more = tokens * (kept - load.compute * unused) + 2 * values * cast
+    more = tokens * (inner - load.compute * unused) + 2 * values * cast
     thin = [
         Product(tokens, *sides)
         for name in targets

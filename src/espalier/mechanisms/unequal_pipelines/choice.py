@@ -51,6 +51,11 @@ def _pipelines(plan: Plan, costs: EngineCosts) -> list[SolvedPipeline]:
     return made
 
 
+def _spread(ask: Ask, cluster: Cluster) -> float:
+    """How far a step on all devices may be from what is predicted."""
+    return ask.calibration.on(cluster, len(cluster.devices()), own_stack(cluster)).spread
+
+
 class UnequalPipelinesChoice(PlanChoice):
     """Pipelines of unequal depth, where devices differ and these are faster, or the only ones that fit; or those of a
     file."""
@@ -59,12 +64,12 @@ class UnequalPipelinesChoice(PlanChoice):
         """The fastest unequal pipelines; pinned ones that are not possible leave a sentence."""
         request = replace(best.request, factors=ask.calibration.factors, ep=0)  # each rank has all experts
         cluster = best.cluster
-        spread = ask.calibration.on(cluster, len(cluster.devices()), own_stack(cluster)).spread
         asked = request.pin.pipelines or "unless slower"
         if asked not in ("unless slower", "equal", "unequal"):
             from espalier.mechanisms.unequal_pipelines import flashflex_json
 
-            plan = unequal.plan_of(*flashflex_json.layout(flashflex_json.read(asked), request, cluster, asked), spread)
+            layout = flashflex_json.layout(flashflex_json.read(asked), request, cluster, asked)
+            plan = unequal.plan_of(*layout, _spread(ask, cluster))
             why = (f"The pipelines are those of {asked}.", *plan.why)
             yield replace(best, plan=plan.changed(why=why), fits=True)
             return
@@ -75,7 +80,7 @@ class UnequalPipelinesChoice(PlanChoice):
                 sentence = f"Unequal pipelines are not possible here: {why_not or 'none of them fits'}."
                 yield best.changed(why=(sentence, *best.plan.why))
             return
-        plan = unequal.plan_of(*pipelines, spread)
+        plan = unequal.plan_of(*pipelines, _spread(ask, cluster))
         refused = None if request.refuses is None else request.refuses(plan)
         equal = best.plan.predicted.step_seconds if best.fits and best.plan.predicted is not None else None
         slower = equal is not None and pipelines[1].seconds * unequal.FASTER > equal

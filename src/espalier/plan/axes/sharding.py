@@ -183,7 +183,7 @@ class Rules(NamedTuple):
         return BucketRule(*self[1:])
 
 
-class Stream(NamedTuple):
+class PieceStream(NamedTuple):
     """Parameters that may share a unit, last first: their indices and elements, what `Units` say of theirs, and whether
     they are whole matrices."""
 
@@ -200,7 +200,7 @@ class Lengths:
     def __init__(self, sizes: Sequence[Sized], whole: bool) -> None:
         self.sizes, self.whole = sizes, whole
         self._known: dict[Rules, tuple[Units, ...]] = {}
-        self._streams: dict[tuple[bool, bool], list[Stream]] = {}
+        self._streams: dict[tuple[bool, bool], list[PieceStream]] = {}
 
     def of(self, rules: Rules) -> tuple[Units, ...]:
         if rules.owners > 1:  # whole pieces are dealt anew for other owners
@@ -226,12 +226,12 @@ class Lengths:
             *values, times = map(np.array, zip(*rows, strict=True))
             yield Units(*kind, *(np.repeat(value, times) for value in values))
 
-    def _streamed(self, gathered: bool, dealt: bool) -> list[Stream]:
+    def _streamed(self, gathered: bool, dealt: bool) -> list[PieceStream]:
         if (gathered, dealt) not in self._streams:
             by_group = streams(self._pieces(gathered, dealt))
             last = max((group.gathered[1] for group, *_ in by_group if group.gathered), default=0)
             self._streams[gathered, dealt] = [
-                Stream(
+                PieceStream(
                     indices,
                     [self.sizes[index].elements for index in indices],
                     (group.kind[1], element_bytes),

@@ -68,8 +68,8 @@ def row_model(model_words: RowTable, notes: set[str]) -> RowModel:
         words["vocabulary"] = VOCABULARIES[gated]
         notes.add(f"model.vocabulary is missing: {words['vocabulary']:,} assumed")
     words.setdefault("kind", "moe" if "experts" in words else "gpt")
-    own = "heads" in words and "shape" not in words
-    words = {key: 1 if own and key in HEADS[:2] else value for key, value in words.items() if key != "head_size"}
+    has_heads = "heads" in words and "shape" not in words
+    words = {key: 1 if has_heads and key in HEADS[:2] else value for key, value in words.items() if key != "head_size"}
     resolved, _ = defaults.resolve(recipe_file.from_table({"model": words}, "the row"))
     assert isinstance(resolved.model, config.Decoder)
     size = decoder_shapes.sizes(resolved.model)
@@ -77,12 +77,12 @@ def row_model(model_words: RowTable, notes: set[str]) -> RowModel:
     if any(key in model_words for key in LATENT):
         compressed = model_words.count(LATENT[0]) if LATENT[0] in model_words else 0
         latent = LatentAttention(compressed, *(model_words.count(key) for key in LATENT[1:]))
-    return RowModel(_with_heads(size, model_words, own, notes), gated, latent, model_words)
+    return RowModel(_with_heads(size, model_words, has_heads, notes), gated, latent, model_words)
 
 
-def _with_heads(size: DecoderSizes, words: RowTable, own: bool, notes: set[str]) -> DecoderSizes:
-    """The sizes with heads of any number and size. `own`: the row says how many."""
-    if own:
+def _with_heads(size: DecoderSizes, words: RowTable, has_heads: bool, notes: set[str]) -> DecoderSizes:
+    """The sizes with heads of any number and size. `has_heads`: the row says how many."""
+    if has_heads:
         heads = words.count("heads")
         kv_heads = words.count("kv_heads", heads)
         if heads % kv_heads:
