@@ -87,16 +87,16 @@ def test_what_if_of_what_cannot_run_says_why_not_beside_the_plan(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """And what it says to try is accepted as it stands."""
-    asked = planned(tmp_path, "", "train.optimizer.kind=muon")
+    asked = planned(tmp_path, "", "sync.kind=co2")
     assert cli.main([*asked, "--what-if", "plan.pin.tp=8"]) == 0
     said = capsys.readouterr().out
     assert "predicted step" in said
-    assert "What if: plan.pin.tp = 8 cannot run.\n  why: muon does not allow" in said
-    offered = re.findall(r"try: plan\.pin\.tp=1, or (\S+) instead of muon", said)
+    assert "What if: plan.pin.tp = 8 cannot run.\n  why: outer_rounds does not allow" in said
+    offered = re.findall(r"try: plan\.pin\.tp=1, or (\S+) instead of outer_rounds", said)
     assert cli.main([*asked, "plan.pin.tp=8", *offered, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["layout"]["tp"] == 8
     assert cli.main([*asked, "--what-if", "plan.pin.tp=8", "--json"]) == 0
-    assert "muon" in json.loads(capsys.readouterr().out)["what_if"]["why"]
+    assert "outer_rounds" in json.loads(capsys.readouterr().out)["what_if"]["why"]
 
 
 SERVED = """

@@ -132,6 +132,10 @@ def test_a_cpu_is_made_of_its_cores() -> None:
     assert four.memory == 8 * 2**30
 
 
+WITHOUT_TENSOR_CORES = ("P100", "TITAN X")
+"""Their products in fp16 are added up in fp32, as fast as those in fp32."""
+
+
 @pytest.mark.parametrize("name", clusters.known_devices())
 def test_every_known_device_is_whole(name: str) -> None:
     it = clusters.device(name, cores=2, memory=2**30)
@@ -145,8 +149,8 @@ def test_every_known_device_is_whole(name: str) -> None:
         assert 0.2 <= it.spread <= 0.5
         assert not {"bf16", "tf32"} & set(it.flops) or it.flops["fp16"] == it.flops["bf16"]
         assert it.flops["fp16"] >= it.flops.get("tf32", 0.0) >= 0
-        assert it.flops["fp16"] >= 2 * it.flops["fp32"]
-        assert 3e9 < it.memory < 200 * 2**30
+        assert it.flops["fp16"] >= (1 if name in WITHOUT_TENSOR_CORES else 2) * it.flops["fp32"]
+        assert 3e9 < it.memory < 300 * 2**30
 
 
 @pytest.mark.parametrize("name", clusters.known_devices())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +123,23 @@ def test_pins_join_those_of_the_recipe(tmp_path: Path) -> None:
     path.write_text(RECIPE + '[train.optimizer]\nkind = "adamw"\n[plan.pin]\ntp = 2\n')
     layout = espalier.make_plan(path, gpus(devices=4), micro_batch=2).layout
     assert (layout.tp, layout.micro_batch) == (2, 2)
+
+
+def test_a_plan_says_where_adamw_would_take_less(tmp_path: Path) -> None:
+    """Of small batches, whose computing does not outweigh Muon's products."""
+    path, sentences = tmp_path / "recipe.toml", {}
+    for kind, batch in (("muon", 4096), ("muon", 2**22), ("adamw", 4096)):
+        recipe = RECIPE.replace("65536", str(batch))
+        path.write_text(f'{recipe}[train.optimizer]\nkind = "{kind}"\n')
+        plan = espalier.make_plan(path, gpus(devices=4))
+        assert plan.predicted is not None
+        named = [sentence for sentence in plan.why if sentence.startswith("train.optimizer.kind=adamw would")]
+        sentences[kind, batch] = plan.predicted.step_seconds, named
+    seconds, [sentence] = sentences["muon", 4096]
+    under_adamw, none = sentences["adamw", 4096]
+    less = float(re.findall(r"(\d+)% less", sentence)[0]) / 100
+    assert none == sentences["muon", 2**22][1] == []
+    assert under_adamw == pytest.approx((1 - less) * seconds, rel=0.05)
 
 
 def test_a_pin_that_train_cannot_run_says_why(tmp_path: Path) -> None:

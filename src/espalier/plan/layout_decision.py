@@ -6,7 +6,7 @@ Replicas agree at every step. No rank is started but by the trials.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -16,17 +16,21 @@ from espalier.plan.ask import Ask, PlanDecision, Trials
 from espalier.plan.base import RESIDENT, Plan
 from espalier.plan.calibration import Calibration
 from espalier.plan.collective_time import gpus
-from espalier.plan.layout_estimate import scaled
+from espalier.plan.layout_estimate import fullness, scaled, slowest
 from espalier.plan.layouts import view
 from espalier.plan.request import Request
 from espalier.plan.search import Option, SearchResult
-from espalier.recipe import units
+from espalier.recipe import Adamw, units
 
 NEAR = 1.02
 """A tie of trials. Of micro-batches the smallest is taken, which holds least; of ranks the most: processes wait for
 each other once a step, threads at every operation, so that a core that is busy elsewhere hurts them more."""
 SIZES = (0.5, 2, 4)
 """Micro-batches tried beside the estimate's, as multiples of it."""
+CLEARLY = 1.1
+"""How many times as long a step must take under Muon for AdamW to be named."""
+COMPARED = 16
+"""Layouts that are also priced under AdamW."""
 TRIED = 3
 """Plans that cut the model and are within the search's tie: tried beside one another, where they can be."""
 
@@ -37,7 +41,24 @@ def best_layout(ask: Ask) -> PlanDecision:
     request, priced = choice.priced(ask)
     decision = _searched(replace(ask, request=replace(request, factors=ask.calibration.factors)))
     remarks = (*decision.request.profile.remarks, *priced, *explain.seating(ask.cluster))
+    if decision.fits and request.muon and gpus(ask.cluster):
+        remarks = (*remarks, *_other_optimizer(decision))
     return decision.changed(why=(*decision.plan.why, *remarks))
+
+
+def _other_optimizer(decision: PlanDecision) -> Iterator[str]:
+    """Where AdamW would clearly take less than Muon, by the layouts that are fastest under Muon."""
+    adamw, predicted = decision.request.changed(optimizer=Adamw()), decision.plan.predicted
+    assert predicted is not None
+    layouts = [(option.on, option.layout) for option in decision.search_result.options[:COMPARED]]
+    fitting = [float(slowest(adamw, *priced)) for priced in layouts if fullness(adamw, *priced)[1] <= 0]
+    least = min(fitting, default=math.inf)
+    if predicted.step_seconds > CLEARLY * least:
+        less, taken = 1 - least / predicted.step_seconds, units.show_seconds(least)
+        yield (
+            f"train.optimizer.kind=adamw would take {taken} a step, {less:.0%} less: Muon orthogonalizes whole "
+            "matrices. It may need fewer steps."
+        )
 
 
 def _searched(ask: Ask) -> PlanDecision:

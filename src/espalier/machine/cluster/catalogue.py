@@ -223,10 +223,10 @@ def _unknown(name: str, where: str) -> UserError:
             why="Apple's GPUs (MPS) have no backend here; their processors have",
             do='device = "cpu", with cores and memory',
         )
-    misspelled = nearest(name.casefold(), (known.casefold() for known in known_devices()))
-    sisters = [
-        name for name in known_devices() if name.casefold() == misspelled or (words and _words(name)[0] >= words)
-    ]
+    sisters = [known for known in known_devices() if words and _words(known)[0] >= words]
+    if not sisters:
+        misspelled = nearest(name.casefold(), (known.casefold() for known in known_devices()))
+        sisters = [known for known in known_devices() if known.casefold() == misspelled]
     if sisters:
         why = f"{name} may be {', '.join(sisters)}"
         return UserError(f"{where}: unknown device {name!r}.", why=why, do=f'device = "{sisters[0]}"')
