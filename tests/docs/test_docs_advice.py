@@ -109,6 +109,7 @@ BESIDE = (
     "Experts are spread over",  # steps of plans with other groups
     "With the best equal layout",  # a step of another plan
     "Logits are computed",  # what all at once would take
+    "train.optimizer.kind=adamw would take",  # a step of another optimizer
 )  # fmt: skip
 """How sentences begin that tell of something else than the step and memory of a rank."""
 
