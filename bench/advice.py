@@ -25,7 +25,7 @@ from espalier.train.workload_registry import Resolved
 
 HEAD = """# What to expect from the hardware you have
 
-Twenty-two everyday questions, each with a recipe, a cluster file and the planner's own answer.
+Thirty-six questions, each with a recipe, a cluster file and the planner's own answer.
 `espalier plan RECIPE --cluster FILE` answers the same way about files of yours, with more detail. All numbers are
 predictions from datasheets: nothing on this page was measured ([how the planner works](planner.md)). `make pages`
 writes the page, and a test compares it with a fresh run.
@@ -148,6 +148,18 @@ def nodes(device: str, devices: int = 1, count: int = 1, between: str = "", memo
 
 BATCH = "sequence = 2048\nbatch_tokens = 524288"
 EIGHT_BILLION = "width = 4096\ndepth = 32\nheads = 32\nkv_heads = 8\nfeed_forward = 14336\nvocabulary = 128256"
+QWEN3_30B = (
+    'kind = "moe"\nfamily = "qwen3"\nwidth = 2048\ndepth = 48\nheads = 32\nkv_heads = 4\nhead_size = 128\n'
+    "feed_forward = 768\nvocabulary = 151936\nexperts = 128\nactive = 8"
+)
+MIXTRAL = (
+    'kind = "moe"\nwidth = 4096\ndepth = 32\nheads = 32\nkv_heads = 8\nfeed_forward = 14336\nvocabulary = 32000\n'
+    "experts = 8\nactive = 2"
+)
+DEEPSEEK_V3 = (
+    'kind = "moe"\nwidth = 7168\ndepth = 61\nheads = 128\nkv_heads = 128\nfeed_forward = 2048\nvocabulary = 129280\n'
+    "experts = 256\nactive = 8\nshared = 2048"
+)
 LAPTOP = 'device = "cpu"\ncores = 8\nmemory = "16GiB"'
 
 QUESTIONS = (
@@ -183,8 +195,7 @@ QUESTIONS = (
         "A mixture of eight 7B experts",
         "A mixture of experts with the sizes of Mixtral 8x7B, on two machines with eight H100.",
         decoder(
-            'kind = "moe"\nwidth = 4096\ndepth = 32\nheads = 32\nkv_heads = 8\nfeed_forward = 14336\n'
-            "vocabulary = 32000\nexperts = 8\nactive = 2",
+            MIXTRAL,
             "sequence = 4096\nbatch_tokens = 1048576",
         ),
         nodes("H100", 8, 2, "3200Gbit/s"),
@@ -307,6 +318,102 @@ QUESTIONS = (
         decoder("depth = 3", "steps = 300"),
         '[[nodes]]\ndevice = "cpu"\ncores = 16\nmemory = "64GiB"',
         "nodes.cores=32",
+    ),
+    Question(
+        "Two sites with eight H100 each",
+        "Eight H100 here and eight there, 1 Gbit/s between the sites: do they train a 7B model together?",
+        decoder('shape = "llama-7b"', "sequence = 4096\nbatch_tokens = 2097152"),
+        nodes("H100", 8, 2, "1Gbit/s"),
+        "links.between=25Gbit/s",
+    ),
+    Question(
+        "Rounds or every step at 25 Gbit/s",
+        "Four machines with eight A100 each, 25 Gbit/s between them, a model of one billion parameters: sums at every "
+        "step, or rounds of local steps as CO2 has them?",
+        decoder("depth = 20\nwidth = 2048\nheads = 16", "sequence = 2048\nbatch_tokens = 524288"),
+        nodes("A100-80GB", 8, 4, "25Gbit/s"),
+        "links.between=100Gbit/s",
+    ),
+    Question(
+        "Eight RTX 3060 at 100 Mbit/s",
+        "Eight desktops with an RTX 3060 each at 100 Mbit/s: a model of 350 million parameters.",
+        decoder('shape = "gpt2-355m"', "sequence = 1024\nbatch_tokens = 262144"),
+        nodes("RTX 3060", 1, 8, "100Mbit/s"),
+        "nodes.device=RTX 3090",
+    ),
+    Question(
+        "Qwen3-30B-A3B on eight H100",
+        "A mixture of 128 small experts with the sizes of Qwen3-30B-A3B, on one machine with eight H100.",
+        decoder(QWEN3_30B, "sequence = 4096\nbatch_tokens = 1048576"),
+        nodes("H100", 8, memory="2TiB"),
+        "nodes.device=H200",
+    ),
+    Question(
+        "Mixtral on eight RTX 4090",
+        "Mixtral 8x7B on eight RTX 4090 in a machine with 1 TiB of memory.",
+        decoder(MIXTRAL, 'sequence = 2048\nbatch_tokens = 262144\noptimizer = { kind = "adamw" }'),
+        nodes("RTX 4090", 8, memory="1TiB"),
+        "nodes.device=RTX 5090",
+    ),
+    Question(
+        "DeepSeek-V3 on 2,048 H800",
+        "A mixture of 256 experts with the sizes of DeepSeek-V3, attention and first layers as all others here, "
+        "on 256 machines with eight H800.",
+        decoder(DEEPSEEK_V3, "sequence = 4096\nbatch_tokens = 62914560"),
+        nodes("H800", 8, 256, "3200Gbit/s"),
+        "nodes.count=512",
+    ),
+    Question(
+        "512 Ki tokens of context",
+        "An 8B model on sequences of 524,288 tokens, on eight H100.",
+        decoder(EIGHT_BILLION, "sequence = 524288\nbatch_tokens = 1048576"),
+        nodes("H100", 8),
+        "nodes.device=H200",
+    ),
+    Question(
+        "1 Mi tokens of context",
+        "An 8B model on sequences of 1,048,576 tokens, on eight H200.",
+        decoder(EIGHT_BILLION, "sequence = 1048576\nbatch_tokens = 1048576"),
+        nodes("H200", 8, between="3200Gbit/s"),
+        "nodes.count=2",
+    ),
+    Question(
+        "70B on eight MI300X",
+        "One machine with eight MI300X: does a 70B model train on it?",
+        decoder('shape = "llama3-70b"', "sequence = 4096\nbatch_tokens = 1048576"),
+        nodes("MI300X", 8, between="3200Gbit/s"),
+        "nodes.count=2",
+    ),
+    Question(
+        "70B on eight B200",
+        "The same on eight B200.",
+        decoder('shape = "llama3-70b"', "sequence = 4096\nbatch_tokens = 1048576"),
+        nodes("B200", 8, between="3200Gbit/s"),
+        "nodes.count=2",
+    ),
+    Question(
+        "70B on H100 and A100",
+        "Two machines with eight H100 and four with eight A100, 800 Gbit/s between them: a 70B model on all of them?",
+        decoder('shape = "llama-70b"', "sequence = 4096\nbatch_tokens = 4194304"),
+        f"{nodes('H100', 8, 2)}\n\n{nodes('A100-80GB', 8, 4, '800Gbit/s')}",
+    ),
+    Question(
+        "405B on 1,024 H100",
+        "128 machines with eight H100 each. Which layout for a 405B model?",
+        decoder('shape = "llama3-405b"', "sequence = 8192\nbatch_tokens = 16777216"),
+        nodes("H100", 8, 128, "3200Gbit/s"),
+    ),
+    Question(
+        "405B on 10,000 H100",
+        "The same on 1,250 machines.",
+        decoder('shape = "llama3-405b"', "sequence = 8192\nbatch_tokens = 16777216"),
+        nodes("H100", 8, 1250, "3200Gbit/s"),
+    ),
+    Question(
+        "LoRA of 70B on one RTX 4090",
+        "Adapters for a 70B model on one card of 24 GB, its frozen weights in 4 bits.",
+        adapters("llama3-70b", "int4"),
+        nodes("RTX 4090"),
     ),
 )
 

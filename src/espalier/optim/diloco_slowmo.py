@@ -29,6 +29,7 @@ class OuterMethod:
         mixing: share of its own progress that a replica keeps when the outer parameters come; delay below 1 only.
         eager: with a delay of one round, a replica goes on from its own progress while that travels, and the others'
             comes a round later, instead of going back to the outer parameters each time (arXiv 2502.12996).
+        offload: the outer parameters and all else that is kept are in host memory, whatever the device.
         codec: of what travels, as `comm.codec` reads it, with error feedback.
     """
 
@@ -44,6 +45,7 @@ class OuterMethod:
     constant: float = 1.0
     mixing: float = 0.0
     eager: bool = False
+    offload: bool = False
     codec: str = "exact"
 
     def __post_init__(self) -> None:

@@ -111,17 +111,19 @@ def with_copies(plan: Plan, memory: int | str, cluster: Cluster) -> Plan:
     count = _count(plan)
     size = count * sum(predicted.state_bytes.values())
     taken = f"{count} cop{'y' if count == 1 else 'ies'} of a rank's state (faults.memory): {units.show_size(size)}"
-    if gpus(cluster):
-        return _with(plan, f"{taken} of the host's memory, none of the GPU's.")
-    ranks = max(Counter(rank.node for rank in plan.ranks).values())
+    on_gpus, ranks = gpus(cluster), max(Counter(rank.node for rank in plan.ranks).values())
+    used = sum(predicted.waiting_bytes.values()) if on_gpus else predicted.memory_bytes["peak"]
     if isinstance(given, str):
-        least = min(place.table.device.memory for place in cluster.devices())
-        allowed = max(0.0, least - ranks * predicted.memory_bytes["peak"]) / 4 / ranks
+        tables = [place.table for place in cluster.devices()]
+        sizes = [table.memory or math.inf if on_gpus else table.device.memory for table in tables]
+        allowed = max(0.0, min(sizes) - ranks * used) / 4 / ranks
     else:
         allowed = given / ranks
-    room = predicted.memory_limit - predicted.memory_bytes["peak"]
     if size > allowed:
         return _with(plan, f"No copies in memory: {taken}, a rank may use {units.show_size(allowed)} for them.")
+    if on_gpus:
+        return _with(plan, f"{taken} of the host's memory, none of the GPU's.")
+    room = predicted.memory_limit - predicted.memory_bytes["peak"]
     if size > room:
         left = f"{units.show_size(max(0.0, room))} of the limit are left; faults.memory=0 keeps none"
         return _with(plan, f"Copies in memory come on top of the peak: {taken}, {left}.")

@@ -17,7 +17,7 @@ from espalier.plan.axes.placement_plan import Prefetch
 from espalier.plan.base import RESIDENT, RunnerUp
 from espalier.plan.collective_time import gpus, seats
 from espalier.plan.cost_inputs import CostInputs
-from espalier.plan.layout_estimate import samples_each
+from espalier.plan.layout_estimate import fullness, samples_each, slowest
 from espalier.plan.layouts import Layouts
 from espalier.plan.request import Request
 from espalier.plan.search import Option, SearchResult
@@ -87,14 +87,26 @@ def _states(request: Request, result: SearchResult, option: Option) -> list[str]
         return ["States are replicated: they fit, and nothing is gathered."]
     over = {"parameters": layout.params, "gradients": layout.grads, "optimizer": layout.optimizer}
     factors = ", ".join(f"{name} over {ranks} ranks" for name, ranks in over.items() if ranks > 1)
-    looser = result.best(lambda other: other.layout.optimizer == 1 and _same_cut(other.layout, layout))
     if request.pin.shard is not None:
         why = "plan.pin.shard was set"
-    elif looser is None:
+    elif (seconds := _replicated(request, result, option)) is None:
         why = "replicated they do not fit"
     else:
-        why = f"replicated they fit, but {_change(looser.seconds, option.seconds)}"
+        why = f"replicated they fit, but {_change(seconds, option.seconds)}"
     return [f"States sharded ({factors}): {why}."]
+
+
+def _replicated(request: Request, result: SearchResult, option: Option) -> float | None:
+    """Seconds of a step with the same cut and replicated states; None where no micro-batch of it fits. The search keeps
+    the fastest of each kind only, so what it dropped is priced here."""
+    layout = option.layout
+    looser = result.best(lambda other: other.layout.optimizer == 1 and _same_cut(other.layout, layout))
+    if looser is not None:
+        return looser.seconds
+    sizes = {layout.micro_batch, 1}
+    plain = [replace(layout, params=1, grads=1, optimizer=1, micro_batch=size) for size in sizes]
+    fitting = [each for each in plain if np.all(fullness(request, option.on, each)[1] <= 0)]
+    return min((float(slowest(request, option.on, each)) for each in fitting), default=None)
 
 
 def prefetch(request: Request, option: Option) -> Prefetch:

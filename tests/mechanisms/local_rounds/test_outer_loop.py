@@ -9,12 +9,14 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from crews import RATE, SIZES, Replica, simulated, together
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from espalier.mechanisms.local_rounds.fragment import split
 from espalier.mechanisms.local_rounds.outer_loop import OuterSync
@@ -85,6 +87,32 @@ def test_one_step_without_delay_is_data_parallel() -> None:
         x -= RATE * torch.stack([x - target for target in targets]).mean(0)
     for found in together(3, run):
         torch.testing.assert_close(found, x, rtol=1e-6, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_states_in_host_memory_take_nothing_of_a_device_and_move_what_is_there(name: str) -> None:
+    with FakeTensorMode():
+        live = [torch.empty(8, 3, device="cuda"), torch.empty(5, device="cuda")]
+        fragments = min(2, METHODS[name].fragments)
+        engine = OuterSync(live, replace(METHODS[name], offload=True, fragments=fragments), None, Rounds(2))
+        for _ in range(6):
+            engine.after_step(RATE)
+        with engine.shown():
+            pass
+        engine.finish(RATE)
+        tensors = [each for part in engine.fragments for each in (part.x, part.own_change, part.update.momentum)]
+        assert {tensor.device.type for tensor in tensors if tensor is not None} == {"cpu"}
+        assert {tensor.device.type for part in engine.fragments for tensor in part.live} == {"cuda"}
+
+
+@pytest.mark.parametrize("name", ["eager", "streaming_diloco"])
+def test_states_in_host_memory_change_no_bit(name: str) -> None:
+    def run(member: int, make: Make, offload: bool) -> list[Tensor]:
+        replica = Replica(member)
+        return train(replica, make(replica, replace(METHODS[name], offload=offload), Rounds(4)), 5)
+
+    first, second = (together(2, partial(run, offload=offload)) for offload in (False, True))
+    assert all(map(torch.equal, itertools.chain(*first), itertools.chain(*second)))
 
 
 def test_what_travels_is_a_copy() -> None:

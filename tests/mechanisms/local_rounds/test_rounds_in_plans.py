@@ -263,6 +263,25 @@ def test_rounds_whose_states_do_not_fit_are_refused_with_their_bytes() -> None:
     assert kept.predicted.memory_bytes["peak"] <= kept.predicted.memory_limit
 
 
+def test_what_rounds_keep_waits_in_host_memory_where_cards_have_no_room_for_it() -> None:
+    cards = '[[nodes]]\ndevice = "RTX 3060"\ncount = 8\nmemory = "{}"\n[links]\nbetween = "100Mbit/s"'
+    table = {"model": {"shape": "gpt2-355m"}, "data": {"path": "python:stdlib"}, "train": {"sequence": 1024}}
+    table["train"]["batch_tokens"] = 2**18
+    request = request_from_recipe.of_recipe(defaults.resolve(recipe_file.from_table(table))[0])
+    plan = planned(request, clusters.loads(cards.format("32GiB")))
+    assert len(plan.replicas) == 8
+    assert plan.state(LocalRoundsState).settings == {"offload": True}
+    assert plan.predicted is not None
+    assert "outer" not in plan.predicted.memory_bytes
+    chosen = chosen_of("eager", {"offload": True})
+    expected = cost.copies(chosen) * 4 * request.profile.trainable
+    assert plan.predicted.waiting_bytes["outer"] == pytest.approx(expected, rel=1e-6)
+    assert any("what rounds keep" in sentence for sentence in plan.why)
+    refused = planned(request, clusters.loads(cards.format("8GiB")))
+    assert not refused.replicas
+    assert any("Rounds keep" in sentence for sentence in refused.why)
+
+
 def test_a_machine_is_a_replica_where_none_of_its_cards_can_hold_one() -> None:
     plan = planned(shape("", Auto(), depth=28, width=2048, heads=16), hosts("A10"))
     assert plan.replicas

@@ -31,6 +31,10 @@ FIGURES = tuple(figure * 10.0**power / 8 for power in range(5, 13) for figure in
 """Bandwidths between which rounds begin to pay, bytes/s: 0.1 Mbit/s to 5 Tbit/s."""
 
 
+FRUGAL = Eager(), Eager(offload=True)
+"""Rounds that a plan may choose, the second where devices have no room for what the first keeps."""
+
+
 class LocalRoundsChoice(PlanChoice):
     """Replicas that agree by rounds, where that is asked for, or where links leave little else."""
 
@@ -53,13 +57,10 @@ class LocalRoundsChoice(PlanChoice):
         if not isinstance(ask.request.recipe.sync, Auto) or rounds.cluster.machines == 1 or not best.fits:
             return
         try:
-            made = co2.cut(rounds.request, rounds.cluster, Eager())
-            apart = _apart(made, rounds)
-            if not all(replica.fits for replica in apart):
-                raise UserError("no machine can hold a replica by itself.")
+            options, made, apart = _fitting(rounds)
             worth, whole = co2.worth([replica.plan for replica in apart]), _seconds(best)
             if whole >= co2.NOTICED * worth.alone:
-                decision = _by_rounds(rounds, Eager())
+                decision = _by_rounds(rounds, options)
                 limits = _limits(ask, worth, made, whole)
                 why = worth.sentence(whole, made.link, decision.plan, limits)
                 taken = decision if worth.pays(whole) else best
@@ -76,6 +77,16 @@ class LocalRoundsChoice(PlanChoice):
         """For the exchange of a round."""
         words = {"outer": "a step beyond what local steps hide"}
         yield Waits("Agreeing by rounds", words, list(zip(*plan.replicas, strict=True)))
+
+
+def _fitting(ask: Ask) -> tuple[ByRounds, co2.Replicas, list[PlanDecision]]:
+    """The first of `FRUGAL` whose replicas all fit. Raises UserError: none does."""
+    for options in FRUGAL:
+        made = co2.cut(ask.request, ask.cluster, options)
+        apart = _apart(made, ask)
+        if all(replica.fits for replica in apart):
+            return options, made, apart
+    raise UserError("no machine can hold a replica by itself.")
 
 
 def _seconds(decision: PlanDecision) -> float:

@@ -116,7 +116,7 @@ def fragment_of(live: list[Tensor], choices: OuterMethod, lossy: bool, total: Su
             f"Parameters of several kinds travel together: {sorted(map(str, kinds))}.",
             do="bring the model to one dtype and device",
         )
-    x = torch.cat([tensor.detach().reshape(-1) for tensor in live])
+    x = torch.cat([tensor.reshape(-1) for tensor in where(live, choices.offload)])
     cuts = [0]
     for tensor in live:
         cuts.append(cuts[-1] + tensor.numel())
@@ -124,6 +124,11 @@ def fragment_of(live: list[Tensor], choices: OuterMethod, lossy: bool, total: Su
     return Fragment(
         [tensor.detach() for tensor in live], x, views_of(x, live), OuterUpdate(x, choices, cuts, total), residual
     )
+
+
+def where(live: Sequence[Tensor], offload: bool) -> list[Tensor]:
+    """`live` tensors where the outer ones are: in host memory, or as they are."""
+    return [tensor.detach().cpu() if offload else tensor.detach() for tensor in live]
 
 
 def views_of(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:

@@ -32,6 +32,7 @@ class ByRounds(Sync, frozen=True):
     constant: float | None = None
     mixing: float | None = None
     eager: bool | None = None
+    offload: bool | None = None
 
 
 class LocalSgd(ByRounds, frozen=True, tag="local_sgd"):

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from espalier.mechanisms.local_rounds.fragment import Fragment, fragment_of, split, views_of
+from espalier.mechanisms.local_rounds.fragment import Fragment, fragment_of, split, views_of, where
 from espalier.mechanisms.local_rounds.membership import MemberReport, Members, OuterSum
 from espalier.mechanisms.local_rounds.round_length import Length, Rounds
 from espalier.optim.diloco_slowmo import OuterMethod
@@ -200,7 +200,8 @@ class OuterSync:
             torch._foreach_copy_(views_of(sent, fragment.live), fragment.live)
         else:
             sent = fragment.x.clone() if fragment.own_change is None else fragment.x - fragment.own_change
-            torch._foreach_sub_(views_of(sent, fragment.live), fragment.live)
+            live = where(fragment.live, self.choices.offload)
+            torch._foreach_sub_(views_of(sent, live), live)
         return sent
 
     def _weight(self) -> float:
@@ -250,12 +251,15 @@ class OuterSync:
 
     def _put(self, fragment: Fragment, mixing: float = 0.0) -> None:
         self.on_moving()
+        device = fragment.live[0].device
         if mixing == 0.0:
             torch._foreach_copy_(fragment.live, fragment.views)
             if fragment.own_change is not None:
-                torch._foreach_sub_(fragment.live, views_of(fragment.own_change, fragment.live))
+                change = views_of(fragment.own_change.to(device), fragment.live)
+                torch._foreach_sub_(fragment.live, change)
         else:
-            torch._foreach_lerp_(fragment.live, fragment.views, 1.0 - mixing)
+            outer = views_of(fragment.x.to(device), fragment.live)
+            torch._foreach_lerp_(fragment.live, outer, 1.0 - mixing)
 
     # --- who comes back ----------------------------------------------------------------------------------------------
 

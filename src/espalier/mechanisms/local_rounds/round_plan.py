@@ -21,11 +21,13 @@ from espalier.mechanisms.local_rounds.co2 import chosen_of, refuse_pieces
 from espalier.mechanisms.local_rounds.fragment import cut as cut_sizes
 from espalier.mechanisms.local_rounds.options import ByRounds
 from espalier.mechanisms.local_rounds.state import LocalRoundsState
-from espalier.optim.diloco_slowmo import METHODS
+from espalier.optim.diloco_slowmo import METHODS, OuterMethod
 from espalier.plan import collective_time
+from espalier.plan.axes import offload
 from espalier.plan.axes.placement import ShardFactors
 from espalier.plan.axes.sharding import owned, refreshed
 from espalier.plan.base import AdaptiveRule, Exchange, Plan, Predicted, Rank
+from espalier.plan.collective_time import DeviceGroup
 from espalier.plan.compose import Refusal
 from espalier.plan.cost_inputs import CostInputs
 from espalier.plan.layouts import of_view
@@ -105,10 +107,11 @@ def refuse_single(replicas: int) -> None:
 
 
 def _kept(options: ByRounds, cluster: Cluster) -> float:
-    """Copies of what a rank moves that the outer engine keeps."""
+    """Copies of what a rank moves that the outer engine keeps on its device."""
     name = method_of(options)
     chosen = chosen_of(name, settings_of(options, options.codec or METHODS[name].codec))
-    return cost.copies(chosen, on_host=not collective_time.gpus(cluster))
+    on_host = not collective_time.gpus(cluster)
+    return 0.0 if chosen.offload and not on_host else cost.copies(chosen, on_host)
 
 
 def _refused(refuses: Callable[[Plan], Refusal | None], method: str, plan: Plan) -> Refusal | None:
@@ -305,6 +308,7 @@ def _predicted(part: Plan, made: Replicas, chosen: RoundChoice, outer: LocalRoun
         [sum(fragment) for fragment in fragments], chosen.steps, chosen.codec, made.request.bytes_each
     )
     added = cost.cost(given, made.count, made.link)
+    inside = _offloaded(inside, choices, on.kinds[0], given) if step.cuda else inside
     sent = {**inside.sent_bytes, **{key: float(value) for key, value in added.sent.items()}}
     steering = cost.steering_bytes(shards, choices.fragments, choices.penalty, outer.adapt)
     times = min(choices.fragments, chosen.steps)  # of a round in which live parameters are set
@@ -325,6 +329,25 @@ def _predicted(part: Plan, made: Replicas, chosen: RoundChoice, outer: LocalRoun
         price_per_hour=sum(prices) if all(prices) else 0.0,
         sources={**inside.sources, **added.sources},
     )
+
+
+def _offloaded(inside: Predicted, choices: OuterMethod, kind: DeviceGroup, given: cost.OuterRound) -> Predicted:
+    """With what the outer engine keeps in host memory, and its crossings: live tensors out and in, and a replica's own
+    progress in. Raises UserError: there is no room for it."""
+    if not choices.offload:
+        return inside
+    size, tier = given.width * sum(given.fragments), offload.rate(kind, "host")
+    size_kept = cost.copies(choices) * size
+    if size_kept > tier.room:
+        raise UserError(
+            f"Rounds keep {units.show_size(size_kept)} of each rank in host memory, and {units.show_size(tier.room)} "
+            "are there for it.",
+            do="sync.kind=every_step, or machines with more memory",
+        )
+    seconds = float((size / tier.read + (1 + choices.eager) * size / tier.write) / given.steps)
+    terms = {"offload": inside.terms.get("offload", 0.0) + seconds}
+    away = {**inside.waiting_bytes, "outer": float(size_kept)}
+    return inside.taking(inside.step_seconds + seconds, **terms).changed(waiting_bytes=away)
 
 
 @dataclass(frozen=True)
