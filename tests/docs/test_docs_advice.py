@@ -38,6 +38,10 @@ LIMIT = {
     "RTX 4070 Laptop": 8,
     "RTX 5090": 32,
     "L40S": 48,
+    "H200": 141,
+    "H800": 80,
+    "B200": 192,
+    "MI300X": 206,
     "cpu": 128,
 }
 """GB that a device of this name has, at most what a plan may hold."""
@@ -59,7 +63,7 @@ def said(title: str, *words: str) -> bool:
 
 
 def test_the_page_has_all_questions_and_no_other() -> None:
-    assert len(QUESTIONS) == 22
+    assert len(QUESTIONS) == 36
     assert re.findall(r"^## (.*)$", PAGE, re.M) == list(QUESTIONS)
     assert PAGE.startswith(advice.HEAD)
 
@@ -109,6 +113,8 @@ BESIDE = (
     "Experts are spread over",  # steps of plans with other groups
     "With the best equal layout",  # a step of another plan
     "Logits are computed",  # what all at once would take
+    "A step takes",  # with experts held otherwise
+    "Pipeline ",  # of its own samples
     "train.optimizer.kind=adamw would take",  # a step of another optimizer
 )  # fmt: skip
 """How sentences begin that tell of something else than the step and memory of a rank."""
@@ -352,6 +358,93 @@ def test_a_small_model_on_a_processor_stays_whole() -> None:
     assert plan.precision in ("fp32", "bf16")
     assert predicted.memory_bytes["peak"] < 4 * 2**30
     assert len(plan.ranks) * plan.ranks[0].threads <= 16
+
+
+def test_two_sites_agree_by_rounds_or_hand_on_activations() -> None:
+    title = "Two sites with eight H100 each"
+    plan, predicted = planned(title)
+    assert len(plan.replicas) == 2 or plan.layout.pp > 1
+    assert said(title, "Over the link of 1.00 Gbit/s", "agree by rounds")
+    assert 5e4 < predicted.tokens_per_second < 3e5
+
+
+def test_every_step_stays_where_rounds_would_gain_little_and_the_plan_says_when_they_pay() -> None:
+    title = "Rounds or every step at 25 Gbit/s"
+    plan, _ = planned(title)
+    assert not plan.replicas
+    assert said(title, "Over the link of 25.0 Gbit/s", "rounds of", "would take", "not from")
+
+
+def test_eight_desktops_on_a_slow_network_all_work_and_agree_by_rounds() -> None:
+    title = "Eight RTX 3060 at 100 Mbit/s"
+    plan, predicted = planned(title)
+    assert len(plan.replicas) == 8
+    assert said(title, "what rounds keep", "host memory")
+    assert 2e4 < predicted.tokens_per_second < 1e5
+
+
+def test_a_mixture_of_small_experts_fits_on_one_machine() -> None:
+    plan, predicted = planned("Qwen3-30B-A3B on eight H100")
+    assert len(plan.ranks) == 8
+    assert plan.layout.ep > 1 or plan.layout.pp * plan.layout.tp * max(plan.layout.shard.values()) == 8
+    assert 0.1 < predicted.mfu < 0.5
+    assert said("Qwen3-30B-A3B on eight H100", "expert")
+
+
+def test_a_mixture_larger_than_its_cards_waits_in_host_memory() -> None:
+    plan, predicted = planned("Mixtral on eight RTX 4090")
+    assert plan.offload.optimizer == "host"
+    assert 300 * 2**30 < 8 * sum(predicted.waiting_bytes.values()) < 2**40
+    assert 500 < predicted.tokens_per_second < 2e4
+
+
+def test_256_experts_are_spread_over_ranks_and_stages() -> None:
+    plan, predicted = planned("DeepSeek-V3 on 2,048 H800")
+    assert len(plan.ranks) == 2048
+    assert plan.layout.ep >= 8
+    assert plan.layout.pp >= 4
+    assert 0.15 < predicted.mfu < 0.5, "published: 180 k GPU hours for 1 T tokens, 1.5 k tokens/s a GPU, in fp8"
+
+
+@pytest.mark.parametrize("title", ["512 Ki tokens of context", "1 Mi tokens of context"])
+def test_half_a_million_tokens_are_cut_over_all_cards_and_computed_by_pieces(title: str) -> None:
+    plan, predicted = planned(title)
+    assert plan.layout.sp * plan.layout.tp == 8
+    assert plan.recompute != "none"
+    assert said(title, "Logits are computed")
+    assert 0.15 < predicted.mfu < 0.7
+
+
+@pytest.mark.parametrize("title", ["70B on eight MI300X", "70B on eight B200"])
+def test_seventy_billion_fit_on_eight_cards_of_180_gib(title: str) -> None:
+    plan, predicted = planned(title)
+    assert len(plan.ranks) == 8
+    assert plan.layout.pp * plan.layout.tp * plan.layout.shard["optimizer"] == 8
+    assert 0.25 < predicted.mfu < 0.6
+
+
+def test_unlike_machines_have_layers_by_their_speed() -> None:
+    title = "70B on H100 and A100"
+    plan, predicted = planned(title)
+    layers = {plan.ranks[stage.ranks[0]].node: stage.layers[1] - stage.layers[0] for stage in plan.stages}
+    assert len(plan.ranks) == 48
+    assert min(layers[node] for node in (0, 1)) > max(layers[node] for node in (2, 3, 4, 5))
+    assert said(title, "Devices differ")
+    assert 0.3 < predicted.mfu < 0.7
+
+
+@pytest.mark.parametrize(("title", "least"), [("405B on 1,024 H100", 1024), ("405B on 10,000 H100", 8000)])
+def test_405_billion_are_cut_over_machines_by_layers(title: str, least: int) -> None:
+    plan, predicted = planned(title)
+    assert len(plan.ranks) >= least
+    assert plan.layout.pp >= 8
+    assert 0.3 < predicted.mfu < 0.6, "published: 0.38 to 0.43 on 8,192 and 16,384 (Llama 3, table 4)"
+
+
+def test_adapters_of_70b_are_refused_one_card_of_24_gb() -> None:
+    found = QUESTIONS["LoRA of 70B on one RTX 4090"].answer
+    assert not found.fits
+    assert "most of it frozen" in str(found.refusal())
 
 
 def test_the_planner_is_silent_of_what_the_product_does_not_have() -> None:

@@ -109,7 +109,7 @@ def link_words(link: Link, level: Literal["inside", "between"]) -> str:
         return f"{float(number):g} {unit} between machines"
     clauses = [clause.partition("(")[0].strip() for clause in re.split("[;,]", link.source)]
     return next(
-        (clause for clause in clauses if "NVLink" in clause or "PCI" in clause),
+        (clause for clause in clauses if re.search("NVLink|PCI|Infinity Fabric", clause)),
         f"{float(number):g} {unit} inside a machine",
     )
 
