@@ -162,6 +162,43 @@ def test_where_equal_pipelines_do_not_fit_the_refusal_says_that_unequal_ones_do(
     assert caught.value.do.startswith('plan.pin.pipelines="unequal" (')
 
 
+def unlike(machines: int, depth: int = 16) -> tuple[Request, Cluster]:
+    """So many machines of each of two kinds, four devices in each."""
+    tables = [f'[[nodes]]\ndevice = "{name}"\ndevices = 4\ncount = {machines}\n' for name in ("H100", "A100-80GB")]
+    cluster = clusters.loads("\n".join([*tables, '[links]\nbetween = "400Gbit/s"']))
+    request = asked(None, depth=depth, width=2048, heads=16)
+    return request.changed(global_batch=1024, precision="bf16"), cluster
+
+
+def test_pipelines_found_on_a_part_are_laid_over_every_device_once() -> None:
+    request, cluster = unlike(16)
+    assert unequal.equal_parts(request, cluster) == 2
+    made = unequal.best(request, cluster)
+    assert made is not None
+    costs, layout = made
+    plan = unequal.plan_of(costs, layout)
+    plans.check(plan, 1024)
+    seats = [(rank.node, rank.device) for rank in plan.ranks]
+    assert len(seats) == len(set(seats)) == 128 - sum(layout.unused.values())
+    for stage in plan.stages:
+        assert len({plan.ranks[rank].node for rank in stage.ranks}) == 1
+    part, alone = unlike(8)
+    half = unequal.best(part.changed(global_batch=512), alone)
+    assert half is not None
+    assert layout.priced == half[1].priced, "no more is searched than a part"
+    assert layout.seconds - layout.sync <= 1.001 * (half[1].seconds - half[1].sync)
+    said = unequal.reasons(costs, layout)
+    assert len(said) < 3 + len(layout.pipelines)
+
+
+def test_kinds_that_cannot_be_divided_are_not_searched_beyond_a_limit() -> None:
+    request, cluster = unlike(9)
+    three = cluster.changed(nodes=(cluster.nodes[0], cluster.nodes[1].changed(count=8)))
+    assert unequal.equal_parts(request, three) == 1
+    assert "no equal parts" in unequal.asked(request, three)
+    assert unequal.equal_parts(request.changed(global_batch=1023), unlike(16)[1]) == 1
+
+
 def test_asked_for_in_vain_is_told() -> None:
     plan = decide(asked("unequal"), processors((4e10, GIB)), DATASHEET).taken
     assert any("Unequal pipelines are not possible here" in why for why in plan.why)

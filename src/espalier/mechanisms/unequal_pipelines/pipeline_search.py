@@ -242,11 +242,11 @@ class Search:
                 why="each stage holds a layer at least, and its memory bounds how many",
                 do="a smaller micro-batch, recomputation, or more devices",
             )
-        polished = self._polished(best)
+        polished = self.polished(best)
         with_unused = {kind: max(with_all[kind], polished.seconds) for kind in polished.unused if kind in with_all}
         return replace(polished, priced=self.priced, with_unused=with_unused)
 
-    def _polished(self, layout: UnequalLayout) -> UnequalLayout:
+    def polished(self, layout: UnequalLayout) -> UnequalLayout:
         """The layout with layers and orders for the micro-batches that its pipelines turned out to have."""
         better: list[SolvedPipeline] = []
         for pipeline in layout.pipelines:
@@ -543,3 +543,17 @@ def place(classes: Sequence[DeviceClass], costs: StageCosts, whole: bool = False
     if not classes or sum(device_class.devices for device_class in classes) < 1:
         raise UserError("There are no devices to place a model on.", do="DeviceClass(name, machine, devices)")
     return Search(classes, costs, whole).best()
+
+
+def beside_each_other(
+    classes: Sequence[DeviceClass], costs: StageCosts, parts: Sequence[Counts], like: UnequalLayout
+) -> UnequalLayout | None:
+    """One pipeline for each of `parts`, devices of each class; None: one cannot be.
+
+    Args:
+        classes, costs: see `place`.
+        like: what was searched, of which `parts` are copies on other devices.
+    """
+    search = Search(classes, costs)
+    made = search.layout(parts)
+    return None if made is None else replace(search.polished(made), priced=like.priced)

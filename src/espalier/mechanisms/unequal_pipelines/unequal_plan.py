@@ -3,13 +3,17 @@ plan. No torch."""
 
 from __future__ import annotations
 
+import bisect
 import itertools
+import math
 
 from espalier.machine.cluster import Cluster, Place
 from espalier.mechanisms.unequal_pipelines import pipeline_search as flashflex
 from espalier.mechanisms.unequal_pipelines.cost import EngineCosts, numbered
 from espalier.mechanisms.unequal_pipelines.pipeline_solver import (
+    Group,
     Slot,
+    SolvedPipeline,
     UnequalLayout,
 )
 from espalier.plan import device_model
@@ -20,7 +24,7 @@ from espalier.recipe import units
 from espalier.recipe.errors import UserError
 
 MOST = 64
-"""Devices up to which unequal pipelines are considered by themselves: planning then takes seconds."""
+"""Devices that are searched at once, which takes seconds; of more a part, in which each kind has its share."""
 FASTER = 1.03
 """By how much unequal pipelines must be faster than the best equal ones, which have fewer moving parts."""
 SIZES = 4
@@ -49,8 +53,8 @@ def asked(request: Request, cluster: Cluster) -> str:
     alike = cluster.same_speed and len({device.memory for device in devices}) == 1
     if pin.pipelines == "equal" or len(devices) < 2:
         return "equal pipelines were asked for"
-    if pin.pipelines is None and len(devices) > MOST:
-        return f"there are more than {MOST} devices"
+    if pin.pipelines is None and len(devices) > MOST and equal_parts(request, cluster) == 1:
+        return f"there are more than {MOST} devices, in no equal parts"
     if pin.pipelines is None and (alike or any(getattr(pin, name) is not None for name in OTHER_PINS)):
         return "devices are alike, or a layout of equal pipelines is pinned"
     if request.profile.width == 0 or request.profile.layers < 2:
@@ -65,20 +69,57 @@ def asked(request: Request, cluster: Cluster) -> str:
     return ""
 
 
+def equal_parts(request: Request, cluster: Cluster) -> int:
+    """Into how many equal parts of at most `MOST` devices the machines of each kind and the batch can be divided; 1:
+    there are no more, or they cannot."""
+    devices, machines = len(cluster.devices()), math.gcd(*(table.count for table in cluster.nodes))
+    fitting = (count for count in range(1, machines + 1) if machines % count == 0 and devices <= count * MOST)
+    count = 1 if cluster.pairs else next(fitting, 1)
+    return count if request.profile.global_batch % count == 0 else 1
+
+
+def _placed(costs: EngineCosts, parts: int) -> UnequalLayout | None:
+    """The fastest pipelines, found on the first of `parts` equal parts and laid over all of them alike (no search sees
+    more than `MOST` devices then); None: nothing fits."""
+    request, tables, whole = costs.request, costs.cluster.nodes, costs.request.pin.ranks is not None
+    try:
+        if parts == 1:
+            return flashflex.place(costs.classes, costs, whole)
+        shares = [table.count // parts for table in tables]
+        part = costs.cluster.changed(
+            nodes=tuple(table.changed(count=share) for table, share in zip(tables, shares, strict=True))
+        )
+        asked = request.changed(global_batch=request.profile.global_batch // parts)
+        first = EngineCosts(asked, part, costs.size, costs.tensor, costs.recompute)
+        made = flashflex.place(first.classes, first, whole)
+    except UserError:
+        return None
+    # A machine of the part, and the same in the other parts: those of a kind are numbered one after the other.
+    starts = [0, *itertools.accumulate(shares)]
+    steps = [share for share in shares for _ in range(share)]
+    kinds = {device_class.machine: kind for kind, device_class in enumerate(costs.classes)}
+
+    def counts(pipeline: SolvedPipeline, copy: int) -> tuple[int, ...]:
+        used = [0] * len(costs.classes)
+        for kind, count in pipeline.devices.items():
+            machine = first.classes[kind].machine
+            before = starts[bisect.bisect_right(starts, machine) - 1]
+            used[kinds[before * parts + copy * steps[machine] + machine - before]] = count
+        return tuple(used)
+
+    laid = [counts(pipeline, copy) for copy in range(parts) for pipeline in made.pipelines]
+    return flashflex.beside_each_other(costs.classes, costs, laid, made)
+
+
 def best(request: Request, cluster: Cluster) -> tuple[EngineCosts, UnequalLayout] | None:
     """The fastest unequal pipelines over sizes of micro-batches, tensor degrees and recomputation; None: nothing
     fits."""
-    pin, fastest = request.pin, None
+    fastest = None
     for recompute in (request.recompute,) if request.recompute is not None else ("none", "block"):
         for size, tensor in itertools.product(_sizes(request), _degrees(request, cluster)):
             costs = EngineCosts(request, cluster, size, tensor, recompute)
-            if not costs.classes:
-                continue
-            try:
-                made = flashflex.place(costs.classes, costs, whole=pin.ranks is not None)
-            except UserError:
-                continue
-            if fastest is None or made.seconds < fastest[1].seconds:
+            made = _placed(costs, equal_parts(request, cluster)) if costs.classes else None
+            if made is not None and (fastest is None or made.seconds < fastest[1].seconds):
                 fastest = costs, made
         if fastest is not None:
             return fastest
@@ -228,16 +269,19 @@ def reasons(costs: EngineCosts, layout: UnequalLayout) -> list[str]:
     """Why these pipelines, in sentences."""
     several = units.plural(len(layout.pipelines), "pipeline")
     sentences = [f"Devices differ, so layers and samples go by speed: {several}, the best of {layout.priced} priced."]
+    shapes = set()
     for number, pipeline in enumerate(layout.pipelines):
-        layers = ", ".join(
-            f"{stage.layers} on {f'{stage.group.tensor} x ' * (stage.group.tensor > 1)}"
-            f"{costs.classes[stage.group.kind].name}"
-            for stage in pipeline.stages
-        )
+        shape = tuple((stage.layers, _alike(costs, stage.group)) for stage in pipeline.stages)
+        if (shape, pipeline.micro_batches) in shapes:
+            continue
+        shapes.add((shape, pipeline.micro_batches))
+        samples = pipeline.micro_batches * costs.size
         sentences.append(
-            f"Pipeline {number} has layers {layers}, and {pipeline.micro_batches * costs.size} samples of a step: "
+            f"Pipeline {number} has layers {_stages(costs, pipeline)}, and {samples} samples of a step: "
             f"{units.show_seconds(pipeline.seconds)}."
         )
+    if others := len(layout.pipelines) - len(shapes):
+        sentences.append(f"{units.plural(others, 'other pipeline')} of the same stages on other machines.")
     for kind, count in layout.unused.items():
         there, name = costs.classes[kind].devices, costs.classes[kind].name
         what = f"{name} is" if there == 1 else f"{count} of {there} {name} are"
@@ -250,6 +294,22 @@ def reasons(costs: EngineCosts, layout: UnequalLayout) -> list[str]:
                 f"{what} left out: no pipeline that uses {'it' if count == 1 else 'them'} holds the model."
             )
     return sentences
+
+
+def _alike(costs: EngineCosts, group: Group) -> Group:
+    """The same of the first class that costs as much."""
+    first = costs.classes[group.kind].like
+    return group if first is None else group._replace(kind=first)
+
+
+def _stages(costs: EngineCosts, pipeline: SolvedPipeline) -> str:
+    """Layers of each stage and what it is on, those in a row that are alike together."""
+    words = []
+    for (layers, group), run in itertools.groupby((stage.layers, stage.group) for stage in pipeline.stages):
+        count, place = len(list(run)), costs.classes[group.kind].name
+        devices = f"{group.tensor} x {place}" if group.tensor > 1 else place
+        words.append(f"{count} times {layers} on {devices}" if count > 1 else f"{layers} on {devices}")
+    return ", ".join(words)
 
 
 def _fine(seconds: float) -> str:
