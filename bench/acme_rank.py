@@ -3,9 +3,9 @@
     python acme_rank.py ours TASK            espalier train, which starts its ranks itself
     torchrun … acme_rank.py ddp TASK         one rank: DDP, torch.save every few steps, resume
 
-TASK is a JSON object. Both are struck at the same steps by `espalier.launch.testing.faults`; both tell (time,
-what, step) in
-a line each. The peer's group meets under a prefix of its own in each attempt, or over Gloo it would never recover.
+TASK is a JSON object. Both are struck at the same steps by `many_ranks.faults` (tests/support); both tell
+(time, what, step) in a line each. The peer's group meets under a prefix of its own in each attempt, or over Gloo it
+would never recover.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from typing import Any
 
 import msgspec
 
-from espalier.launch.testing.faults import Fault, strike
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
+from many_ranks.faults import Fault, strike
 
 
 class Task(msgspec.Struct, frozen=True):

@@ -9,6 +9,7 @@ a copy of the same state into memory that is mapped already; our save and steps 
 from __future__ import annotations
 
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -20,11 +21,11 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 from espalier.checkpoint import state_tree, young_daly
 from espalier.checkpoint.save_and_restore import Checkpoints
 from espalier.checkpoint.save_interval import choose
 from espalier.language.workload import open_language
-from espalier.launch.testing import forks
 from espalier.machine.malloc_trim import keep_freed
 from espalier.machine.peak_memory import bytes_held, peak_memory
 from espalier.plan.base import Plan, Rank
@@ -33,6 +34,7 @@ from espalier.train.rank_setup import RankSetup
 from espalier.train.rank_spec import RankSpec
 from espalier.train.trainer import Trainer
 from espalier.train.worker import saving_group
+from many_ranks import forks
 from table import Row, compare
 
 RANKS, LIMIT = 2, 280.0

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parent))
-from espalier.launch.testing import forks
+sys.path.insert(1, str(Path(__file__).parents[1] / "tests" / "support"))
 from espalier.mechanisms.pipeline import split_backward
 from espalier.mechanisms.pipeline.pipeline import PipelinePasses, PipelineSchedule
 from espalier.mechanisms.pipeline.schedules import action_lists
@@ -29,6 +29,7 @@ from espalier.parallel.action_list import Pipeline
 from espalier.parallel.model_stages import ModelStages, Placed
 from espalier.parallel.stage_messages import StageMessages
 from espalier.parallel.workload import in_sequence
+from many_ranks import forks
 from table import Row, arguments, compare, publish, settle
 
 STAGES, MICRO_BATCHES = 4, 8

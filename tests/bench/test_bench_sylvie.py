@@ -10,8 +10,8 @@ import pytest
 import torch.distributed as dist
 
 from espalier.graph.data import synthetic
-from espalier.launch.testing import ranks
 from espalier.sparse.partition import clusters
+from many_ranks import ranks
 
 
 @pytest.fixture

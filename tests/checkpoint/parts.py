@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from espalier.launch.testing import forks
+from many_ranks import forks
 
 torch.set_num_threads(1)
 

@@ -11,8 +11,8 @@ from espalier.checkpoint.coordination import Coordinator
 from espalier.checkpoint.divergence_check import Alike
 from espalier.checkpoint.in_memory import CopyOptions, Memory
 from espalier.checkpoint.save_and_restore import Checkpoints
-from espalier.launch.testing import forks
 from espalier.recipe.errors import Corrupted, Diverged, PeerLost
+from many_ranks import forks
 
 WORLD = 3
 

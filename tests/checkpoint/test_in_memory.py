@@ -11,8 +11,8 @@ from espalier.checkpoint import shared_memory, state_tree
 from espalier.checkpoint.coordination import Coordinator
 from espalier.checkpoint.in_memory import CopyOptions, CopySlot, Memory, take_up
 from espalier.checkpoint.save_and_restore import Checkpoints
-from espalier.launch.testing import forks
 from espalier.machine import resource_limits
+from many_ranks import forks
 
 
 class Part:

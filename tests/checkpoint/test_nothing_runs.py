@@ -27,11 +27,11 @@ from espalier.checkpoint.storage import open_place
 from espalier.checkpoint.writer import Write, WriteJob
 from espalier.comm import plain_collectives
 from espalier.launch.ranks.rank_process import Child
-from espalier.launch.testing import forks
 from espalier.mechanisms.local_rounds import rejoin
 from espalier.recipe import serialization
 from espalier.recipe.errors import UserError
 from espalier.train.rank_spec import RankSpec
+from many_ranks import forks
 
 
 class Evil:

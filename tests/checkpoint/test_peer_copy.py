@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from espalier.checkpoint import peer_copy, shared_memory
 from espalier.checkpoint.coordination import Coordinator
 from espalier.checkpoint.in_memory import CopyOptions, Memory
-from espalier.launch.testing import forks
+from many_ranks import forks
 
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=9))

@@ -19,8 +19,8 @@ from torch import nn
 from espalier.checkpoint import manifest, save_and_restore
 from espalier.checkpoint.save_and_restore import NICE, Checkpoints
 from espalier.checkpoint.writer import Write
-from espalier.launch.testing.forks import Died, outcomes
 from espalier.recipe.errors import UserError
+from many_ranks.forks import Died, outcomes
 
 torch.set_num_threads(1)
 

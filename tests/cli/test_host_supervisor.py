@@ -6,10 +6,10 @@ from espalier.cli import host_supervisor, resolve_recipe
 from espalier.comm import multihost_probe
 from espalier.launch.hosts.host_map import HostMap
 from espalier.launch.hosts.supervisor_protocol import MeetingPoint
-from espalier.launch.testing import forks
 from espalier.machine import cluster as clusters
 from espalier.recipe import recipe_file
 from espalier.train.rank_spec import RankSpec
+from many_ranks import forks
 
 MACHINES = '[[nodes]]\ncount = 2\ndevice = "cpu"\ncores = 2\nmemory = "8GiB"\n[links]\nbetween = "1Gbit/s"\n'
 

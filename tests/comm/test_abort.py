@@ -13,8 +13,8 @@ from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo
 
 from espalier.comm import store_client
 from espalier.comm.abort import Connections, apart
-from espalier.launch.testing import forks
 from espalier.recipe.errors import PeerLost
+from many_ranks import forks
 
 LIMIT = timedelta(seconds=20)
 

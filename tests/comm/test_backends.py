@@ -17,11 +17,11 @@ from torch import nn
 from espalier import comm
 from espalier.comm import backends
 from espalier.comm.backends import INNER, HostStaged
-from espalier.launch.testing import forks, same
 from espalier.mechanisms.sharding.amsp import Amsp
 from espalier.plan.axes.placement import ShardFactors
 from espalier.plan.axes.placement_plan import Spread
 from espalier.plan.base import Plan, Rank
+from many_ranks import forks, same
 
 
 def _both(channel: comm.Channel) -> Any:

@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from espalier import comm
 from espalier.comm import Channel, Traffic, traffic
-from espalier.launch.testing import forks, ranks, same
+from many_ranks import forks, ranks, same
 
 WIDTH = 12
 

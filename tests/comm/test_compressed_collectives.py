@@ -21,8 +21,8 @@ from espalier.comm import Channel, Traffic, compressed_collectives, traffic, wir
 from espalier.comm.base import feedback
 from espalier.comm.codecs import codec
 from espalier.comm.comm_thread import CommThread
-from espalier.launch.testing import forks, ranks, same
 from espalier.recipe.errors import PeerLost, RunFailed, UserError
+from many_ranks import forks, ranks, same
 
 KINDS = ["int8", "split"]
 """Lossy and of fixed length; lossless and of a length that the values decide."""

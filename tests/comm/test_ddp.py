@@ -17,8 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 from espalier.comm import Channel, codecs, ddp_hook
 from espalier.comm.ddp import pays
 from espalier.comm.fsdp import compress
-from espalier.launch.testing import forks, same
 from espalier.recipe.errors import UserError
+from many_ranks import forks, same
 
 STEPS = 8
 

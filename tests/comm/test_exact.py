@@ -10,7 +10,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions, ProcessGroupGloo
 
 from espalier.comm import EXACT, Channel, Traffic, traffic
-from espalier.launch.testing import forks, ranks, same
+from many_ranks import forks, ranks, same
 
 
 def _raw_group(channel: Channel) -> ProcessGroupGloo:

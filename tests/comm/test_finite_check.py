@@ -10,9 +10,9 @@ import torch.distributed as dist
 
 from espalier.comm import Channel, Traffic, traffic
 from espalier.comm.codecs import codec
-from espalier.launch.testing import ranks
 from espalier.plan.axes import placement_plan
 from espalier.recipe.errors import EspalierError, RunFailed
+from many_ranks import ranks
 
 
 def _summed(channel: Channel, name: str, bad: float) -> str:

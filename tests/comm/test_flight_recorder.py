@@ -13,8 +13,8 @@ from torch.distributed._functional_collectives import all_reduce, wait_tensor
 
 from espalier import comm
 from espalier.comm import Channel, Traffic, traffic
-from espalier.launch.testing import Died, Fault, forks, outcomes, ranks, strike
 from espalier.recipe.errors import RunFailed, UserError
+from many_ranks import Died, Fault, forks, outcomes, ranks, strike
 
 
 def _reduce(kind: Traffic = Traffic.GRADIENTS, group: Any = None) -> None:

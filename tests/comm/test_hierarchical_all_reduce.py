@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from espalier.comm import Channel, Hierarchy, Traffic, compressed_collectives
 from espalier.comm.codecs import codec
 from espalier.comm.hierarchical_all_reduce import level
-from espalier.launch.testing import forks, ranks, same
 from espalier.recipe.errors import UserError
+from many_ranks import forks, ranks, same
 
 SHAPES = ["aabb", "abab", "aabbb", "abbbcc", "abc", "aaa", "abbb", "a"]
 """The machine of each rank."""

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from espalier.comm import Channel, Traffic, feedback, traffic
 from espalier.comm.base import Meter
 from espalier.comm.codecs import codec
-from espalier.launch.testing import ranks
+from many_ranks import ranks
 
 
 def _read(channel: Channel) -> Any:

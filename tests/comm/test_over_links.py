@@ -23,8 +23,8 @@ import torch
 import torch.distributed as dist
 
 from espalier.comm import Channel, Traffic, codec, connect, disconnect, traffic
-from espalier.launch.testing import ranks
 from espalier.train.rank_spec import RankSpec, store
+from many_ranks import ranks
 
 ROOT = Path(__file__).parents[2]
 VALUES = 2**22 + 7

@@ -9,7 +9,7 @@ import torch
 from torch._C._distributed_c10d import PrefixStore
 
 from espalier import comm
-from espalier.launch.testing import forks
+from many_ranks import forks
 
 
 def _bring(port, data):

@@ -21,11 +21,11 @@ from espalier.graph.parts import halo, partition_folder
 from espalier.graph.sampling.neighbor_sampler import Style
 from espalier.graph.sampling.subgraphs import View
 from espalier.graph.workload import GraphWorkload, open_graph
-from espalier.launch.testing import ranks
 from espalier.recipe import defaults, recipe_file
 from espalier.recipe.errors import UserError
 from espalier.sparse import partition
 from espalier.track import progress
+from many_ranks import ranks
 
 NODES, WIDTH, CLASSES = 41, 6, 4
 STYLES = {

@@ -25,7 +25,7 @@ from test_bits import values
 from espalier.comm import Traffic, codec, traffic
 from espalier.comm.base import feedback
 from espalier.kernels import bits
-from espalier.launch.testing import forks  # the interpreter bears one thread
+from many_ranks import forks  # the interpreter bears one thread
 import torch.distributed as dist
 
 on_gpu = {}

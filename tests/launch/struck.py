@@ -17,13 +17,13 @@ from espalier.checkpoint.storage import Folder
 from espalier.language.workload import open_language
 from espalier.launch.ranks import supervisor as supervise
 from espalier.launch.ranks.resize import RunShape
-from espalier.launch.testing.faults import Fault, strike
 from espalier.plan import base as plans
 from espalier.recipe import Recipe, defaults, recipe_file
 from espalier.track.events import Log
 from espalier.train import rank_spec as launch
 from espalier.train import trainer, worker
 from espalier.train.rank_setup import RankSetup
+from many_ranks.faults import Fault, strike
 
 STEPS, EVERY = 8, 3
 PHASES = ("clean", "publish", "commit", "committed")

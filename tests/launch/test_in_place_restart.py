@@ -8,12 +8,12 @@ from struck import Struck, plan_of, recipe_of, same
 from espalier.checkpoint import shared_memory
 from espalier.launch.ranks import supervisor
 from espalier.launch.ranks.rank_process import Child
-from espalier.launch.testing.faults import Fault
 from espalier.mechanisms.local_rounds.state import LocalRoundsState
 from espalier.train.failure import Failure
 from espalier.train.heartbeat import Pulses
 from espalier.train.rank_spec import RankSpec
 from espalier.train.trainer import Trainer
+from many_ranks.faults import Fault
 
 
 def struck(corpus, folder, world, faults):

@@ -22,11 +22,11 @@ import pytest
 from abroad import Abroad
 from struck import Struck, plan_of, recipe_of, same
 
-from espalier.launch.testing.faults import Fault
 from espalier.mechanisms.local_rounds.state import LocalRoundsState
 from espalier.plan import base as plans
 from espalier.recipe.errors import HostLost
 from espalier.train import table
+from many_ranks.faults import Fault
 
 KINDS = {
     "kill": "killed", "terminate": "signal", "raise": "exception", "stop": "stopped", "hang": "hang", "exit": "exit",

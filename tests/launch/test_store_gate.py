@@ -16,8 +16,8 @@ from struck import recipe_of, same
 from espalier.comm import store_client
 from espalier.launch.hosts import store_gate, supervisor_protocol
 from espalier.launch.ranks.store_server import Relayed, near
-from espalier.launch.testing.faults import Fault
 from espalier.train.rank_spec import RankSpec
+from many_ranks.faults import Fault
 
 
 class Guarded:

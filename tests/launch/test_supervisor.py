@@ -14,10 +14,10 @@ import pytest
 from struck import PHASES, Struck, recipe_of, same
 
 from espalier.launch.ranks import supervisor as supervise
-from espalier.launch.testing.faults import Fault
 from espalier.recipe.errors import Interrupted, RunFailed, UserError
 from espalier.track.goodput import account
 from espalier.train import rank_spec as base
+from many_ranks.faults import Fault
 
 HAPPENINGS = ("kill", "terminate", "raise", "stop", "hang", "exit")
 

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from espalier.launch.testing import forks
 from espalier.machine import link
+from many_ranks import forks
 
 SIZE = 2**18
 

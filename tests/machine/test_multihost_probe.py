@@ -3,8 +3,8 @@
 import pytest
 
 from espalier.comm import multihost_probe
-from espalier.launch.testing import forks
 from espalier.machine import cluster
+from many_ranks import forks
 
 MACHINE = '[[nodes]]\ndevice = "cpu"\ncores = 2\nmemory = "8GiB"\n'
 

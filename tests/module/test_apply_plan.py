@@ -13,11 +13,11 @@ from torch import nn
 
 import espalier
 from espalier.comm import Channel
-from espalier.launch.testing import forks, ranks, same
 from espalier.mechanisms.local_rounds import CO2
 from espalier.mechanisms.local_rounds.state import LocalRoundsState
 from espalier.plan.base import Plan
 from espalier.recipe.errors import UserError
+from many_ranks import forks, ranks, same
 
 
 def train(made: Made, optimizer: torch.optim.Optimizer, rows: range, clip: float = 0.0) -> list[float]:

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from espalier.launch.testing import ranks
 from espalier.optim import muon
 from espalier.optim.cut_matrices import MatrixCut
+from many_ranks import ranks
 
 ENDS = {
     "equal": ((0, 3), (3, 6), (6, 9)),

@@ -14,7 +14,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from regular_mesh import ParallelDegrees, regular
 
-from espalier.launch.testing import ranks
 from espalier.mechanisms.local_rounds.state import LocalRoundsState
 from espalier.parallel.mesh import (
     AXES,
@@ -28,6 +27,7 @@ from espalier.parallel.mesh import (
 from espalier.plan.axes import placement as shards
 from espalier.plan.base import Plan, Rank, Stage
 from espalier.recipe.errors import UserError
+from many_ranks import ranks
 
 degrees = st.builds(ParallelDegrees, *(st.integers(1, 3) for _ in AXES)).filter(lambda one: prod(one) <= 96)
 axes = st.lists(st.sampled_from(AXES), unique=True)

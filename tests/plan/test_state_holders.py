@@ -17,7 +17,6 @@ from tests.mechanisms.pipeline.runs import corpus
 import espalier
 from espalier.language.workload import open_language
 from espalier.launch.ranks import agent
-from espalier.launch.testing import ranks
 from espalier.plan.axes.flat_layout import Sized
 from espalier.plan.axes.sharding import Division
 from espalier.plan.axes.state_holders import fullest, split
@@ -25,6 +24,7 @@ from espalier.plan.base import Plan
 from espalier.recipe import Recipe, defaults, recipe_file
 from espalier.train import rank_spec, trainer, worker
 from espalier.train.rank_setup import RankSetup
+from many_ranks import ranks
 
 KINDS = ("params", "grads", "optimizer")
 

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from espalier.comm import Channel, compressed_collectives, sparse_blocks, wire_format
 from espalier.comm.codecs import codec
-from espalier.launch.testing import forks, same
 from espalier.machine.cluster import Cluster, loads
 from espalier.mechanisms.codecs import choice as codecs
 from espalier.mechanisms.codecs import sparse
@@ -25,6 +24,7 @@ from espalier.plan.request import Request
 from espalier.radiance.workload import RadianceWorkload
 from espalier.recipe import recipe_file
 from espalier.train import request_from_recipe, workload_registry
+from many_ranks import forks, same
 
 ROOT = Path(__file__).parents[2]
 RAYS, STEPS = 48, 3

@@ -13,7 +13,6 @@ ALLOWED = {
     "checkpoint/legacy_pickle.py": {"pickle"},  # only with --trust
     "graph/data/numpy_pickle.py": {"pickle"},  # an allow-list of arrays
     "graph/data/pyg.py": {"torch.load"},  # weights only, unless graph.pickle = true
-    "launch/testing/forks.py": {"pickle", "multiprocessing"},  # between a test and the ranks it forked
     "machine/measure.py": {"multiprocessing"},  # bytes between a process and those it forked
     "evaluate/worker_pool.py": {"multiprocessing", "ProcessPoolExecutor"},  # with its own processes, nothing of a file
 }

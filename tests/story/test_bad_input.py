@@ -16,7 +16,6 @@ from programs import forked
 
 from espalier import comm
 from espalier.cli import main as cli
-from espalier.launch.testing import forks
 from espalier.machine import probe
 from espalier.plan import base as plans
 from espalier.recipe import cache_dir, recipe_file
@@ -24,6 +23,7 @@ from espalier.recipe.errors import UserError
 from espalier.track.events import read
 from espalier.train import run_folder as run
 from espalier.train import version_check
+from many_ranks import forks
 
 RECIPE = {
     "name": "small",

@@ -10,7 +10,7 @@ from typing import Any
 import programs
 import torch
 
-from espalier.launch.testing import same
+from many_ranks import same
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "loop.py"

@@ -9,7 +9,6 @@ from struck import Struck, plan_of, recipe_of, same, write_corpus
 
 from espalier.language.workload import open_language
 from espalier.launch.ranks import agent
-from espalier.launch.testing.faults import Fault
 from espalier.mechanisms.expert_parallel.flashmoe.layer import FlashMoeCall
 from espalier.mechanisms.expert_parallel.state import ExpertParallelState
 from espalier.mechanisms.local_rounds.state import LocalRoundsState
@@ -17,6 +16,7 @@ from espalier.plan import base as plans
 from espalier.train import rank_spec as launch
 from espalier.train import trainer, worker
 from espalier.train.rank_setup import RankSetup
+from many_ranks.faults import Fault
 
 MODEL = {"kind": "moe", "experts": 3, "active": 2, "depth": 2}
 HELD = ((0, 2), (1,))

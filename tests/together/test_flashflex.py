@@ -10,9 +10,9 @@ from struck import Struck, recipe_of, same, write_corpus
 from tests.together.test_rounds import close, plan_of, train
 from tests.together.test_rounds import recipe_of as rounds_recipe
 
-from espalier.launch.testing.faults import Fault
 from espalier.mechanisms.local_rounds.state import LocalRoundsState
 from espalier.plan import base as plans
+from many_ranks.faults import Fault
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,6 @@ from espalier.graph.data.graph import DataSplit, Graph
 from espalier.graph.networks import graph_plan
 from espalier.graph.workload import GraphWorkload
 from espalier.launch.ranks import agent
-from espalier.launch.testing.faults import Fault
 from espalier.mechanisms.halo_exchange.quantized_exchange import Sylvie
 from espalier.mechanisms.halo_exchange.state import HaloAge, HaloExchangeState
 from espalier.mechanisms.local_rounds.state import LocalRoundsState
@@ -25,6 +24,7 @@ from espalier.recipe.errors import Interrupted, UserError
 from espalier.train import rank_spec as launch
 from espalier.train import table, trainer, worker
 from espalier.train.rank_setup import RankSetup
+from many_ranks.faults import Fault
 
 STEPS = 8
 

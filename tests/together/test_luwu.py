@@ -19,7 +19,6 @@ import torch
 from node_runs import STEPS, STRUCK, OnNode, on_node, recipe
 from struck import Struck, plan_of, same, write_corpus
 
-from espalier.launch.testing.faults import Fault
 from espalier.mechanisms.local_rounds.state import LocalRoundsState
 from espalier.mechanisms.optimizer_node import client, role, session, standby, wire
 from espalier.plan import base as plans
@@ -27,6 +26,7 @@ from espalier.recipe import Recipe
 from espalier.recipe.errors import Interrupted, UserError
 from espalier.store.generations import Generations
 from espalier.train import rank_spec as launch
+from many_ranks.faults import Fault
 
 
 @pytest.fixture(scope="module")

@@ -18,12 +18,12 @@ from struck import same, write_corpus
 
 from espalier.launch.ranks.resize import RunShape
 from espalier.launch.ranks.supervisor import RestartOptions
-from espalier.launch.testing.faults import Fault
 from espalier.mechanisms.optimizer_node.client import Client
 from espalier.plan import base as plans
 from espalier.recipe.errors import RunFailed
 from espalier.train import rank_spec as launch
 from espalier.train.rank_spec import RankSpec
+from many_ranks.faults import Fault
 
 
 @dataclass

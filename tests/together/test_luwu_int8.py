@@ -14,12 +14,12 @@ import pytest
 from node_runs import STRUCK, OnNode, on_node, recipe
 from struck import same, write_corpus
 
-from espalier.launch.testing.faults import Fault
 from espalier.mechanisms.local_rounds.state import LocalRoundsState
 from espalier.mechanisms.optimizer_node.client import Client
 from espalier.plan import base as plans
 from espalier.recipe import Recipe
 from espalier.recipe.errors import EspalierError, Interrupted
+from many_ranks.faults import Fault
 
 pytestmark = pytest.mark.slow
 

@@ -15,7 +15,6 @@ import pytest
 from node_runs import STEPS, STRUCK, OnNode, on_node, recipe
 from struck import same, write_corpus
 
-from espalier.launch.testing.faults import Fault
 from espalier.mechanisms.optimizer_node.mechanism import ModelOnNodes
 from espalier.recipe.cache_dir import unwritable
 from espalier.recipe.errors import EspalierError, UserError
@@ -23,6 +22,7 @@ from espalier.store.generations import Generations
 from espalier.track.events import Event, Log
 from espalier.train import rank_spec as launch
 from espalier.train.mechanism import Build
+from many_ranks.faults import Fault
 
 
 @pytest.fixture(scope="module")

@@ -13,13 +13,13 @@ from struck import Struck, plan_of, recipe_of, same, write_corpus
 from espalier.comm.codecs import FAMILIES
 from espalier.language.workload import open_language
 from espalier.launch.ranks import agent
-from espalier.launch.testing.faults import Fault
 from espalier.mechanisms.local_rounds.state import LocalRoundsState
 from espalier.optim.diloco_slowmo import METHODS
 from espalier.plan import base as plans
 from espalier.train import rank_spec as launch
 from espalier.train import trainer, worker
 from espalier.train.rank_setup import RankSetup
+from many_ranks.faults import Fault
 
 CODECS = ("bf16", "int8", "int4", "int1", "int8:stochastic", "topk:0.05", "zfp:8", "split", "mpc")
 

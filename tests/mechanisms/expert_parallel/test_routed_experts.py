@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from espalier.launch.testing import forks
 from espalier.mechanisms.expert_parallel import route, routed_experts
 from espalier.parallel.local_experts import local
 from espalier.recipe.errors import UserError
+from many_ranks import forks
 
 
 @pytest.fixture(autouse=True)

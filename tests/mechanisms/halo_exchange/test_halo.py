@@ -19,11 +19,11 @@ from espalier.graph.networks.gnn import Gnn, style_of
 from espalier.graph.parts import halo
 from espalier.graph.sampling.subgraphs import View
 from espalier.graph.tasks.answers import summed_loss
-from espalier.launch.testing import forks, ranks
 from espalier.parallel.workload import to_device
 from espalier.recipe.errors import UserError
 from espalier.sparse.partition import by_metis, by_sweeps, clusters, installed
 from espalier.sparse.rcmpp.pattern import SparsityPattern
+from many_ranks import forks, ranks
 
 NODES, WIDTH, CLASSES = 67, 12, 5
 NETWORKS = {

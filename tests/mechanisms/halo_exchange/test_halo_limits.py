@@ -24,13 +24,13 @@ from espalier.graph.parts import halo, part_inference, partition_folder
 from espalier.graph.parts.graph_cut import Cutting, open_part
 from espalier.graph.sampling.neighbor_sampler import Style
 from espalier.graph.workload import GraphWorkload
-from espalier.launch.testing import ranks
 from espalier.mechanisms.halo_exchange.quantized_exchange import Every, Sylvie
 from espalier.plan import base as plans
 from espalier.plan import decide
 from espalier.recipe import data_hash
 from espalier.recipe.errors import UserError
 from espalier.train import request_from_recipe, table
+from many_ranks import ranks
 
 
 @pytest.mark.parametrize("synchronize", [1, 4])

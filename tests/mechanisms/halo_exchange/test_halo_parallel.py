@@ -23,7 +23,6 @@ from espalier.graph.parts import graph_cut as graph_cutting
 from espalier.graph.sampling.neighbor_sampler import Style
 from espalier.graph.workload import GraphWorkload
 from espalier.launch.ranks import agent
-from espalier.launch.testing import ranks
 from espalier.machine import cluster as clusters_
 from espalier.mechanisms.few_bits import quantization
 from espalier.mechanisms.halo_exchange import choice, halo_parallel
@@ -40,6 +39,7 @@ from espalier.sparse.partition import clusters
 from espalier.train import rank_spec as launch
 from espalier.train import request_from_recipe, trainer, worker
 from espalier.train.rank_setup import RankSetup
+from many_ranks import ranks
 
 HALO = {"bits": 32}
 

@@ -29,10 +29,10 @@ from espalier.graph.networks.gnn import style_of
 from espalier.graph.parts import halo, partial_sums
 from espalier.graph.sampling.subgraphs import View
 from espalier.kernels import row_widths
-from espalier.launch.testing import ranks
 from espalier.mechanisms.halo_exchange.quantized_exchange import Every, Sylvie
 from espalier.parallel.workload import to_device
 from espalier.recipe.errors import UserError
+from many_ranks import ranks
 
 
 @settings(deadline=None, max_examples=60)

@@ -15,9 +15,9 @@ from tests.mechanisms.halo_exchange.test_sylvie import part_of, train
 
 from espalier.graph.data import synthetic
 from espalier.graph.parts import halo
-from espalier.launch.testing import ranks
 from espalier.mechanisms.halo_exchange.quantized_exchange import Every, Sylvie
 from espalier.mechanisms.halo_exchange.state import HaloAge, HaloExchangeState
+from many_ranks import ranks
 
 
 @pytest.mark.parametrize(("bits", "synchronize"), [(1, 1), (1, 3), (2, 1), (8, 1), (4, 0)])

@@ -16,13 +16,13 @@ from espalier.graph.parts import halo
 from espalier.graph.sampling.subgraphs import View
 from espalier.graph.tasks.answers import summed_loss
 from espalier.kernels import quantize_rows, row_bits, row_widths
-from espalier.launch.testing import forks, ranks
 from espalier.mechanisms.halo_exchange import quantized_exchange as sylvie
 from espalier.mechanisms.halo_exchange.options import HaloOptions
 from espalier.mechanisms.halo_exchange.quantized_exchange import Adaptive, ByPeer, Every, Sylvie
 from espalier.mechanisms.local_rounds.round_length import Length
 from espalier.recipe.errors import Corrupted, UserError
 from espalier.track.decision_log import Decisions, Recorded
+from many_ranks import forks, ranks
 
 STEPS, RATE = 7, 0.3
 AGES = [[0, 0, 2], [0, 0, 3], [2, 3, 0]]  # steps that rows may be old, by reader and owner

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from espalier.launch import testing
+import many_ranks
 from espalier.mechanisms.local_rounds import CO2
 from espalier.recipe.errors import UserError
 
@@ -55,7 +55,7 @@ def test_all_ranks_learn_one_model(settings: dict[str, Any]) -> None:
         outer.detach()
         return losses, flat(net), float(shown.norm())
 
-    found = testing.ranks(2, life)
+    found = many_ranks.ranks(2, life)
     assert torch.equal(found[0][1], found[1][1])
     assert found[0][2] == found[1][2]
     for losses, _, _ in found:
@@ -82,7 +82,7 @@ def test_it_resumes_in_flight() -> None:
         outer.detach()
         return found[0], found[1]
 
-    for unbroken, resumed in testing.ranks(2, life):
+    for unbroken, resumed in many_ranks.ranks(2, life):
         assert torch.equal(unbroken, resumed)
 
 

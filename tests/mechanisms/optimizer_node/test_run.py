@@ -15,7 +15,6 @@ from torch.distributed.fsdp import fully_shard
 
 from espalier.language.workload import open_language
 from espalier.launch.ranks import agent
-from espalier.launch.testing import forks
 from espalier.optim.schedules import factor
 from espalier.parallel.workload import Shard
 from espalier.plan import base as plans
@@ -24,6 +23,7 @@ from espalier.recipe import Adamw, DiskOptions, Recipe
 from espalier.train import rank_spec as launch
 from espalier.train import trainer, worker
 from espalier.train.rank_setup import RankSetup
+from many_ranks import forks
 
 
 class Trained(NamedTuple):

@@ -13,7 +13,6 @@ from torch.nn import functional
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from espalier import graph
-from espalier.launch.testing import ranks
 from espalier.mechanisms.pattern_attention import attention as operator
 from espalier.mechanisms.pattern_attention import edge_attention
 from espalier.mechanisms.pattern_attention import pattern as patterns
@@ -22,6 +21,7 @@ from espalier.mechanisms.pattern_attention.over_ranks import RankedAttention
 from espalier.mechanisms.pattern_attention.pattern import Additions, Pattern, pattern
 from espalier.recipe.errors import UserError
 from espalier.sparse import CSR
+from many_ranks import ranks
 
 THRESHOLDS = (1, 2, 3, 8, 16, 17)
 """Rows of a window that read a column from which on it is dense, beside the 5 of `hybrid`: all, some, none."""

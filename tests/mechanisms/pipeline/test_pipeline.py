@@ -11,7 +11,6 @@ from tests.mechanisms.pipeline.runs import Cut, corpus, in_flight, recipe_of, to
 from torch import nn
 
 from espalier.language.workload import open_language
-from espalier.launch.testing import same
 from espalier.mechanisms.pipeline.mechanism import ahead
 from espalier.mechanisms.pipeline.schedules import action_lists
 from espalier.parallel.model_stages import ModelStages, Placed, check_layers, check_trained, pipelines
@@ -20,6 +19,7 @@ from espalier.plan import base as plans
 from espalier.recipe import recipe_file
 from espalier.recipe.errors import Anomaly, UserError
 from espalier.train import table, workload_registry
+from many_ranks import same
 
 CODECS = ("exact", "split", "int8")
 CUTS = {

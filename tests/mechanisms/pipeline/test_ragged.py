@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from espalier.comm import plain_collectives
-from espalier.launch.testing import forks, ranks, same
 from espalier.mechanisms.pipeline.pipeline import PipelinePasses, PipelineSchedule
 from espalier.mechanisms.pipeline.split_backward import WeightGradients
 from espalier.parallel.action_list import Pipeline, check, loads
@@ -18,6 +17,7 @@ from espalier.parallel.model_stages import ModelStages, Placed
 from espalier.parallel.stage_messages import StageMessages
 from espalier.parallel.workload import in_sequence
 from espalier.recipe.errors import PeerLost, UserError
+from many_ranks import forks, ranks, same
 
 DEEP = Placed(Pipeline(((0,), (1, 2), (3,)), 3), ((0, 1), (1, 4), (4, 6)))
 FLAT = Placed(Pipeline(((4,), (5,)), 2), ((0, 5), (5, 6)))

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from espalier.launch import testing
+import many_ranks
 from espalier.mechanisms.sequence_parallel import SequenceSlots, attend
 
 
@@ -66,7 +66,7 @@ def slots_of(case: Case) -> SequenceSlots:
     return SequenceSlots(case.length, case.context, case.heads, case.causal, case.shares, case.head_shares)
 
 
-def errors(cases: list[Case], dtype: torch.dtype = torch.float64, run: Any = testing.forks) -> dict[Case, float]:
+def errors(cases: list[Case], dtype: torch.dtype = torch.float64, run: Any = many_ranks.forks) -> dict[Case, float]:
     """The largest error of outputs and gradients of each case, relative to the largest value. One fork for all."""
     given = [(case, inputs(case, dtype)) for case in cases]
     found = run(cases[0].context * cases[0].heads, cut, given)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from espalier.launch import testing
+import many_ranks
 from espalier.mechanisms.sequence_parallel import SequenceSlots, attend, ring
 from espalier.mechanisms.sequence_parallel.ring import Rings, schedule
 from espalier.parallel.ulysses import HeadSplit
@@ -131,7 +131,7 @@ MORE = ((1, 4, 4), (1, 4, 1), (2, 2, 2), (1, 2, 2))
 def test_the_ledger_has_the_formulas_bytes(heads: int, context: int, window: int) -> None:
     slots = SequenceSlots(64, context, heads)
     wanted = cost(SequenceLoad(BATCH * 64, HEADS, KV_HEADS, SIZE), SequenceGrid(heads, context, window)).sent
-    for sent in testing.forks(heads * context, booked, slots, window):
+    for sent in many_ranks.forks(heads * context, booked, slots, window):
         assert sent.get("keys_values", 0) == wanted["keys_values"]
         assert sent.get("activations", 0) == wanted["activations"]
 
@@ -140,7 +140,7 @@ def test_documents_inside_slots_send_nothing_and_short_ones_little() -> None:
     def sent(lengths: list[int]) -> float:
         labels = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).expand(BATCH, -1)
         slots = SequenceSlots(64, 4, causal=False)
-        return sum(one.get("keys_values", 0) for one in testing.forks(4, booked, slots, 2, labels))
+        return sum(one.get("keys_values", 0) for one in many_ranks.forks(4, booked, slots, 2, labels))
 
     assert sent([16, 16, 16, 16]) == 0
     assert 0 < sent([20, 44]) < sent([64])
@@ -161,7 +161,7 @@ def test_the_error_of_bf16_does_not_grow_with_the_ring(context: int) -> None:
     length = 512
     right, alone = (rounded(None, SequenceSlots(length), dtype) for dtype in (torch.float64, torch.bfloat16))
     slots = SequenceSlots(length, context)
-    found = testing.forks(context, rounded, slots, torch.bfloat16)
+    found = many_ranks.forks(context, rounded, slots, torch.bfloat16)
     for index, name in enumerate(("out", "query", "key", "value")):
         joined = slots.join([one[index] for one in found], 2)
         ours, theirs = (float((one - right[index]).norm()) for one in (joined, alone[index]))
@@ -191,7 +191,7 @@ def recomputed(channel: Any, slots: SequenceSlots, keep: bool) -> tuple[int, lis
 
 def test_attention_runs_once_where_its_output_is_kept() -> None:
     slots = SequenceSlots(32, 2, 2)
-    kept, again = testing.forks(4, recomputed, slots, True), testing.forks(4, recomputed, slots, False)
+    kept, again = many_ranks.forks(4, recomputed, slots, True), many_ranks.forks(4, recomputed, slots, False)
     assert {calls for calls, _ in kept} == {1}
     assert {calls for calls, _ in again} == {2}
     for (_, some), (_, others) in zip(kept, again, strict=True):
@@ -218,8 +218,8 @@ def struck(channel: Any, slots: SequenceSlots) -> None:
 
 
 def test_a_rank_killed_in_a_ring_step_is_missed_by_the_others() -> None:
-    found = testing.outcomes(4, struck, SequenceSlots(64, 4), timeout=15.0)
-    assert found[1] == testing.Died(signal=signal.SIGKILL)
+    found = many_ranks.outcomes(4, struck, SequenceSlots(64, 4), timeout=15.0)
+    assert found[1] == many_ranks.Died(signal=signal.SIGKILL)
     assert all(isinstance(one, PeerLost) for rank, one in enumerate(found) if rank != 1), found
 
 
@@ -241,7 +241,7 @@ def refused(channel: Any, how: dict[str, Any]) -> str:
     ],
 )
 def test_what_cannot_be_cut_so_is_refused_with_the_nearest(how: dict[str, Any], words: str) -> None:
-    assert all(words in one for one in testing.forks(4, refused, how))
+    assert all(words in one for one in many_ranks.forks(4, refused, how))
 
 
 def test_heads_that_do_not_suffice_or_divide_are_refused_with_the_nearest() -> None:

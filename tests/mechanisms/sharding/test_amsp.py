@@ -12,7 +12,6 @@ from nets import ROWS, TWO_NODES, Odd, every, loss, one_step, plain, rounds, spr
 from torch import Tensor, nn
 
 from espalier.comm import Channel
-from espalier.launch.testing import forks, ranks, same
 from espalier.mechanisms.sharding.amsp import Amsp
 from espalier.optim import adamw, muon
 from espalier.optim.base import owned_by
@@ -20,6 +19,7 @@ from espalier.plan.axes.placement import ShardFactors
 from espalier.plan.axes.placement_plan import Spread
 from espalier.recipe import Adamw, Muon
 from espalier.recipe.errors import UserError
+from many_ranks import forks, ranks, same
 
 STEPS = 20
 

@@ -5,9 +5,9 @@ import torch
 from torch import nn
 
 from espalier.comm.base import Traffic
-from espalier.launch.testing import forks
 from espalier.mechanisms.sharding.amsp import Amsp
 from espalier.mechanisms.sharding.broadcast import BufferSync
+from many_ranks import forks
 
 
 class Net(nn.Module):

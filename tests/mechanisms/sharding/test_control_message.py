@@ -6,9 +6,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from espalier.launch.testing import ranks
 from espalier.mechanisms.sharding.amsp import ControlMessage
 from espalier.plan.axes.placement_plan import control_values, flags_per_value
+from many_ranks import ranks
 
 
 @settings(max_examples=15)

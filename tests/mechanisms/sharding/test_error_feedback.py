@@ -14,7 +14,6 @@ from espalier.checkpoint import state_tree
 from espalier.checkpoint.save_and_restore import Checkpoints
 from espalier.comm import Channel, compressed_collectives
 from espalier.comm.codecs import codec
-from espalier.launch.testing import forks, same
 from espalier.mechanisms.codecs.lowbit import Lowbit
 from espalier.mechanisms.sharding.amsp import Amsp
 from espalier.mechanisms.sharding.flat_parameter import FlatParameter, ParameterSlot
@@ -23,6 +22,7 @@ from espalier.plan.axes.flat_layout import Arranged
 from espalier.plan.axes.placement import ShardFactors, Span
 from espalier.plan.axes.placement_plan import Spread
 from espalier.recipe import Adamw
+from many_ranks import forks, same
 
 STEPS = 6
 TRIPLES = [ShardFactors(), ShardFactors(1, 1, 2), ShardFactors(1, 2, 4), ShardFactors(2, 2, 4), ShardFactors(4, 4, 4)]

@@ -8,10 +8,10 @@ from nets import every
 from torch import nn
 
 from espalier.comm import Channel
-from espalier.launch.testing import ranks
 from espalier.mechanisms.sharding.amsp import Amsp
 from espalier.plan.axes.placement import ShardFactors
 from espalier.recipe.errors import UserError
+from many_ranks import ranks
 
 
 def _changed(channel: Channel, change: str) -> None:

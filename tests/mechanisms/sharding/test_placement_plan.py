@@ -9,11 +9,11 @@ import pytest
 from nets import TWO_NODES, Odd, every, one_step, spread, triples
 
 from espalier.comm import Channel
-from espalier.launch.testing import ranks
 from espalier.plan.axes.placement import ShardFactors
 from espalier.plan.axes.placement_plan import Spread
 from espalier.plan.axes.sharding import Division, StateBytes, StateSizes, cost
 from espalier.train.wrap_policy import Sized, sizes_of
+from many_ranks import ranks
 
 
 def _accounts(channel: Channel, how: Spread, accumulate: int) -> Any:

@@ -14,11 +14,11 @@ from nets import TWO_NODES, Odd, every, one_step, plain, spread, triples, whole
 from espalier.checkpoint.save_and_restore import Checkpoints
 from espalier.checkpoint.tensor_slice import boxes
 from espalier.comm import Channel, plain_collectives
-from espalier.launch.testing import forks, same
 from espalier.mechanisms.sharding.amsp import Amsp
 from espalier.optim import adamw
 from espalier.plan.axes.placement import ShardFactors
 from espalier.recipe import Adamw
+from many_ranks import forks, same
 
 BEFORE, STEPS = 2, 4
 

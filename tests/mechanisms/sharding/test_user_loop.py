@@ -12,8 +12,8 @@ from torch import Tensor
 
 import espalier
 from espalier.comm import Channel
-from espalier.launch.testing import forks, same
 from espalier.plan.base import Plan
+from many_ranks import forks, same
 
 # --- accumulation, in every way people write it ---
 

@@ -12,7 +12,6 @@ import tiny_tasks
 import torch
 from torch import Tensor
 
-from espalier.launch.testing import forks
 from espalier.mechanisms.task_waves.state import TaskWavesState, WaveSlice
 from espalier.mechanisms.task_waves.wave_plan import handed_on
 from espalier.parallel.mesh import ProcessMesh
@@ -24,6 +23,7 @@ from espalier.train import rank_spec as launch
 from espalier.train import table, workload_registry
 from espalier.train.build import build
 from espalier.train.rank_setup import RankSetup
+from many_ranks import forks
 
 RESOLVED = tiny_tasks.resolved()
 TASKS = ["match", "write", "sort"]

@@ -15,7 +15,6 @@ import torch
 from test_multitask import ALONE, of, trained
 
 from espalier.cli import plan_page
-from espalier.launch.testing.faults import Fault
 from espalier.machine import cluster as clusters
 from espalier.mechanisms.task_waves import wave_plan as task_waves
 from espalier.mechanisms.task_waves.state import TaskWavesState
@@ -28,6 +27,7 @@ from espalier.recipe.errors import UserError
 from espalier.train import run_folder as runs
 from espalier.train import workload_registry
 from espalier.train.request_from_recipe import of_recipe
+from many_ranks.faults import Fault
 
 MACHINE = clusters.loads('[[nodes]]\ndevice = "cpu"\ncores = 4\nmemory = "8GiB"\n')
 HOSTS = clusters.loads(

@@ -12,11 +12,11 @@ from torch import nn
 
 import espalier
 from espalier.comm import Channel
-from espalier.launch.testing.forks import forks
-from espalier.launch.testing.ranks import ranks
 from espalier.machine import cluster
 from espalier.plan import base as plans
 from espalier.recipe.errors import UserError
+from many_ranks.forks import forks
+from many_ranks.ranks import ranks
 
 STEPS, ROWS = 3, 8
 

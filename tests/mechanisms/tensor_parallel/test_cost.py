@@ -14,10 +14,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from espalier.comm import Channel
 from espalier.language import gpt
 from espalier.language.operation_counts import DecoderLoad
-from espalier.launch.testing.ranks import ranks
 from espalier.plan.axes.tensor import TensorLoad, cost, of_layer
 from espalier.recipe.cost import Cut
 from espalier.recipe.decoder_shapes import sizes
+from many_ranks.ranks import ranks
 
 SIZES = {"width": 32, "heads": 8, "kv_heads": 4, "feed_forward": 64, "vocabulary": 32}
 SAMPLES, SEQUENCE = 2, 16

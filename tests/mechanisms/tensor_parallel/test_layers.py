@@ -10,7 +10,7 @@ from decoders import batch, cut, slab, whole
 from torch import Tensor
 
 from espalier.comm import Channel
-from espalier.launch.testing.ranks import ranks
+from many_ranks.ranks import ranks
 
 
 def computed(channel: Channel, regather: bool, mode: str, changes: dict[str, Any]) -> Any:

@@ -12,8 +12,6 @@ from torch import Tensor, nn
 
 from espalier.checkpoint.save_and_restore import Checkpoints
 from espalier.comm import Channel
-from espalier.launch.testing.forks import forks
-from espalier.launch.testing.ranks import ranks
 from espalier.mechanisms.sharding.amsp import Amsp
 from espalier.optim import adamw
 from espalier.optim.base import owned_by
@@ -23,6 +21,8 @@ from espalier.plan.axes.placement import ShardFactors
 from espalier.plan.axes.placement_plan import Spread
 from espalier.recipe import Adamw
 from espalier.train.worker import saving_group
+from many_ranks.forks import forks
+from many_ranks.ranks import ranks
 
 STEPS = 3
 ROWS = {2: ((0, 2), (2, 5)), 1: ((0, 5),)}

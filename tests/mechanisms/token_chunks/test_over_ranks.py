@@ -9,7 +9,7 @@ import torch
 from decoders import batch, cut, slab, whole
 
 from espalier.comm import Channel
-from espalier.launch.testing.ranks import ranks
+from many_ranks.ranks import ranks
 
 
 def computed(channel: Channel, regather: bool, chunk: int, changes: dict[str, Any]) -> Any:

@@ -11,9 +11,9 @@ import msgspec
 import pytest
 from tests.mechanisms.pipeline.runs import Trained, corpus, recipe_of, together, train
 
-from espalier.launch.testing import same
 from espalier.plan import base as plans
 from espalier.recipe.errors import UserError
+from many_ranks import same
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from espalier.launch.testing import Fault, strike
+from many_ranks import Fault, strike
 
 
 def test_only_the_named_rank_and_step_are_struck() -> None:

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from espalier.comm import Channel
-from espalier.launch.testing import Died, Fault, forks, outcomes, same, strike
 from espalier.recipe.errors import UserError
+from many_ranks import Died, Fault, forks, outcomes, same, strike
 
 
 def _rank_and_pid(channel: Channel, factor: int) -> tuple[int, int]:

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from espalier.comm import Channel
-from espalier.launch.testing import ranks, same
+from many_ranks import ranks, same
 
 
 def _who(channel: Channel) -> tuple[int, int, int]:

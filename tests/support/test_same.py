@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from espalier.launch.testing import same
+from many_ranks import same
 
 trees = st.recursive(
     st.integers() | st.text(max_size=3) | st.floats(allow_nan=True) | st.none() | st.booleans(),
