@@ -37,6 +37,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 import a2q_picture
 import a2q_speed
+import real_graphs
 from espalier.graph.sampling.subgraphs import infer
 from espalier.graph.workload import GraphWorkload, open_graph
 from espalier.mechanisms.few_bits import quantization
@@ -136,13 +137,20 @@ class Case(NamedTuple):
 @cache
 def size_of(path: Path) -> tuple[int, int]:
     """Nodes, and columns of the input that are quantized."""
-    table: dict[str, Any] = {"model": {"kind": "gcn"}, "data": {"path": str(path)}, "train": {"steps": 1}}
+    table: dict[str, Any] = {
+        "model": {"kind": "gcn"},
+        "data": {"path": real_graphs.path_of(str(path))},
+        "train": {"steps": 1},
+    }
     graph = open_graph(defaults.resolve(recipe_file.from_table(table))[0]).graph
     return graph.nodes, graph.features.shape[1] if QuantizedGraph(graph).input_signed() is not None else 0
 
 
 def opened(case: Case, kind: str, seed: int) -> GraphWorkload:
-    table: dict[str, Any] = {"model": {"kind": "gcn", "width": case.width}, "data": {"path": str(case.path)}}
+    table: dict[str, Any] = {
+        "model": {"kind": "gcn", "width": case.width},
+        "data": {"path": real_graphs.path_of(str(case.path))},
+    }
     table["train"] = {"steps": case.steps, "seed": seed}
     if case.inductive:
         table["graph"] = {"inductive": True}

@@ -35,6 +35,7 @@ import torch
 import zstandard
 
 sys.path.insert(0, str(Path(__file__).parent))
+import real_graphs
 from espalier.graph.data.condensed_file import Foretold, outside_sources
 from espalier.graph.networks.gnn import Gnn
 from espalier.graph.sampling.subgraphs import infer
@@ -56,7 +57,7 @@ PUBLISHED = {"hygcn": (38.3, 108.1, 47.6), "gcnax": (7.1, 10.5, 7.2), "grow": (4
 
 
 def trained(path: str, steps: int, kind: str = "mega") -> tuple[GraphWorkload, torch.nn.Module]:
-    table = {"model": {"kind": "gcn", "width": WIDTH}, "data": {"path": path}}
+    table = {"model": {"kind": "gcn", "width": WIDTH}, "data": {"path": real_graphs.path_of(path)}}
     table |= {"quant": {"kind": kind}} if kind else {}
     workload = open_graph(defaults.resolve(recipe_file.from_table({**table, "train": {"steps": steps}}))[0])
     model = workload.build(torch.device("cpu"), torch.float32).train()

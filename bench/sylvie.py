@@ -35,7 +35,8 @@ import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
-from espalier.graph.data import debian_packages, synthetic
+import real_graphs
+from espalier.graph.data import array_file, synthetic
 from espalier.graph.parts import halo, partial_sums
 from espalier.graph.sampling.neighbor_sampler import Style, whole
 from espalier.kernels import quantize_rows
@@ -270,7 +271,7 @@ def seconds(run: Callable[[], Any]) -> float:
 
 def covered() -> list[Row]:
     """Rows that cross before a layer of GraphSAGE, with and without partial sums."""
-    graph = debian_packages.load()
+    graph = array_file.load(Path(real_graphs.path_of("debian:packages")), undirected=True)
     block = whole(graph, Style(loops=False, scale="mean"))
     cut = halo.boundary(block.indptr, block.indices, clusters(graph.indptr, graph.indices, WORLD), WORLD)
     plain = int(cut.rows.sum())

@@ -12,7 +12,7 @@ attention, its performer with heads as wide as ours). Each contestant is a proce
 take turns, over 131,072 tokens one after the other. Memory is the most that a process held beyond what it held before
 its first step, peak RSS all that it held in that step. A contestant that holds over --limit (22 GiB, or what the
 machine has free) is ended, and its row says so. Rows of ours name the plan that `auto` took. `real`: the same on the
-packages that apt knows here and on WordNet (`data.path = "debian:packages"`, "debian:wordnet"). `patterns`: ours beside
+packages that apt knows here and on WordNet (examples/text_graphs.py). `patterns`: ours beside
 itself under each plan, with expander edges, and with a tenth of the edges left out. `million`: 2^20 tokens of degree 10
 and a virtual token that attends to all, with the optimizer's step; its memory is the whole process's at its most,
 preparing included. `planning`: making order, pattern and its measured plan, in steps. `accuracy`: beside GCN, Cora and
@@ -52,6 +52,7 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parent))
 import graph as bench_graph
+import real_graphs
 from espalier import recipe as config
 from espalier.graph.data import synthetic
 from espalier.graph.data.graph import Graph
@@ -167,7 +168,7 @@ def table_of(path: str, cache: str, **model: Any) -> dict[str, Any]:
     sizes = {"depth": DEPTH, "width": WIDTH, "heads": HEADS, "dropout": 0.0, "virtual": 0, "attention": "sparse"}
     return {
         "model": {"kind": "graph-transformer", **sizes, **model},
-        "data": {"path": path, "cache": cache},
+        "data": {"path": real_graphs.path_of(path), "cache": cache},
         "graph": {"order": "clusters"},
         "train": {"steps": 10, "precision": "fp32"},
     }
@@ -401,7 +402,9 @@ def trained(kind: str, path: str, seed: int, count: int) -> float:
     how = {"kind": "adamw", "coupled": True, "weight_decay": 5e-4, "betas": [0.9, 0.999], "learning_rate": 0.01}
     schedule = {} if kind == "graph-transformer" else {"schedule": {"kind": "constant"}}  # GCN's, and our default
     train = {"steps": count, "seed": seed, "clip": 0.0, "optimizer": how, **schedule}
-    workload = open_graph(resolved({"model": {"kind": kind, **model}, "data": {"path": path}, "train": train}))
+    workload = open_graph(
+        resolved({"model": {"kind": kind, **model}, "data": {"path": real_graphs.path_of(path)}, "train": train})
+    )
     return 100 * bench_graph.trained(workload)
 
 

@@ -89,26 +89,6 @@ def llff(folder: Path) -> Path:
     return folder
 
 
-def wordnet(folder: Path) -> Path:
-    lines = {
-        "noun": "00000010 05 n 02 dog 0 domestic_dog 1 001 @ 00000020 n 0000 | a tame animal\n"
-        "00000020 05 n 01 animal 0 001 ~ 00000010 n 0000 | a living being that moves\n",
-        "verb": "00000010 38 v 01 dog 0 001 + 00000010 n 0101 01 + 08 00 | go after\n",
-        "adj": "00000010 00 s 01 tame 0 000 | not wild\n",
-        "adv": "00000010 02 r 02 so 0 thus 0 000 | in this way\n",
-    }
-    for name, text in lines.items():
-        (folder / f"data.{name}").write_text(f"  1 licence\n{text}")
-    return folder
-
-
-def of_wordnet(path: Path) -> Reading:
-    from espalier.graph.data import wordnet
-
-    arrays = wordnet.read(path)
-    return Reading(digest(*(array.tobytes() for array in arrays.values())), ())
-
-
 def run(folder: Path) -> Path:
     make(folder / "run", 20, resumed=8)
     return folder / "run"

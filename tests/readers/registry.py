@@ -104,6 +104,5 @@ READERS = [
     Reader("tokenizer", ("language/tokenizer_files.py", "language/tokenizer.py"), models.tokenizer, models.tokens),
     Reader("chat template", ("language/tune/chat_template.py",), models.template, models.rendered),
     Reader("LLFF", ("radiance/llff_folder.py", "radiance/pictures.py"), models.llff, given.scene),
-    Reader("WordNet", ("graph/data/wordnet.py",), models.wordnet, models.of_wordnet),
     Reader("run folder", ("track/events.py", "track/run_tables.py", "track/report.py"), models.run, models.report),
 ]

@@ -27,6 +27,7 @@ _WORDS = {
     "val_mask": ("val_mask", "valid_mask", "validation_mask"),
     "test_mask": ("test_mask",),
     "num_nodes": ("num_nodes",),
+    "names": ("node_names",),
 }
 MASKS = ("train_mask", "val_mask", "test_mask")
 _MANY = "save a list of graphs, each of its own nodes and edges"
@@ -101,6 +102,7 @@ def load(file: Path, *, undirected: bool, target: str | None = None) -> Graph:
         weights=known.get("edge_weight"),
         edge_features=known.get("edge_attr"),
         undirected=undirected,
+        names=() if "names" not in known else known["names"].astype(str).tolist(),
         origin=str(file),
         notes=notes,
     )
@@ -122,7 +124,7 @@ def _read(file: Path) -> tuple[dict[str, Array], list[str], list[str]]:
             table = {name: np.asarray(opened[name]) for name in used}
         table = _entries(table) if matrix else table
         for name, array in table.items():
-            if array.dtype.kind not in ("biufSU" if name in _WORDS["y"] else "biuf"):
+            if array.dtype.kind not in ("biufSU" if name in (*_WORDS["y"], *_WORDS["names"]) else "biuf"):
                 raise ValueError(f"key {name!r} holds {array.dtype}, not numbers")
         return table, list(sizes), [unused("key", name, show_size(sizes[name])) for name in use.unused]
 

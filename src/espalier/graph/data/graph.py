@@ -381,10 +381,9 @@ def checked(graph: Graph) -> Graph:
     """`graph`, found consistent. Raises UserError naming what does not fit."""
     if graph.nodes == 0:
         raise UserError(f"The graph {graph.origin} is empty.", why="it has no nodes", do="give one with nodes")
-    if len(graph.features) != graph.nodes:
-        raise UserError(
-            f"The graph has {len(graph.features)} rows of features for {graph.nodes} nodes.", do="give each node a row"
-        )
+    for name, rows in (("rows of features", graph.features), ("names", graph.names)):
+        if len(rows) != graph.nodes and (len(rows) or name != "names"):
+            raise UserError(f"The graph has {len(rows)} {name} for {graph.nodes} nodes.", do="give each node its own")
     for name in ("features", "weights", "edge_features"):
         _refuse_not_finite(getattr(graph, name), name, graph.columns if name == "features" else ())
     if graph.labels is not None:

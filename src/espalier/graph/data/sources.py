@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from espalier import recipe as config
-from espalier.graph.data import debian_packages, edge_lists, import_graph, ogb, planetoid, pyg, synthetic, wordnet
+from espalier.graph.data import edge_lists, import_graph, ogb, planetoid, pyg, synthetic
 from espalier.graph.data.graph import Graph, Progress, targeted
 from espalier.graph.parts import partition_folder
 from espalier.recipe import Data, data_path
@@ -16,15 +16,11 @@ from espalier.recipe.foreign_files import parsing
 
 _SCHEME = re.compile(r"^[A-Za-z][A-Za-z0-9+.-]+:")
 
-MACHINE = {
-    "python:imports": import_graph.load,
-    "debian:packages": debian_packages.load,
-    "debian:wordnet": wordnet.load,
-}
-"""Graphs of what is installed here, or known to apt."""
+INSTALLED = "python:imports"
+"""The graph of what is installed here."""
 
 KNOWN = (
-    *(*MACHINE, "pyg:Planetoid/Cora", "rmat:scale=16", "planted:nodes=10000", "a .pt file"),
+    *(INSTALLED, "pyg:Planetoid/Cora", "rmat:scale=16", "planted:nodes=10000", "a .pt file"),
     *("an edge list (.csv, .tsv, .txt, .mtx, .npz, .parquet)", "a Planetoid folder", "an OGB folder"),
 )
 
@@ -37,8 +33,8 @@ def load(data: Data, options: config.GraphOptions, progress: Progress | None = N
 def _read(data: Data, options: config.GraphOptions, progress: Progress | None) -> Graph:
     path = data.path
     both = options.undirected
-    if path in MACHINE:
-        return MACHINE[path](progress)
+    if path == INSTALLED:
+        return import_graph.load(progress)
     if path.startswith("pyg:"):
         return pyg.dataset(path.removeprefix("pyg:"), _cache(data) / "pyg", undirected=both, target=options.target)
     if path.partition(":")[0] in synthetic.KINDS:
@@ -110,9 +106,9 @@ def _folder(place: Path, options: config.GraphOptions) -> Graph:
 
 def _missing(path: str) -> UserError:
     if _SCHEME.match(path):
-        near = nearest(path, MACHINE)
+        near = nearest(path, [INSTALLED])
         return UserError(
             f"data.path = {path!r}: unknown kind of source.",
             do=f"did you mean {near}? known: {'; '.join(KNOWN)}" if near else f"known: {'; '.join(KNOWN)}",
         )
-    return data_path.missing(path, "python:imports")
+    return data_path.missing(path, INSTALLED)
