@@ -130,15 +130,13 @@ def test_the_page_of_systems_is_short() -> None:
     assert max(len(section.splitlines()) for section in sections) <= 25
 
 
-def test_a_record_is_read_from_the_source_and_nothing_is_imported(tmp_path: Path) -> None:
+def test_a_record_lies_beside_the_code_and_nothing_is_imported(tmp_path: Path) -> None:
     (tmp_path / "shard").mkdir()
-    (tmp_path / "shard" / "records.py").write_text('"""Reads them."""\n')
-    (tmp_path / "shard" / "amsp.py").write_text('RECORD = Record(name="of another file")\n')
-    (tmp_path / "shard" / "record_amsp.py").write_text(
-        '"""AMSP."""\n\nimport a_library_that_is_not_there\n\n'
-        'RECORD = Record(\n    name="amsp",\n    title="T",\n    paper="arXiv 2311.00257",\n'
-        '    files=("mechanisms/sharding/amsp.py",),\n    chosen="c",\n    cost="a "\n    "b",\n'
-        '    law="l",\n    state="works",\n)\n'
+    (tmp_path / "shard" / "amsp.py").write_text("import a_library_that_is_not_there\n")
+    (tmp_path / "shard" / "amsp.toml").write_text('name = "of another file"\n')
+    (tmp_path / "shard" / "record_amsp.toml").write_text(
+        '# AMSP.\nname = "amsp"\ntitle = "T"\npaper = "arXiv 2311.00257"\nfiles = ["mechanisms/sharding/amsp.py"]\n'
+        'chosen = "c"\ncost = "a b"\nlaw = "l"\nstate = "works"\n'
     )
     assert records.read(tmp_path) == (
         Record(

@@ -1,17 +1,16 @@
 """What each of the twenty systems is for, costs, obeys, and whether it works, and what the words of a plan mean:
 `espalier explain`, docs/systems.md.
 
-A system carries its record beside its code: `RECORD = Record(...)` of plain literals in a file named `record.py`, or
-`record_NAME.py` where the folder holds more than the system. Records are read from the source text, so that explaining
-a system imports neither it nor torch. What was measured and tried stands in docs/measured/NAME.md.
+A system carries its record beside its code, in a file named `record.toml`, or `record_NAME.toml` where the folder holds
+more than the system: explaining a system imports neither it nor torch. What was measured and tried stands in
+docs/measured/NAME.md.
 """
 
 from __future__ import annotations
 
-import ast
 import textwrap
 import tomllib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from functools import cache, partial
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -86,7 +85,7 @@ def word(name: str) -> Word | None:
 
 def read(package: Path) -> tuple[Record, ...]:
     """All records of the package in folder `package`, in the order of their names."""
-    return tuple(sorted(record for path in package.rglob("record*.py") for record in _records_in(path)))
+    return tuple(sorted(msgspec.toml.decode(path.read_bytes(), type=Record) for path in package.rglob("record*.toml")))
 
 
 @cache
@@ -144,15 +143,3 @@ def _by_spelling(entries: Iterable[Entry]) -> dict[str, Entry]:
 
 def _plain(name: str) -> str:
     return "".join(letter for letter in name.casefold().replace("+", "p") if letter.isalnum())
-
-
-def _records_in(path: Path) -> Iterator[Record]:
-    """The `RECORD = Record(...)` of literals in the file; nothing where there is none."""
-    for node in ast.parse(path.read_text(encoding="utf-8")).body:
-        if (
-            isinstance(node, ast.Assign)
-            and isinstance(node.value, ast.Call)
-            and ast.unparse(node.targets[0]) == "RECORD"
-        ):
-            table = {str(word.arg): ast.literal_eval(word.value) for word in node.value.keywords}
-            yield msgspec.convert(table, Record)
