@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from espalier.plan.axes.node_layout import FlatLayer
@@ -75,12 +76,15 @@ class LayerClient(Protocol):
 
 
 def layers_of(
-    model: nn.Module, pieces: Pieces | None
+    model: nn.Module, pieces: Pieces | None, holders: Mapping[str, Sequence[int]] = MappingProxyType({})
 ) -> tuple[list[FlatLayer], list[list[int]], list[list[nn.Parameter]]]:
     """(layers, for each piece of the model the layers it uses, the parameters of each layer).
 
-    Parameters that the same pieces use are one layer, so that what several share (a tied table) is one of its own.
-    Frozen parameters are in none.
+    Parameters that the same pieces use are one layer, so that what several share (a tied table) is one of its own; so
+    are those of them that other ranks hold (experts). Frozen parameters are in none.
+
+    Args:
+        holders: ranks that hold a parameter, by its name, where not all hold the same.
 
     Raises UserError: the model has no pieces, or a trainable parameter is in none of them.
     """
@@ -95,7 +99,7 @@ def layers_of(
     for piece, piece_modules in enumerate(pieces.modules):
         for parameter in dict.fromkeys(parameter for module in piece_modules for parameter in module.parameters()):
             used[id(parameter)] = (*used.get(id(parameter), ()), piece)
-    groups: dict[tuple[int, ...], list[tuple[str, nn.Parameter]]] = {}
+    groups: dict[tuple[tuple[int, ...], int], list[tuple[str, nn.Parameter]]] = {}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
@@ -104,7 +108,8 @@ def layers_of(
                 f"{type(model).__name__} cannot be held in layers: {name} is in none of its pieces.",
                 do="name its module in `Pieces.modules`",
             )
-        groups.setdefault(used[id(parameter)], []).append((name, parameter))
+        key = used[id(parameter)], -len(holders.get(name, ()))  # what most ranks hold is first
+        groups.setdefault(key, []).append((name, parameter))
     ordered = sorted(groups.items())
     layers = [
         FlatLayer(_common(names), tuple((name, tuple(parameter.shape)) for name, parameter in piece_parameters))
@@ -112,7 +117,7 @@ def layers_of(
         for names in ([name for name, _ in piece_parameters],)
     ]
     uses: list[list[int]] = [[] for _ in pieces.modules]
-    for number, (users, _) in enumerate(ordered):
+    for number, ((users, _), _) in enumerate(ordered):
         for piece in users:
             uses[piece].append(number)
     return layers, uses, [[parameter for _, parameter in piece_parameters] for _, piece_parameters in ordered]

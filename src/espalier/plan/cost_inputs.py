@@ -314,8 +314,9 @@ class CostInputs:
     def waiting(self) -> Terms:
         """Bytes of sharded states that wait outside the device, by kind."""
         waiting = offload.waiting(self.request.offload, self.sharded)
-        if self.request.offload.parameters in ("host", "disk"):  # each rank has a share of all
-            waiting = {kind: size / np.asarray(self.layouts.dp) for kind, size in waiting.items()}
+        if self.request.offload.parameters in ("host", "disk"):  # each rank has a share of all that it would hold
+            shares = [(cost(*part).memory_bytes, np.asarray(part[1].ranks)) for part in self.parts]
+            waiting = {kind: sum(sizes[kind] / ranks for sizes, ranks in shares) for kind in waiting}
         if self.request.offload.activations != "device":
             each = -(-self.request.profile.global_batch // np.asarray(self.layouts.dp))
             size = np.minimum(np.maximum(1, np.asarray(self.layouts.micro_batch)), each)
@@ -338,8 +339,19 @@ class CostInputs:
             sizes["window"] = optimizer_node.window_bytes(self.request) + sizes["params"]
         if way == offload.NODE:
             return sizes
+        if offload.windowed(way):
+            sizes = {**sizes, "gathered": self._gathering}
         resident = offload.resident(self.waiting, sizes)
         return {**resident, "optimizer": resident["optimizer"] + self.resident_optimizer}
+
+    @property
+    def _gathering(self) -> Number:
+        """Bytes of a layer while it is gathered for the window: what this rank has read, and what all have."""
+        request, dp, ep = self.request, np.asarray(self.layouts.dp), self.request.expert_ranks
+        experts = request.experts.on_rank(ep) if ep > 1 else 0.0
+        table = request.profile.outside / max(1, request.profile.tables)
+        shared = np.maximum(max(table, request.layer_parameters - experts), (dp > ep) * experts)
+        return (dp > 1) * (1 + 1 / dp) * request.bytes_each * shared
 
     @cached_property
     def device_states(self) -> Terms:
@@ -357,6 +369,11 @@ class CostInputs:
     def exchanged(self) -> Cost:
         """What a step of one micro-batch exchanges."""
         return self.states_cost(wire=self.wire)
+
+    def gathered(self, price: Callable[[Number, Division], Number]) -> Number:
+        """The `price` of bringing all parameters to every rank that computes with them, where each has a share:
+        given the bytes of each part and who shares it."""
+        return sum(price(cost(*part).memory_bytes["params"], part[1]) for part in self.parts)
 
     def states_cost(self, rounds: Number = 1, wire: Wire | None = None) -> Cost:
         """What the sharded states of all parts add to a step: see `plan.axes.sharding.cost`."""

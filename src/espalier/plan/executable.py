@@ -89,13 +89,16 @@ def _smallest(request: Request, layouts: Layouts, kind: dict[str, bool]) -> Plan
         algorithm=layouts.algorithm,
         recompute="none" if request.offload.parameters != "device" else layouts.recompute,
         precision=request.precision,
-        choices=_chunks(request),
+        choices=_choices(request),
         compile=request.recipe.train.compile,
     )
 
 
-def _chunks(request: Request) -> dict[str, ChoiceState]:
-    """What is pinned of chunks of tokens; what the planner chooses itself runs."""
-    pinned = {"loss": request.pin.loss_chunk or 0, "feed_forward": request.pin.feed_forward_chunk or 0}
+def _choices(request: Request) -> dict[str, ChoiceState]:
+    """Experts over ranks, and what is pinned of chunks of tokens; what the planner chooses itself of these runs."""
     table = import_module("espalier.plan.choice").TABLE
-    return {"token_chunks": table["token_chunks"].state(**pinned)} if any(pinned.values()) else {}
+    known: dict[str, dict[str, Any]] = {
+        "token_chunks": {"loss": request.pin.loss_chunk or 0, "feed_forward": request.pin.feed_forward_chunk or 0},
+        "expert_parallel": {"experts": ((0,), (1,)) if request.expert_ranks > 1 else ()},
+    }
+    return {name: table[name].state(**values) for name, values in known.items() if any(values.values())}

@@ -67,7 +67,8 @@ def _searched(ask: Ask) -> PlanDecision:
     free = request.pin.shard is None and request.recipe.plan.redundancy == 1
     processor = not gpus(cluster) and len(cluster.devices()) == 1
     result = search.search(request, cluster, calibration, whole=free and processor, below=ask.below)
-    spread = _over_ranks(ask, _fastest_of((request, result))) if "expert_parallel" in request.profile.facts else []
+    over = _over_ranks(ask, _fastest_of((request, result))) if "expert_parallel" in request.profile.facts else []
+    spread = [pair for pair in over if pair[1].options and request.pin.offload in (None, "none")]
     if spread and (result.options or request.pin.offload == "none"):
         alone = [(request, result)]
         if request.pin.offload is None:
@@ -78,6 +79,9 @@ def _searched(ask: Ask) -> PlanDecision:
     elif request.pin.offload != "none" and not (request.pin.offload is None and result.options):
         pins.check_offload(request, cluster)
         request, result = search.elsewhere(request, cluster, result, calibration, whole=free and processor)
+        if not spread:  # ranks that hold the fewest experts
+            away = [search.elsewhere(asked, cluster, searched, calibration) for asked, searched in over[-1:]]
+            spread = [pair for pair in away if pair[1].options]
         request, result, sentences = _expert_ranks(request, result, spread)
         request = request.changed(remarks=(*request.profile.remarks, *sentences))
         trials = None  # of states that would be written to begin with
@@ -108,7 +112,7 @@ def _over_ranks(ask: Ask, alone: float) -> list[tuple[Request, SearchResult]]:
         asked = replace(request, ep=count)
         searches.append((asked, search.search(asked, cluster, ask.calibration, below=below)))
         below = min(below, _fastest_of(searches[-1]))
-    return [pair for pair in searches if pair[1].options]
+    return searches
 
 
 def _fastest_of(searched: tuple[Request, SearchResult]) -> float:

@@ -194,7 +194,7 @@ def sent(step: CostInputs, samples: int, nodes: Sequence[int]) -> dict[str, floa
         chosen = Shards(int(layout.params), int(layout.grads), int(layout.optimizer))
         sent_bytes = dict(wire_bytes(step.states, chosen, nodes, codecs, rounds=rounds))
     if request.offload.parameters in ("host", "disk"):
-        gathered = ring_bytes("all_gather", float(np.max(step.sharded["params"])), int(layout.dp))
+        gathered = step.gathered(lambda size, division: ring_bytes("all_gather", size, division.ranks))
         sent_bytes["parameters"] = (1 + offload.again(request)) * gathered
     sent_bytes |= {name: size for name, size in step_time.pipeline(step, 1, samples).sent.items() if size}
     if request.expert_ranks > 1:

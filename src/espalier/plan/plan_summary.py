@@ -164,7 +164,11 @@ def _mechanisms(plan: Plan) -> Iterator[Waits]:
     yield Waits("Cutting matrices", {"tensor": "for exchanges of activations"}, cells)
     yield Waits("Cutting sequences", {"sequence": "for exchanges in attention"}, cells)
     unit = plan.units[0]
-    yield Waits("Sharding", {"weights": "for gathers and scatters in every micro-batch"}, [unit.params or unit.grads])
+    if plan.offload.parameters == "device":
+        weights = "Sharding", "for gathers and scatters in every micro-batch", unit.params or unit.grads
+    else:
+        weights = "Keeping parameters elsewhere", "for gathers of what each rank has of a layer", plan.trainers
+    yield Waits(weights[0], {"weights": weights[1]}, [weights[2]])
     yield Waits("Sharding the optimizer", {"refresh": "for gathers of new parameters"}, [unit.optimizer])
     yield Waits("Summing gradients", {"all_reduce": "beyond what backward hides"}, alike)
     waiting = {"pipeline": "to fill and drain", "send": "for messages"}

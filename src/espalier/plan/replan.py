@@ -32,7 +32,7 @@ from espalier.recipe.errors import UserError
 CLAIM = Claim(
     "replan",
     question="replan",
-    forbids={"replicas differ between rounds", "the model is cut", "several machines"},
+    forbids={"replicas differ between rounds", "the model is cut", "experts are spread", "several machines"},
 )
 """A run on fewer ranks, or on others, goes on from the same state: its ranks hold whole models, on one machine."""
 PIPELINES = Claim("replan_pipelines", question="replan", forbids={"replicas differ between rounds"})

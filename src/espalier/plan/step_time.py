@@ -121,8 +121,9 @@ def _elsewhere(step: CostInputs, terms: Terms, rounds: Number) -> Terms:
     rate = offload.rate(step.kind, offload.tier_of(way))
     replaced = {"offload": offload_cost.seconds(step.waiting, rate, work)}
     if way.parameters in ("host", "disk"):
-        gathered = step.wire("all_gather", step.sharded["params"], step.layouts.dp, 1, "parameters")
-        replaced["weights"] = (1 + work.again) * gathered
+        replaced["weights"] = (1 + work.again) * step.gathered(
+            lambda size, over: step.wire("all_gather", size, over.ranks, over.stride, "parameters")
+        )
     return replaced
 
 

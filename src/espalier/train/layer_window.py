@@ -167,9 +167,9 @@ class LayerWindow:
 
     def push(self, index: int) -> None:
         """Sends the layer's gradient, which is complete."""
-        gradient = self.layers[index].gradient()
         while len(self._pushes) >= PUSHES:
             self._wait(self._pushes.popleft()[0])
+        gradient = self.layers[index].gradient()
         self._pushes.append((self.client.push(index, self.step, gradient), gradient))
         self.pushed += gradient.nbytes
 
@@ -293,8 +293,8 @@ class LayerWindow:
 
 
 def window_size(layers: Sequence[FlatLayer], uses: Sequence[Sequence[int]], wanted: int, memory: float) -> int:
-    """Layers held at once: `wanted` (0: as many as fit into `memory` bytes, three at most), and no fewer than the
-    pieces use.
+    """Layers held at once: `wanted` (0: of as many blocks as fit into `memory` bytes, three at most), and no fewer than
+    the pieces use.
 
     Raises UserError where not even those fit: it says the least memory.
     """
@@ -309,9 +309,10 @@ def window_size(layers: Sequence[FlatLayer], uses: Sequence[Sequence[int]], want
             why=f"a worker holds one layer and its gradient at least: {show_size(least)}",
             do="smaller layers, or a worker with more memory",
         )
-    typical = max(4 * layer.numel for layer in layers)
+    blocks = [[4 * layers[index].numel for index in used] for used in uses[1:-1]]
+    typical = max([4 * layer.numel for layer in layers] + [sum(sizes) for sizes in blocks])
     room = int((memory - largest) // typical) if memory != float("inf") else 3
-    return max(needed, wanted or min(3, max(1, room)))
+    return max(needed, wanted or min(3, max(1, room)) * max(map(len, blocks), default=1))
 
 
 def rank_memory(context: Build) -> float:
@@ -367,7 +368,8 @@ def make_window(context: Build, connect: Connect, window: int = 0, stays: bool =
     """
     model = context.model
     assert model is not None
-    layers, uses, parameters = layers_of(model, context.workload.pieces(model))
+    holders = {} if context.cut is None else context.cut.peers
+    layers, uses, parameters = layers_of(model, context.workload.pieces(model), holders)
     _check_precision(parameters)
     size = window_size(layers, uses, window, rank_memory(context))
     malloc_trim.map_blocks()

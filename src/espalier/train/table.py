@@ -54,7 +54,7 @@ SPREAD_EXPERTS = Claim(
     "spread_experts",
     question="experts",
     needs={"tokens reach their experts"},
-    changes={"the model is cut"},
+    changes={"experts are spread"},
 )
 LIMITED = Claim("limited_attention", question="attention", forbids={"attention over cut sequences"})
 """Windows, caps and scales of attention, which rings over ranks do not have."""
@@ -249,6 +249,7 @@ STAY_ALIKE = Claim(
         "states are cut",
         "states are on disk",
         "the model is cut",
+        "experts are spread",
         "sums are encoded",
         "replicas differ between rounds",
         "rows outlive a step",

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from espalier.checkpoint.all_names import AllNames
 from espalier.comm.base import Traffic, traffic
@@ -77,7 +77,9 @@ class ExpertParallel(Filled):
     def replacement(self, context: Build, module: nn.Module, plain: Callable[..., Any]) -> Callable[..., Any]:
         """Dispatch among the ranks of this one's expert group."""
         experts = list(module.get_submodule("experts").children())
-        return ExpertGroup(FlashMoE(self.group, self.expert_map, self.links, self.codec), module, experts)
+        parameter = next(module.parameters())
+        nothing = torch.empty(0, parameter.shape[-1], dtype=parameter.dtype, device=context.device)
+        return ExpertGroup(FlashMoE(self.group, self.expert_map, self.links, self.codec), nothing, experts)
 
     def state(self, context: Build, parts: StatefulParts) -> StatefulParts:
         """Under the names of all experts."""
@@ -122,12 +124,11 @@ class ExpertGroup:
     """A route that a rank can also take part in without tokens of its own. Has state: what the last rows looked like.
 
     Args:
-        route: the exchange; module: whose seam it fills, for its dtype and width; experts: those of this rank.
+        route: the exchange; nothing: no rows, [0, width]; experts: those of this rank.
     """
 
-    def __init__(self, route: FlashMoE, module: nn.Module, experts: list[nn.Module]) -> None:
-        self.route, self.experts = route, experts
-        self._rows = next(module.parameters()).detach().new_empty(0, next(module.parameters()).shape[-1])
+    def __init__(self, route: FlashMoE, nothing: Tensor, experts: list[nn.Module]) -> None:
+        self.route, self.experts, self._rows = route, experts, nothing
 
     def __call__(self, x: Any, chosen: Any, weights: Any, experts: list[nn.Module]) -> Any:
         self._rows = x.detach()[:0]

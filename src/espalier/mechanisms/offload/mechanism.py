@@ -106,11 +106,14 @@ class OffloadedParameters(Mechanism):
 
         def connect(context: Build, layers: Sequence[FlatLayer]) -> LayerClient:
             fill = filler(layers, context.workload.skeleton().value)
-            return OffloadNode(layers, options, fill, folder, context.mesh.same_parameters)
+            mesh, peers = context.mesh, {} if context.cut is None else context.cut.peers
+            everyone = mesh.mesh.same_parameters(mesh.rank)
+            channels = [mesh.of(peers.get(layer.tensors[0][0], everyone)) for layer in layers]
+            return OffloadNode(layers, options, fill, folder, channels)
 
         assert context.model is not None
         context.window = window = make_window(context, connect, stays=False)
-        context.sharding = OffloadSharding(context.model, window)
+        context.sharding = OffloadSharding(context.model, window, () if context.cut is None else context.cut.idle)
         context.meters["offload"] = folder.meter.read
 
 

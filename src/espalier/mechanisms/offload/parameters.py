@@ -5,7 +5,8 @@ After ZeRO-Infinity (arXiv 2104.07857), in the form of LuWu's window of layers (
 is a file of this process, or the memory of a GPU's host: forward and backward read a layer's values ahead of their use,
 backward writes its gradient, and the optimizer takes values, gradients and states through the device extent by extent.
 Of several ranks each has a file with its share of every parameter (AMSP's, arXiv 2311.00257, with all three states over
-all ranks): values are gathered when they were read, and gradients summed before each rank writes its share of them.
+the ranks that hold it: all, but of experts that are spread): values are gathered when they were read, and gradients
+summed before each rank writes its share of them.
 """
 
 from __future__ import annotations
@@ -105,7 +106,11 @@ class OffloadNode:
         options: of AdamW; resolved.
         fill: writes the initial values of a layer.
         folder: where the file is made, or what gives memory.
-        channel: ranks that have a share each; None: this one has all.
+        channels: of each layer, the ranks that have a share of it; None: this one has all. One of them has all ranks;
+            empty: there is one rank.
+
+    Attributes:
+        channel: all ranks; None: there is one.
     """
 
     def __init__(
@@ -114,12 +119,19 @@ class OffloadNode:
         options: Adamw,
         fill: Fill,
         folder: StateFolder | HostStates,
-        channel: dist.ProcessGroup | None = None,
+        channels: Sequence[dist.ProcessGroup | None] = (),
     ) -> None:
-        self.step, self._layers, self.channel = 0, layers, channel
-        rank, ranks = (0, 1) if channel is None else (channel.rank(), channel.size())
-        self._shares = [[shares(layer, number, ranks) for number in range(ranks)] for layer in layers]
-        self._own = [by_rank[rank] for by_rank in self._shares]
+        self.step, self._layers, self._channels = 0, layers, channels or [None] * len(layers)
+        counts = [1 if channel is None else channel.size() for channel in self._channels]
+        self.channel = self._channels[counts.index(max(counts))]
+        self.apart = [channel is not self.channel for channel in self._channels]
+        self._shares = [
+            [shares(layer, rank, ranks) for rank in range(ranks)] for layer, ranks in zip(layers, counts, strict=True)
+        ]
+        self._own = [
+            by_rank[0 if channel is None else channel.rank()]
+            for by_rank, channel in zip(self._shares, self._channels, strict=True)
+        ]
         self._extents: list[list[StateExtent]] = []
         self._norms: dict[int, list[Tensor]] = {}
         self._folder = folder
@@ -128,7 +140,7 @@ class OffloadNode:
             Owned(
                 name, nn.Parameter(nothing.expand(shape if ranks == 1 else (stop - start,))), torch.Size(shape), start
             )
-            for layer, local_shares in zip(layers, self._own, strict=True)
+            for layer, local_shares, ranks in zip(layers, self._own, counts, strict=True)
             for (name, shape), (start, stop, _) in zip(layer.tensors, local_shares, strict=True)
         ]
         made = adamw.build(options, owned, self._group)
@@ -161,7 +173,7 @@ class OffloadNode:
 
     def _share(self, layer: int, flat: Tensor) -> Tensor:
         """What this rank keeps of a layer's values, one after the other."""
-        if self.channel is None:
+        if self._channels[layer] is None:
             return flat
         whole = self._layers[layer].views(flat)
         return torch.cat(
@@ -170,7 +182,7 @@ class OffloadNode:
 
     def pull(self, layer: int, step: int, out: Tensor) -> Any:
         """Begins to read a layer."""
-        if self.channel is None:
+        if self._channels[layer] is None:
             return [self.file.fetch(extent, VALUE, part) for extent, part in self._parts(layer, out)]
         room = max(
             rank_shares[-1].at + rank_shares[-1].stop - rank_shares[-1].start for rank_shares in self._shares[layer]
@@ -185,10 +197,9 @@ class OffloadNode:
 
     def _gather(self, layer: int, local: Tensor, out: Tensor) -> None:
         """Fills `out` with what all ranks have read of a layer. They gather layers in the same order."""
-        assert self.channel is not None
         gathered = [torch.empty_like(local) for _ in self._shares[layer]]
         with traffic(Traffic.PARAMETERS):
-            dist.all_gather(gathered, local, group=self.channel)
+            dist.all_gather(gathered, local, group=self._channels[layer])
         views = self._layers[layer].views(out)
         for values, shared in zip(gathered, self._shares[layer], strict=True):
             for view, (start, stop, at) in zip(views, shared, strict=True):
@@ -196,9 +207,9 @@ class OffloadNode:
 
     def push(self, layer: int, step: int, tensor: Tensor) -> Any:
         """Begins to write a layer's gradient, summed over the ranks."""
-        if self.channel is not None:
+        if (channel := self._channels[layer]) is not None:
             with traffic(Traffic.GRADIENTS):
-                dist.all_reduce(tensor, group=self.channel)
+                dist.all_reduce(tensor, group=channel)
         self._norms[layer] = [torch.linalg.vector_norm(view) for view in self._layers[layer].views(tensor)]
         return self._store(layer, GRADIENT, self._share(layer, tensor))
 
@@ -208,13 +219,21 @@ class OffloadNode:
             done()
 
     def totals(self, step: int, values: Tensor) -> tuple[Tensor, Tensor]:
-        """The values, summed over the ranks, and the norms, which all of them know."""
-        if self.channel is not None and values.numel():
-            with traffic(Traffic.CONTROL):
-                dist.all_reduce(values, group=self.channel)
-        norms = [norm for layer in range(len(self._layers)) for norm in self._norms[layer]]
+        """The values, summed over the ranks, and the norms: those which all of them know, and that of all others."""
+        squares = [
+            torch.stack(norms).double().square().sum() / len(self._shares[layer])
+            for layer, norms in self._norms.items()
+            if self.apart[layer]
+        ]
+        summed = torch.cat([values, *(square.view(1).to(values) for square in squares)])
+        norms = [norm for layer, apart in enumerate(self.apart) if not apart for norm in self._norms[layer]]
         self._norms.clear()
-        return values, torch.stack(norms)
+        if self.channel is not None and summed.numel():
+            with traffic(Traffic.CONTROL):
+                dist.all_reduce(summed, group=self.channel)
+        totals = summed.split([len(values), len(squares)])
+        others = [totals[1].sum().sqrt().to(norms[0])] * bool(squares)
+        return totals[0], torch.stack([*norms, *others])
 
     def ended(self, step: int) -> tuple[Tensor, Tensor]:
         """Nothing ends a step but `move`."""
@@ -242,20 +261,28 @@ class OffloadNode:
 
 
 class OffloadSharding(WindowSharding):
-    """See `WindowSharding`. Checkpoints hold the state, of which every rank writes and reads its share."""
+    """See `WindowSharding`. Checkpoints hold the state, of which every rank writes and reads its share.
 
-    def __init__(self, model: nn.Module, window: LayerWindow) -> None:
+    Args:
+        routes: what takes part in each exchange of tokens with experts, in the order of a forward pass.
+    """
+
+    def __init__(self, model: nn.Module, window: LayerWindow, routes: Sequence[Callable[[], None]] = ()) -> None:
         super().__init__(model, window)
         assert isinstance(window.client, OffloadNode)
-        self.together = window.client.channel is not None
+        self.together, self.routes = window.client.channel is not None, routes
+        self._spread = [any(window.client.apart[layer] for layer in layers) for layers in window.uses]
 
     def idle(self, times: int) -> None:
-        """See `Sharding.idle`: layers are gathered in the order of a forward pass."""
+        """See `Sharding.idle`: layers are gathered in the order of a forward pass; tokens may go to experts here."""
         for _ in range(times if self.together else 0):
             self.window.begin([layer for layers in self.window.uses for layer in layers])
-            for layers in self.window.uses:
+            routes = iter(self.routes)
+            for layers, spread in zip(self.window.uses, self._spread, strict=True):
                 for layer in layers:
                     self.window.need(layer)
+                if spread:
+                    next(routes)()
                 for layer in layers:
                     self.window.release(layer)
 

@@ -34,6 +34,7 @@ CLAIM = Claim(
     changes={"gradients are summed", "a window of layers", "states on nodes"},
     forbids={
         "the model is cut",
+        "experts are spread",
         "layers of one stage",
         "recomputes activations",
         "compiles blocks",

@@ -26,6 +26,9 @@ PCIE = 15.75e9
 the slowest still in use."""
 COPY_SHARE = 0.78
 """Share of that link that copies reach. Assumed: as collectives inside a machine."""
+HOST_BANDWIDTH = 204.8e9
+"""Bytes/s of a machine's memory, which its GPUs share, reads and writes together. Assumed: eight channels of DDR4-3200,
+25.6e9 bytes/s each (JEDEC)."""
 HOST_MEMORY = 0.9
 """Share of a machine's memory that may hold what its GPUs do not."""
 SCRATCH = 0.95
@@ -47,6 +50,7 @@ def rate(kind: DeviceGroup, tier: Tier, free: float | None = None) -> TierRate:
     ranks = min(table.devices, kind.ranks) if cuda else kind.setting.processes
     link = COPY_SHARE * (table.inside.bandwidth if "PCI" in table.inside.source else PCIE) if cuda else math.inf
     if tier == "host":
+        link = min(link, HOST_BANDWIDTH / 2 / ranks) if cuda else link
         return TierRate(link, link, HOST_MEMORY * table.memory / ranks if table.memory else math.inf)
     disk = table.disks[0]
     room = math.inf if free is None else SCRATCH * free / ranks
