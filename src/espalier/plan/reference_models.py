@@ -64,6 +64,12 @@ class LowRank(NamedTuple):
     targets: tuple[str, ...]
     frozen: float
 
+    @property
+    def coded(self) -> bool:
+        """Frozen matrices are codes. bitsandbytes then keeps the input of every product (0.41 to 0.43, `MatMul4Bit`
+        and `MatMul8bitLt`), and makes a matrix whole in fp16, of which a copy in bf16 is multiplied."""
+        return self.frozen < VALUE_BYTES["bf16"]
+
 
 @dataclass(frozen=True)
 class ReferenceDecoder:
@@ -162,12 +168,15 @@ class ReferenceDecoder:
         selective = linear / 2 if self.fused else core
         again = {"none": 0.0 * linear, "selective": selective, "block": linear + core}[recompute] / (linear + core)
         saved = self._saved(value, cut)
+        copies = 0.0
+        if self.adapters is not None and self.adapters.coded:
+            copies = 2 * value * max(rows * columns for rows, columns, *_ in self.matrices) / tensor
         layer = Work(
             products=products,
             attention=core,
             moved=tokens * (moved + scores),
             saved=tokens * saved[recompute],
-            transient=tokens * (saved["none"] - saved[recompute] if recompute != "none" else 0.0),
+            transient=tokens * (saved["none"] - saved[recompute] if recompute != "none" else 0.0) + copies,
             again=again,
             samples=micro_batch,
             tokens=tokens,
@@ -223,7 +232,7 @@ class ReferenceDecoder:
             inside = 2 * cores + 2 * answers + 4 * feed
             dropout = 2 * width * (self.operations == "kernels")
         inside = inside + 2 * (queries + size.kv_width) * self.rotates
-        if self.adapters is not None:
+        if self.adapters is not None and not self.adapters.coded:
             inputs, inside = inputs - self._unused(inputs), inside - 2 * feed * ("down" not in self.adapters.targets)
         whole = inputs / (1 if cut.gathered and not self.keeps_shards else split)
         linear = scale * (whole + (shared + dropout) / split + inside / tensor)

@@ -101,39 +101,56 @@ SHAPES = {
     "phi-1.5": ReferenceDecoder(decoder(24, 2048, 32, 8192, 51200), 1034, gated=False),
     "stablelm-3b": ReferenceDecoder(decoder(16, 4096, 32, 16384, 50432), 1034, gated=False),
     "llama2-7b": ReferenceDecoder(decoder(32, 4096, 32, 11008, 32000), 1304),
+    "llama2-13b": ReferenceDecoder(decoder(40, 5120, 40, 13824, 32000), 1304),
 }
 PUBLISHED = [
     ("phi-1.5", "bf16", 1, 4.82),
+    ("phi-1.5", "nf4", 1, 3.78),
+    ("phi-1.5", "nf4-dq", 1, 3.72),
     ("phi-1.5", "bf16", 4, 10.68),
     ("stablelm-3b", "bf16", 1, 9.69),
-    ("stablelm-3b", "int4", 1, 6.35),
+    ("stablelm-3b", "nf4", 1, 6.35),
+    ("stablelm-3b", "nf4-dq", 1, 6.19),
     ("stablelm-3b", "bf16", 4, 16.92),
-    ("llama2-7b", "int4", 1, 14.14),
+    ("llama2-7b", "nf4", 1, 14.14),
+    ("llama2-7b", "nf4-dq", 1, 13.84),
+    ("llama2-13b", "nf4", 1, 23.14),
+    ("llama2-13b", "nf4-dq", 1, 22.55),
 ]
 """Model, how its matrices are stored, micro-batch, and the most GB allocated on an A100-40GB (LitGPT's resource tables,
 Apache-2.0: LoRA of rank 8 of queries and values, nothing computed again)."""
+NF4 = {"nf4": 0.5 + 4 / 64, "nf4-dq": 0.5 + 1 / 64 + 4 / (64 * 256)}
+"""Bytes of a value (bitsandbytes): a scale in fp32 for 64 codes; or in 8 bits, with one in fp32 for 256 of them."""
 
 
 def published_peak(name: str, frozen: Any, samples: int) -> float:
-    """GB by the planner's formulas: weights, adapters with their states, activations, what comes and goes."""
-    model = SHAPES[name]
+    """GB by the planner's formulas: weights, adapters with their states, activations, what comes and goes.
+
+    bitsandbytes keeps the input of every product for backward, also of frozen ones (0.41 to 0.43, `MatMul4Bit`); it
+    makes a matrix whole in fp16 and casts it to bf16, so that two copies are there. LitGPT keeps its head in 4 bits,
+    and its adapters take a copy of their input (dropout), beside which the frozen product's is kept.
+    """
+    model, codes = SHAPES[name], NF4.get(frozen)
     load = DecoderLoad(model.size, model.sequence, samples, "none", "bf16")
-    options = config.Lora(rank=8, targets=FEW, frozen=frozen)
-    anatomy = lora.work(model.anatomy(samples, "none", "bf16", WHOLE), load, options)
-    matrices = model.layer_parameters - 2 * model.size.width
-    weights = 2 * (model.outside + model.size.layers * 2 * model.size.width)
-    weights += model.size.layers * lora.coded_bytes(matrices // 64, 64, lora.BITS[frozen])
+    plain = model.anatomy(samples, "none", "bf16", WHOLE)
+    anatomy = lora.work(plain, load, config.Lora(rank=8, targets=FEW, frozen="bf16"))
+    matrices = model.size.layers * (model.layer_parameters - 2 * model.size.width)
+    head = model.size.vocabulary * model.size.width
+    weights = 2 * (model.outside + model.size.layers * 2 * model.size.width + matrices)
     adapters = 8 * 2 * 2 * model.size.width * model.size.layers
     norms = 8 * model.size.width * load.tokens * model.size.layers * model.gated  # RMSNorm keeps fp32 inputs there
-    coming = max(anatomy.layer.transient, anatomy.rest.transient)
-    return (weights + 8 * adapters + anatomy.layer.saved + anatomy.rest.saved + norms + coming) / 1e9
+    coming, inputs = anatomy.rest.transient, 0
+    if codes is not None:
+        weights -= (2 - codes) * (matrices + head)
+        inputs = 2 * load.tokens * model.size.layers * (2 * model.size.width + model.size.feed_forward)
+        coming = max(coming, 2 * 2 * head + 2 * load.tokens * model.size.vocabulary)  # a gradient of the logits
+    coming = max(anatomy.layer.transient, coming)
+    return (weights + 8 * adapters + anatomy.layer.saved + anatomy.rest.saved + norms + inputs + coming) / 1e9
 
 
 @pytest.mark.parametrize(("name", "frozen", "samples", "measured"), PUBLISHED)
 def test_published_peaks_of_adapters_are_predicted(name: str, frozen: str, samples: int, measured: float) -> None:
-    """LitGPT's nf4 holds 0.4 bytes more for each value than codes and scales take, for a reason that is not known."""
-    near = 0.03 if frozen == "bf16" else 0.22
-    assert published_peak(name, frozen, samples) == pytest.approx(measured, rel=near)
+    assert published_peak(name, frozen, samples) == pytest.approx(measured, rel=0.03 if frozen == "bf16" else 0.09)
 
 
 def test_a_published_failure_for_lack_of_memory_is_predicted() -> None:
