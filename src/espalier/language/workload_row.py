@@ -180,7 +180,7 @@ def _tuned(anatomy: Anatomy, load: DecoderLoad, tune: Tuning) -> Anatomy:
     if not isinstance(tune, Dpo):
         each = load.whole  # of the head's gradient
         if isinstance(tune, Adapters):  # of its copy for products
-            stored = 2 if tune.frozen == "bf16" else load.whole
+            stored = load.whole if tune.frozen == "fp32" else 2
             each = load.compute * (stored != load.compute)
         anatomy = answer_loss.work(anatomy, float(each * load.size.vocabulary * load.size.width))
     return lora.work(anatomy, load, tune) if isinstance(tune, Adapters) else anatomy

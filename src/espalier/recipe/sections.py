@@ -162,8 +162,8 @@ class Adapters(Tuning, frozen=True):
     `rank`: columns of an adapter's two matrices; `alpha`: its product is scaled by alpha / rank (default: 2 x rank), or
     with `rslora` by alpha / sqrt(rank) (arXiv 2312.03732); `targets`: linear layers that get one (default: all of a
     block); `dora`: directions and lengths of columns are trained apart (arXiv 2402.09353); `frozen`: how the frozen
-    matrices are stored: as they are, in bf16 (tables too), or as int8 or int4 codes with a scale for each row or group
-    of columns.
+    matrices are stored: as they are, in bf16, or as int8 or int4 codes with a scale for each row or group of columns;
+    in fewer bits than 32 tables are bf16.
     """
 
     rank: int = 16

@@ -140,11 +140,12 @@ def test_codes_are_within_half_a_scale_and_multiply_as_the_matrix_they_stand_for
     generator = torch.Generator().manual_seed(bits + columns)
     weight = torch.randn(7, columns, generator=generator)
     codes, scales = lora.quantized(weight, bits)
-    again = lora.whole(codes, scales, bits, columns)
+    again = lora.whole(codes, scales, bits, columns, torch.float32)
     group = columns if bits == 8 else lora.GROUP
     each = scales.repeat_interleave(group, 1)[:, :columns]
     assert ((again - weight).abs() <= each / 2 * (1 + 1e-5)).all()
     assert codes.numel() == 7 * (columns if bits == 8 else -(-columns // lora.GROUP) * lora.GROUP // 2)
+    assert torch.equal(lora.whole(codes, scales, bits, columns, torch.bfloat16), again.bfloat16())
     x = torch.randn(3, columns, generator=generator, requires_grad=True)
     answer = lora.FrozenLinear.apply(x, codes, scales, bits)
     assert torch.equal(answer, F.linear(x, again))

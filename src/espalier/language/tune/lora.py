@@ -3,7 +3,8 @@
 y = x W' + alpha / rank * (x A') B', with A [rank, in] drawn as PEFT draws it and B [out, rank] zero, so that training
 begins at the model's own answers. rsLoRA (arXiv 2312.03732) scales by alpha / sqrt(rank). DoRA (arXiv 2402.09353)
 trains the length of each row of W + scale * B A by itself. Frozen matrices may be kept in bf16, or in 8 or 4 bits
-(QLoRA's idea, arXiv 2305.14314, here with integer codes and a scale for each row, or for 64 columns of it).
+(QLoRA's idea, arXiv 2305.14314, here with integer codes and a bf16 scale for each row, or for 64 columns of it); then
+the tables of tokens are bf16.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from espalier.recipe.cost import Anatomy, Product
 from espalier.recipe.decoder_shapes import DecoderSizes
 
 if TYPE_CHECKING:
-    from jaxtyping import Float, Float32, Int8
+    from jaxtyping import BFloat16, Float, Float32, Int8
 
 TARGETS = ("query", "key", "value", "out", "gate", "up", "down")
 GROUP = 64
@@ -125,7 +126,7 @@ def adapt(model: GPT, options: Adapters, seed: int) -> GPT:
             adapted.begin(zlib.crc32(f"{seed} {name}".encode()))
         if bits is not None:
             compress(adapted, bits)
-    if bits == BITS["bf16"]:
+    if bits is not None:
         for table in {model.embedding.weight, model.words}:
             table.data = table.data.to(torch.bfloat16)
         model.embedding.__class__ = WideEmbedding
@@ -193,7 +194,7 @@ def frozen_bytes(model: GPT, options: Adapters, each: int) -> int:
             rows, columns = parameter.shape
             total += coded_bytes(rows, columns, bits)
         else:
-            total += parameter.numel() * (2 if bits == BITS["bf16"] and parameter in tables else each)
+            total += parameter.numel() * (2 if parameter in tables else each)
     return total
 
 
@@ -202,7 +203,7 @@ def coded_bytes(rows: int, columns: int, bits: int) -> int:
     if bits == BITS["bf16"]:
         return 2 * rows * columns
     group = columns if bits == BITS["int8"] else GROUP
-    return rows * -(-columns // group) * (group * bits // 8 + 4)
+    return rows * -(-columns // group) * (group * bits // 8 + 2)
 
 
 def work(anatomy: Anatomy, load: DecoderLoad, options: Adapters) -> Anatomy:
@@ -213,6 +214,7 @@ def work(anatomy: Anatomy, load: DecoderLoad, options: Adapters) -> Anatomy:
     values = sum(rows * columns for rows, columns in matrices.values())
     largest = max(rows * columns for rows, columns in matrices.values())
     coded, cast = options.frozen in ("int8", "int4"), options.frozen == "fp32" and load.compute < load.whole
+    made = coded * load.compute + (options.frozen == "int4")  # bytes of each value while a matrix is made of codes
     wide = {name: load.compute if name in ("out", "down") else load.whole for name in targets}  # of DoRA's answers
     inner = sum(options.rank * load.compute + options.dora * matrices[name][0] * wide[name] for name in targets)
     unused = size.width * sum(not set(group) & set(targets) for group in (TARGETS[:3], TARGETS[4:6]))
@@ -228,7 +230,7 @@ def work(anatomy: Anatomy, load: DecoderLoad, options: Adapters) -> Anatomy:
         layer,
         products=(*(replace(product, frozen=True) for product in layer.products), *thin),
         saved=layer.saved + more * (load.recompute == "none"),
-        transient=layer.transient + more * (load.recompute != "none") + 8 * largest * coded,
+        transient=layer.transient + more * (load.recompute != "none") + largest * made,
         moved=moved,
         issued=ISSUED + 4 * len(targets),  # two products, a scale and an addition
         moved_back=2 * layer.moved + values * CODED * coded,
@@ -256,14 +258,13 @@ class FrozenLinear(torch.autograd.Function):
         """The product."""
         ctx.save_for_backward(codes, scales)
         ctx.bits, ctx.columns = bits, x.shape[-1]
-        return F.linear(x, whole(codes, scales, bits, ctx.columns).to(x.dtype))
+        return F.linear(x, whole(codes, scales, bits, ctx.columns, x.dtype))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         """The gradient of x."""
         codes, scales = ctx.saved_tensors
-        weight = whole(codes, scales, ctx.bits, ctx.columns)
-        return gradients[0] @ weight.to(gradients[0].dtype), None, None, None
+        return gradients[0] @ whole(codes, scales, ctx.bits, ctx.columns, gradients[0].dtype), None, None, None
 
 
 class CompressedLinear(nn.Linear):
@@ -279,7 +280,7 @@ class CompressedLinear(nn.Linear):
 
     def dense(self) -> Float32[Tensor, "out in"]:
         """The frozen matrix."""
-        return whole(self.codes, self.scales, self.bits, self.in_features).float()
+        return whole(self.codes, self.scales, self.bits, self.in_features, torch.float32)
 
 
 class CompressedLora(CompressedLinear, LoraLinear):
@@ -302,7 +303,7 @@ def compress(layer: nn.Linear, bits: int) -> None:
 
 def quantized(
     weight: Float[Tensor, "out in"], bits: int
-) -> tuple[Int8[Tensor, "out m"], Float32[Tensor, "out groups"]]:
+) -> tuple[Int8[Tensor, "out m"], BFloat16[Tensor, "out groups"]]:
     """Codes nearest to `weight` and their scales: in 16 bits bf16 without scales; in 8 bits one scale for each row and
     a code in each byte; in 4 bits one for each `GROUP` columns and two codes in each byte, the even column in the low
     half.
@@ -314,8 +315,8 @@ def quantized(
     rows, columns = weight.shape
     levels, group = (127, columns) if bits == 8 else (7, GROUP)
     padded = F.pad(weight, (0, -columns % group)).view(rows, -1, group)
-    scales = padded.abs().amax(2) / levels
-    codes = (padded / scales.clamp(min=1e-30)[..., None]).round().clamp(-levels, levels).to(torch.int8)
+    scales = (padded.abs().amax(2) / levels).bfloat16()
+    codes = (padded / scales.float().clamp(min=1e-30)[..., None]).round().clamp(-levels, levels).to(torch.int8)
     flat = codes.view(rows, -1)
     if bits == 8:
         return flat, scales
@@ -324,12 +325,13 @@ def quantized(
 
 
 def whole(
-    codes: Int8[Tensor, "out m"], scales: Float32[Tensor, "out groups"], bits: int, columns: int
-) -> Float32[Tensor, "out in"]:
-    """The matrix of `columns` columns that `quantized` made them of."""
+    codes: Int8[Tensor, "out m"], scales: BFloat16[Tensor, "out groups"], bits: int, columns: int, dtype: torch.dtype
+) -> Float[Tensor, "out in"]:
+    """The matrix of `columns` columns that `quantized` made them of. Codes and scales are exact in bf16, so that in
+    fewer bits it is the rounded fp32 matrix."""
     if bits == BITS["bf16"]:
-        return codes
+        return codes.to(dtype)
     if bits == 8:
-        return codes.float() * scales
+        return codes.to(dtype).mul_(scales)
     halves = torch.stack([(codes << 4) >> 4, codes >> 4], 2).view(len(codes), -1, GROUP)
-    return (halves.float() * scales[..., None]).view(len(codes), -1)[:, :columns]
+    return halves.to(dtype).mul_(scales[..., None]).view(len(codes), -1)[:, :columns]
