@@ -175,7 +175,7 @@ def test_processors_exchange_machine_by_machine_as_the_engine_does(factors: tupl
     params, grads, optimizer = factors
     layouts = Layouts(dp=4, threads=1, params=params, grads=grads, optimizer=optimizer)
     step = CostInputs(request, on, on.kinds[0], layouts)
-    weights = step_time.weights(step, request.profile.trainable)
+    weights = step_time.weights(step)
     wanted = along_the_axes(4.0 * request.profile.trainable, factors, near, far)
     assert float(step_time.gradients(step)["seconds"] + weights["reduce_scatter"]) == pytest.approx(wanted["reduce"])
     assert float(step_time.refresh(step)) == pytest.approx(wanted["refresh"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,8 +18,9 @@ import espalier
 from espalier.language.workload import open_language
 from espalier.launch.ranks import agent
 from espalier.plan.axes.flat_layout import Sized
+from espalier.plan.axes.placement import ShardFactors
 from espalier.plan.axes.sharding import Division
-from espalier.plan.axes.state_holders import fullest, split
+from espalier.plan.axes.state_holders import fullest, nested
 from espalier.plan.base import Plan
 from espalier.recipe import Recipe, defaults, recipe_file
 from espalier.train import rank_spec, trainer, worker
@@ -47,8 +48,8 @@ def mixture(folder: Path, model: Mapping[str, Any], train: Mapping[str, Any]) ->
     return defaults.resolve(recipe_file.from_table(table))[0]
 
 
-def planned(recipe: Recipe, world: int, optimizer: int, **pins: Any) -> Plan:
-    shard = {"params": 1, "grads": 1, "optimizer": optimizer}
+def planned(recipe: Recipe, world: int, shards: Sequence[int], **pins: Any) -> Plan:
+    shard = dict(zip(("params", "grads", "optimizer"), shards, strict=True))
     plan = espalier.make_plan(recipe, processor(cores=world), ranks=world, shard=shard, **pins)
     assert plan.executable
     return plan
@@ -89,7 +90,7 @@ class Draw(NamedTuple):
 
     model: dict[str, Any]
     train: dict[str, Any]
-    degrees: dict[str, int]
+    degrees: dict[str, Any]
 
 
 def drawn(draw: random.Random) -> Draw:
@@ -98,6 +99,8 @@ def drawn(draw: random.Random) -> Draw:
     divisors = [degree for degree in range(1, data + 1) if data % degree == 0]
     whole = tp * pp == 1  # the model; where it is cut, experts on every rank are priced as a dense model is
     ep, optimizer = draw.choice(divisors if whole else divisors[1:]), draw.choice(divisors)
+    grads = draw.choice([degree for degree in divisors if optimizer % degree == 0])
+    params = draw.choice([degree for degree in divisors if grads % degree == 0])
     depth = draw.choice((3, 4, 5))
     # Of tied tables and uneven layers the first rank may have most parameters and the last most optimizer states.
     model = {
@@ -110,7 +113,7 @@ def drawn(draw: random.Random) -> Draw:
     }
     low = optimizer > 1 and draw.random() < 0.5  # else parameters stay fp32 and autocast copies them
     precision = "bf16" if low else draw.choice(("fp32", "fp64"))
-    degrees = {"tp": tp, "pp": pp, "ep": ep, "optimizer": optimizer, "world": tp * pp * data}
+    degrees = {"tp": tp, "pp": pp, "ep": ep, "shards": (params, grads, optimizer), "world": tp * pp * data}
     return Draw(model, {"precision": precision}, degrees)
 
 
@@ -129,12 +132,14 @@ def test_planned_bytes_are_allocated_bytes(folder: Path, seed: int) -> None:
 @pytest.mark.parametrize(
     ("world", "pins"),
     [
-        (4, {"ep": 2, "optimizer": 4}),
-        (4, {"ep": 4, "optimizer": 2}),
-        (4, {"ep": 2, "pp": 2, "optimizer": 2}),
+        (4, {"ep": 2, "shards": (1, 1, 4)}),
+        (4, {"ep": 4, "shards": (1, 2, 2)}),
+        (4, {"ep": 2, "shards": (2, 4, 4)}),
+        (4, {"ep": 2, "pp": 2, "shards": (1, 1, 2)}),
+        (8, {"ep": 2, "pp": 2, "shards": (2, 2, 4)}),
     ],
 )
-def test_ranks_that_train_hold_what_is_planned(folder: Path, world: int, pins: dict[str, int]) -> None:
+def test_ranks_that_train_hold_what_is_planned(folder: Path, world: int, pins: dict[str, Any]) -> None:
     recipe = mixture(folder, {}, {"precision": "fp32"})
     plan = planned(recipe, world, **pins)
     assert allocated(recipe, plan, steps=True) == foretold(plan)
@@ -142,26 +147,31 @@ def test_ranks_that_train_hold_what_is_planned(folder: Path, world: int, pins: d
 
 def test_matrices_that_muon_moves_count_with_one_moment(folder: Path) -> None:
     recipe = mixture(folder, {}, {"optimizer": {"kind": "muon"}})
-    for pins in ({"ep": 2, "optimizer": 4}, {"ep": 4, "optimizer": 4}, {"ep": 2, "optimizer": 1}):
-        plan = planned(recipe, 4, pp=1, **pins)
+    for ep, shards in ((2, (1, 2, 4)), (4, (1, 1, 4)), (4, (1, 4, 4)), (2, (1, 1, 1))):
+        plan = planned(recipe, 4, shards, pp=1, ep=ep)
         assert allocated(recipe, plan, steps=False) == pytest.approx(foretold(plan), rel=1e-12)
 
 
 def test_gradients_of_experts_are_sent_to_the_ranks_that_share_them(folder: Path) -> None:
     """Of four ranks two hold the same experts: what a step sends of gradients and parameters is on the ledger."""
     recipe = mixture(folder, {}, {"steps": 8})
-    for optimizer in (1, 2, 4):
-        plan = planned(recipe, 4, ep=2, optimizer=optimizer, micro_batch=2)
+    for shards in ((1, 1, 1), (1, 1, 2), (1, 2, 4), (2, 4, 4)):
+        plan = planned(recipe, 4, shards, ep=2, micro_batch=1)
         real, told = compared(recipe, plan)
         names = [name for name in ("gradients", "parameters") if name in told]
         assert [real[name] for name in names] == pytest.approx([told[name] for name in names], rel=1e-12)
 
 
 def test_an_experts_states_are_split_over_the_ranks_that_hold_it() -> None:
-    assert [split(8, holders) for holders in (1, 2, 3, 6, 8, 12)] == [1, 2, 3, 6, 8, 6]
-    everything = Division(optimizer=np.array([1, 4, 8]), ranks=8, stride=2, machine=4)
+    holders = np.array([1, 2, 3, 6, 8, 12])
+    factors = nested(ShardFactors(2, 4, 8), holders)
+    assert factors.optimizer.tolist() == [1, 2, 3, 6, 8, 6]
+    assert factors.grads.tolist() == [1, 2, 3, 3, 4, 3]
+    assert factors.params.tolist() == [1, 2, 1, 1, 2, 1]
+    everything = Division(grads=np.array([1, 2, 8]), optimizer=np.array([1, 4, 8]), ranks=8, stride=2, machine=4)
     experts = everything.of_experts(4)
     assert experts.optimizer.tolist() == [1, 2, 2]
+    assert experts.grads.tolist() == [1, 2, 2]
     assert (experts.ranks, experts.stride, experts.machine) == (2, 8, 1)
 
 

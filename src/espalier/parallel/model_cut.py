@@ -15,7 +15,7 @@ from espalier.comm.base import Traffic, traffic
 if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
-    from torch import Tensor
+    from torch import Tensor, nn
 
 
 class Slab(NamedTuple):
@@ -84,19 +84,21 @@ class ModelCut:
         replica: the ranks that hold one model together: norms and a step's totals are sums over them.
         slabs: of each parameter that is cut, its part here.
         holders: of each parameter that other ranks of the cut hold too.
-        idle: what takes part in a forward pass of other ranks without one of its own.
+        idle: modules, and what takes part in other ranks' forward passes through each without one of its own.
         stream: how the residual stream lies on the ranks that share matrices; None: each has all of it.
         peers: where pipelines are cut at different layers or experts spread over ranks, the ranks of the run that hold
             the same part of each parameter, in order; empty: those of the mesh do.
+        in_step: all of these ranks take part in each micro-batch.
         recut: of each parameter that other pipelines cut otherwise.
     """
 
     replica: dist.ProcessGroup
     slabs: dict[str, Slab] = field(default_factory=dict)
     holders: dict[str, Holders] = field(default_factory=dict)
-    idle: list[Callable[[], None]] = field(default_factory=list)
+    idle: list[tuple[nn.Module, Callable[[], None]]] = field(default_factory=list)
     stream: ShardedStream | None = None
     peers: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    in_step: bool = False
     recut: dict[str, Recut] = field(default_factory=dict)
 
     def whole(self, name: str, part: Tensor) -> Tensor:

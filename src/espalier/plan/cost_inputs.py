@@ -209,14 +209,15 @@ class CostInputs:
             return ((self.states, self.division),)
         layouts, states, source = self.layouts, self.states, request.experts.tensors
         every = profile.layers * request.experts.parameters
-        spread = self.stage_layers * (request.experts.on_rank(ep) / layouts.tp)
+        layer = request.experts.on_rank(ep) / layouts.tp
+        spread = self.stage_layers * layer
         matrices = (profile.hidden - every) / (profile.trainable - every)
         parts = []
         both = (
-            (False, matrices, states.elements - spread, self.division),
-            (True, 1.0, spread, self.division.of_experts(ep)),
+            (False, matrices, (states.elements - spread, states.layer - layer, states.outside), self.division),
+            (True, 1.0, (spread, layer, 0), self.division.of_experts(ep)),
         )
-        for of_experts, hidden, elements, division in both:
+        for of_experts, hidden, (elements, of_layer, outside), division in both:
             more = request.muon * request.bytes_each * (profile.hidden / profile.trainable - hidden)
             kind = ep, of_experts, request.muon, request.precision == "fp64"
             part = replace(
@@ -224,6 +225,8 @@ class CostInputs:
                 storage=states.storage._replace(optimizer=states.storage.optimizer + more),
                 exact=states.exact and states.exact._replace(optimizer=states.exact.optimizer + more),
                 elements=elements,
+                layer=of_layer,
+                outside=outside,
                 tensors=source and partial(_on_rank, source, kind),
                 cuts=(layouts.pp, layouts.chunks, layouts.tp),
                 cut=False,

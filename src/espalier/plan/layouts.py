@@ -268,7 +268,7 @@ class Limits:
         threads: of each rank.
         per_node: ranks on one machine.
         redundancy: ranks that must hold each optimizer shard.
-        experts: ranks of an expert group; more than 1: states beside them are sharded for the optimizer only.
+        experts: ranks of an expert group.
         few: only the factors that count most.
     """
 
@@ -372,7 +372,7 @@ class Limits:
         """Of nested factors those that pins and redundancy allow."""
         keep = ranks // factors[:, 2] >= self.redundancy
         if self.experts > 1:
-            keep = keep & (ranks % self.experts == 0) & (factors[:, 1] == 1)
+            keep = keep & (ranks % self.experts == 0)
         for column, name in enumerate(("params", "grads", "optimizer")):
             if (wanted := getattr(self.pin.shard, name, None)) is not None:
                 keep = keep & (factors[:, column] == wanted)

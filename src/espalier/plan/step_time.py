@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
+from operator import add
 from typing import Any
 
 import numpy as np
@@ -263,15 +264,16 @@ def sequence_seconds(step: CostInputs, work: Work) -> Number:
     return sum(step.sequence(work.tokens, attention).seconds.values())
 
 
-def weights(step: CostInputs, parameters: Number) -> Terms:
-    """Seconds of gathering `parameters` parameters of one layer once, and of scattering their gradients, in every
-    micro-batch."""
-    layer = replace(step.states, sizes=(), elements=parameters, layers=1, layer=0, outside=0, largest=0)
-    seconds = cost(layer, step.division, wire=step.wire).seconds
+def weights(step: CostInputs) -> Terms:
+    """Seconds of gathering the parameters of one layer once, and of scattering their gradients, in every micro-batch:
+    those of experts that are spread, and all others."""
+    one_length: dict[str, Any] = {"sizes": (), "tensors": None, "layers": 1, "layer": 0, "outside": 0, "largest": 0}
+    layer = ((replace(states, elements=states.layer, **one_length), division) for states, division in step.parts)
+    seconds = reduce(add, (cost(*part, wire=step.wire) for part in layer)).seconds
     scatter, layouts = seconds["scatter"], step.layouts
     if step.request.system.refresh == "broadcast":
         tensors = step.request.profile.tensors / max(1, step.request.profile.layers)
-        scatter = _owner_by_owner(step, step.storage.grads * parameters, layouts.grads, layouts.tp, tensors)
+        scatter = _owner_by_owner(step, step.storage.grads * step.states.layer, layouts.grads, layouts.tp, tensors)
     return {"all_gather": seconds["gather"] / 2, "reduce_scatter": scatter}
 
 
@@ -284,7 +286,7 @@ def gathering(step: CostInputs, layer: Pass, work: Work) -> dict[Prefetch, Numbe
     begin with the block in any case.
     """
     request, layouts = step.request, step.layouts
-    transfers = weights(step, request.layer_parameters / layouts.tp)
+    transfers = weights(step)
     gather, scatter = transfers["all_gather"], transfers["reduce_scatter"]
     backward = layer.backward + layer.recompute
     # Whether ranks that share a sequence and ranks that split parameters are as far apart as each other.

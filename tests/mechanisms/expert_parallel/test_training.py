@@ -113,24 +113,55 @@ def test_a_checkpoint_goes_on_with_experts_elsewhere(folder, alone, tmp_path):
             torch.testing.assert_close(value, whole.weights[name], rtol=1e-7, atol=TOLERANCE)
 
 
-def test_other_states_may_be_sharded_beside_experts(folder, alone):
-    same(train(moe_recipe(folder), plan_of(4, even(2), shard=(1, 1, 4))), alone)
+@pytest.mark.parametrize(
+    "shard", [(1, 1, 4), (1, 2, 4), (1, 4, 4), (2, 2, 2), (2, 4, 4), (4, 4, 4)], ids="{0[0]}-{0[1]}-{0[2]}".format
+)
+def test_states_of_experts_are_sharded_over_the_ranks_that_share_them(folder, alone, shard):
+    same(train(moe_recipe(folder), plan_of(4, even(2), shard=shard, micro_batch=1)), alone)
 
 
-def test_experts_over_the_ranks_of_each_stage(folder, alone, tmp_path):
-    ranks = tuple(plans.Rank(share=share) for _ in range(2) for share in ((0, 4), (4, 8)))
-    stages = tuple(plans.Stage(ranks=(2 * one, 2 * one + 1), layers=(one, one + 1)) for one in range(2))
-    plan = plan_of(4, even(2), ranks=ranks, stages=stages)
-    last = train(moe_recipe(folder), plan, tmp_path, until=2)[2]
+@pytest.mark.parametrize("recompute", ["block", "selective"])
+def test_recomputed_layers_gather_their_experts_again(folder, alone, recompute):
+    plan = plan_of(8, even(2), shard=(2, 4, 8), recompute=recompute, micro_batch=1)
+    same(train(moe_recipe(folder), plan), alone)
+
+
+def test_the_only_rank_with_an_expert_has_all_its_states(folder, alone):
+    same(train(moe_recipe(folder), plan_of(3, ((4, 0), (2,), (3, 1)), shard=(3, 3, 3))), alone)
+
+
+@pytest.mark.parametrize("shard", [(1, 1, 1), (1, 4, 4), (4, 4, 4)], ids=["whole", "gradients", "parameters"])
+def test_experts_over_the_ranks_of_each_stage(folder, alone, tmp_path, shard):
+    shares = [(2 * rank, 2 * rank + 2) for rank in range(4)]
+    ranks = tuple(plans.Rank(share=share) for _ in range(2) for share in shares)
+    stages = tuple(plans.Stage(ranks=tuple(range(4 * one, 4 * one + 4)), layers=(one, one + 1)) for one in range(2))
+    plan = plan_of(8, even(2), shard, ranks=ranks, stages=stages, micro_batch=1)
+    last = train(moe_recipe(folder), plan, tmp_path, until=2)[4]
     assert last.losses == pytest.approx(alone.losses[:2], rel=TOLERANCE)
     assert last.norms == pytest.approx(alone.norms[:2], rel=TOLERANCE)
     taken_up_by_one_rank(folder, alone, tmp_path)
 
 
-def test_experts_beside_sequences_that_ranks_share(folder, alone):
-    stage = plans.Stage(ranks=(0, 1, 2, 3), layers=(0, 2), heads=1, context=2, window=1)
-    ranks = tuple(plans.Rank(share=share) for share in ((0, 4), (0, 4), (4, 8), (4, 8)))
-    same(train(moe_recipe(folder), plan_of(4, even(4), ranks=ranks, stages=(stage,))), alone)
+@pytest.mark.parametrize(
+    ("replicas", "heads", "context", "ep", "shard"),
+    [
+        (2, 1, 2, 4, (1, 1, 1)),
+        (2, 2, 1, 4, (4, 4, 4)),
+        (2, 1, 2, 2, (2, 2, 4)),
+        (1, 1, 4, 4, (1, 4, 4)),
+        (1, 2, 2, 4, (4, 4, 4)),
+        (1, 2, 2, 2, (1, 4, 4)),
+    ],
+)
+def test_experts_over_ranks_that_share_sequences(folder, alone, replicas, heads, context, ep, shard):
+    """Also over more ranks than there are replicas of the data."""
+    each = heads * context
+    stage = plans.Stage(ranks=(0, 1, 2, 3), layers=(0, 2), heads=heads, context=context, window=1)
+    ranks = tuple(
+        plans.Rank(share=(rank // each * 8 // replicas, (rank // each + 1) * 8 // replicas)) for rank in range(4)
+    )
+    plan = plan_of(4, even(ep), shard, ranks=ranks, stages=(stage,))
+    same(train(moe_recipe(folder), plan), alone)
 
 
 def test_experts_of_which_ranks_also_share_the_matrices(folder, alone, tmp_path):
@@ -197,11 +228,6 @@ def test_a_map_of_another_model_or_with_an_expert_twice_is_refused(folder):
         train(moe_recipe(folder), plan_of(2, ((0, 1), (2, 3))))
     with pytest.raises(UserError, match="each is held once"):
         plan_of(2, ((0, 1), (1, 2)))
-
-
-def test_sharded_gradients_beside_experts_are_refused_by_name(folder):
-    with pytest.raises(UserError, match="expert_parallel"):
-        train(moe_recipe(folder), plan_of(2, even(2), shard=(1, 2, 2)))
 
 
 def test_a_mixtral_folder_goes_into_ranks_and_comes_out_as_from_one(folder, tmp_path):

@@ -88,7 +88,7 @@ def test_random_unequal_pipelines_train_as_one_rank_does(folder: Path, one_rank:
 
 def test_parameters_that_are_gathered_are_refused(folder: Path) -> None:
     plan = ragged([((2, 4), 4), ((4,), 4)], units=(plans.Unit(params=(0, 1), grads=(0, 1), optimizer=(0, 1)),))
-    with pytest.raises(UserError, match="different layers shard optimizer states only"):
+    with pytest.raises(UserError, match="different layers, and waves of tasks, shard optimizer states only"):
         train(recipe_of(folder), plan)
 
 

@@ -35,11 +35,9 @@ CLAIM = Claim(
     question="route",
     needs={"a model"},
     changes={"tokens reach their experts"},
-    forbids={"gradients are scattered", "compiles blocks"},
+    forbids={"compiles blocks"},
     after={"model stages"},
 )
-"""Ranks hold unlike parameters, so that only optimizer states are sharded beside them
-(`mechanisms.sharding.layer_holders`)."""
 
 
 class ExpertParallel(Filled):
@@ -60,17 +58,19 @@ class ExpertParallel(Filled):
         assert mesh.replica is not None, "an expert group has several ranks"
         cut = context.cut = context.cut or ModelCut(mesh.replica)
         everyone, same = mesh.mesh.same_parameters(mesh.rank), mesh.mesh.same_experts(mesh.rank)
-        place = mesh.mesh.expert_group(mesh.rank)
-        local_experts, group = self.expert_map.ranks[place.index(mesh.rank)], mesh.of(place)
+        ranks = mesh.mesh.expert_group(mesh.rank)
+        local_experts, group = self.expert_map.ranks[ranks.index(mesh.rank)], mesh.of(ranks)
         assert group is not None
         self.links, self.group = links(group), group
-        for module, _ in fields_of(model, self.seam):
+        places = fields_of(model, self.seam)
+        for module, _ in places:
             keep(module, local_experts, self.expert_map.count)
         own_names = expert_numbers(model)
         cut.peers = {name: same if name in own_names else everyone for name, _ in model.named_parameters()}
+        cut.in_step = True
         super().wrap(context)
-        routes: list[ExpertGroup] = [getattr(module, field) for module, field in fields_of(model, self.seam)]
-        cut.idle = [route.idle for route in routes]
+        routes: list[ExpertGroup] = [getattr(module, field) for module, field in places]
+        cut.idle = [(module, route.idle) for (module, _), route in zip(places, routes, strict=True)]
         meter = LoadMeter(routes, local_experts, self.expert_map.count, mesh.replica)
         context.meters |= {"experts": meter.load, "dispatch": meter.waited}
 

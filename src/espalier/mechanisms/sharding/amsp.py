@@ -56,6 +56,7 @@ class Amsp:
         channel: the ranks (a Channel, or any process group); None, or a group of one rank, adds nothing.
         spread: how it is to lie on them.
         cut: how the model is cut besides; what `channel` says is then of the ranks that hold the same part.
+        whole: the model that is called, where `model` is a part of it; None: `model`.
 
     Raises:
         UserError: the ranks' models differ in a name, shape or dtype (named); factors do not nest or divide the ranks.
@@ -67,11 +68,12 @@ class Amsp:
         channel: dist.ProcessGroup | None,
         spread: Spread | None = None,
         cut: ModelCut | None = None,
+        whole: nn.Module | None = None,
     ) -> None:
         earlier = _WRAPPINGS.pop(model, None)
         if earlier is not None and (ended := earlier()) is not None:
             ended.unhook()
-        self.model = model
+        self.model, self._called = model, whole or model
         self.spread = spread or Spread()
         self.cut = cut
         self._channel = channel if channel is not None and (channel.size() > 1 or cut is not None) else None
@@ -102,7 +104,7 @@ class Amsp:
                 hook = slot.parameter.register_post_accumulate_grad_hook(self._arrival(flat, slot))
                 self._hooks.append(hook)
         self._seen = ModelSignature(model)
-        self._windows = GatherHooks(model, self._member, self.flats, self._moving, self.spread.prefetch)
+        self._windows = GatherHooks(self._called, self._member, self.flats, self._moving, self.spread.prefetch)
         _WRAPPINGS[model] = ref(self)
 
     # --- making the units --------------------------------------------------------------------------------------------
@@ -110,8 +112,8 @@ class Amsp:
     def _units(self, channel: dist.ProcessGroup) -> list[FlatParameter]:
         spread, world = self.spread, channel.size()
         nodes = spread.nodes or [0] * world
-        blocks = blocks_of(self.model) if spread.blocks is None else spread.blocks
-        self._member = member = Membership(self.model, list(blocks))
+        blocks = blocks_of(self._called) if spread.blocks is None else spread.blocks
+        self._member = member = Membership(self._called, list(blocks))
         slots = [ParameterSlot(name, parameter, n) for n, (parameter, name) in enumerate(names_of(self.model).items())]
         chosen = [spread.of(slot.name).check(world, f"shard of {slot.name!r}") for slot in slots]
         made: Groups = {}
@@ -327,6 +329,10 @@ class Amsp:
         if self._channel is not None:
             self._windows.settle()
 
+    def gathered(self, module: nn.Module) -> AbstractContextManager[None]:
+        """Surrounds a pass without gradients through a block; of the whole model: through all of it."""
+        return self._windows.gathered(module)
+
     def summon(self) -> None:
         """Brings all parameters here, until `let_go`."""
         if self._channel is not None:
@@ -351,7 +357,7 @@ class Amsp:
             return {"params": sum(parameter.nbytes for parameter in parameters), "grads": grads, "masters": 0}
         return {
             "params": sum(flat.part.nbytes for flat in self.flats),
-            "grads": sum(flat.summed.nbytes for flat in self.flats if flat.summed is not None),
+            "grads": sum(flat.summed.nbytes for flat in self.flats),
             "masters": sum(flat.masters.nbytes for flat in self.flats if flat.masters is not None),
             "feedback": sum(flat.residual.nbytes for flat in self.flats if flat.residual is not None),
         }

@@ -110,7 +110,7 @@ class FlatParameter:
         self.full = whole if low is None else whole.to(low)
         self.part = self.full[_slice(self.params)].clone() if self.sharded else self.full
         self.collected: Tensor | None = None
-        self.summed = None if self.scattered else self._collecting()
+        self.summed = self.full.new_empty(self.grads.length) if self.scattered else self._collecting()
         self.residual = residual_like(self.full, mesh.rounding) if mesh.rounding else None
         self.moved = self._moved()
         self.missing = len(self.slots)
@@ -216,8 +216,6 @@ class FlatParameter:
             stages.append(self._keep(buffer))
             self.collected = None
         if last:
-            if self.summed is None:
-                self.summed = torch.empty(self.grads.length, dtype=buffer.dtype, device=buffer.device)
             made = [*self.mesh.scatter(self.length, "optimizer"), *self.mesh.reduce(self.length)]
             stages += [stage(self.summed, self.grads, self.residual) for stage in made]
         return stages
@@ -245,8 +243,6 @@ class FlatParameter:
     def _keep(self, buffer: Tensor) -> Stage:
         def add() -> None:
             mine = buffer[_slice(self.grads)]
-            if self.summed is None:
-                self.summed = torch.empty_like(mine)
             if self.rounds:
                 self.summed.add_(mine)
             else:
@@ -257,7 +253,6 @@ class FlatParameter:
 
     def result(self) -> Tensor:
         """[optimizer span] the gradient of what this rank moves, once all is added up."""
-        assert self.summed is not None
         return self.summed[self.optimizer.within(self.grads)]
 
     def pieces(self) -> list[Tensor]:

@@ -8,8 +8,8 @@ needed (`none`). Results and bytes are the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -218,11 +218,18 @@ class GatherHooks:
 
     def idle(self) -> None:
         """The gathers of a forward pass without gradients."""
-        for window in (self._root, *self._order):
-            self._need(window)
-            if window is not self._root:
+        with self.gathered(self._root.module):
+            for window in self._order:
+                self._need(window)
                 self._release(window)
-        self._release(self._root)
+
+    @contextmanager
+    def gathered(self, module: nn.Module) -> Iterator[None]:
+        """Surrounds a pass through a block, or through what lies outside the blocks (of the model itself)."""
+        window = next(window for window in (self._root, *self._blocks) if window.module is module)
+        self._need(window)
+        yield
+        self._release(window)
 
     def detach(self) -> None:
         """Takes off the hooks."""

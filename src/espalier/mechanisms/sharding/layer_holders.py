@@ -29,8 +29,9 @@ from espalier.mechanisms.sharding.sharded_state_dict import Kinds, ModelState, O
 from espalier.optim.base import Optimizer, Owned
 from espalier.parallel.mesh import ProcessMesh
 from espalier.parallel.model_cut import ModelCut
+from espalier.plan.axes.placement import ShardFactors
 from espalier.plan.axes.placement_plan import Spread
-from espalier.plan.axes.state_holders import split
+from espalier.plan.axes.state_holders import nested
 from espalier.recipe.errors import UserError
 
 
@@ -40,12 +41,13 @@ class RaggedStates:
     Args:
         model: changed in place, as by `Amsp`.
         mesh: the ranks.
-        spread: how states lie on the ranks; a part is split over the most of its holders that do not exceed that.
+        spread: how states lie on the ranks; those of a part are split over the most of its holders that do not exceed
+            that (`plan.axes.state_holders.nested`).
         cut: how the model is cut, with the `peers` of each parameter.
         nodes: the machine of each rank of the run.
 
     Raises:
-        UserError: parameters or gradients are to be sharded, not only optimizer states.
+        UserError: parameters or gradients are to be sharded over ranks that have unlike numbers of micro-batches.
     """
 
     def __init__(
@@ -53,11 +55,11 @@ class RaggedStates:
     ) -> None:
         self.model, self.spread, self._replica = model, spread, cut.replica
         self.cut: ModelCut | None = cut
-        if any(max(factors.params, factors.grads) > 1 for _, factors in spread.factors):
+        if not cut.in_step and any(factors.grads > 1 for _, factors in spread.factors):
             raise UserError(
-                "Spread experts and pipelines that are cut at different layers shard optimizer states only.",
-                why="parameters and gradients are exchanged in every micro-batch, and unlike sets of ranks have unlike "
-                "numbers of them",
+                "Pipelines that are cut at different layers, and waves of tasks, shard optimizer states only.",
+                why="parameters and gradients are exchanged in every micro-batch, and their ranks have unlike numbers "
+                "of these",
                 do="plan.pin.shard.params=1 and plan.pin.shard.grads=1",
             )
         of_holders: dict[tuple[int, ...], set[int]] = {}
@@ -80,7 +82,6 @@ class RaggedStates:
         self.owned: Sequence[Owned] = [owned for part in self.members for owned in part.owned]
         self.flats: list[FlatParameter] = [flat for part in self.members for flat in part.flats]
         self._part = {id(flat): part for part in self.members for flat in part.flats}
-        self._hook = model.register_forward_pre_hook(lambda *_: self.settle(), prepend=True)
         self.kinds: Kinds | None = None
         self.together = True
         self._norm = 0.0
@@ -92,21 +93,14 @@ class RaggedStates:
         spread = self.spread
         if recut:
             ranks, spread = (mesh.rank,), replace(spread, codecs={})
-        blocks = [
-            block
-            for block in spread.blocks or ()
-            if any(id(parameter) in parameters for parameter in block.parameters())
-        ]
         lying = replace(
             spread,
             factors=[
-                (pattern, factors._replace(optimizer=split(factors.optimizer, len(ranks))))
-                for pattern, factors in spread.factors
+                (pattern, ShardFactors(*map(int, nested(factors, len(ranks))))) for pattern, factors in spread.factors
             ],
             nodes=[nodes[rank] for rank in ranks] if spread.nodes else (),
-            blocks=blocks,
         )
-        return Amsp(part_of(self.model, parameters, blocks), mesh.of(ranks) or mesh.alone, lying, self.cut)
+        return Amsp(part_of(self.model, parameters), mesh.of(ranks) or mesh.alone, lying, self.cut, self.model)
 
     # --- one step ----------------------------------------------------------------------------------------------------
 
@@ -156,10 +150,20 @@ class RaggedStates:
             part.settle()
 
     def idle(self, times: int) -> None:
-        """See `Sharding.idle`: no parameter is gathered in a forward pass, but tokens may go to experts here."""
+        """See `Sharding.idle`: parameters are gathered in the order of a forward pass, and tokens may go to experts
+        here."""
         self.settle()
-        for take_part in self.cut.idle * times if self.cut is not None else ():
-            take_part()
+        for _ in range(times):
+            with self._within(lambda part: part.gathered(self.model)):
+                for block in self.spread.blocks or ():
+                    self._idle_in(block)
+
+    def _idle_in(self, block: nn.Module) -> None:
+        inside = set(block.modules())
+        with self._within(lambda part: part.gathered(block)):
+            for module, take_part in self.cut.idle if self.cut is not None else ():
+                if module in inside:
+                    take_part()
 
     # --- the whole model ---------------------------------------------------------------------------------------------
 
@@ -168,8 +172,9 @@ class RaggedStates:
             part.adopt()
 
     def summon(self) -> None:
-        """Brings all parameters here: they are."""
-        self.settle()
+        """Brings all parameters here, until a pass lets them go."""
+        for part in self.members:
+            part.summon()
 
     def bytes_held(self) -> Mapping[str, int]:
         sizes: dict[str, int] = {}
@@ -194,7 +199,6 @@ class RaggedStates:
         return states
 
     def detach(self) -> None:
-        self._hook.remove()
         for part in self.members:
             part.detach()
         self.owned = [owned for part in self.members for owned in part.owned]
@@ -243,14 +247,13 @@ class RecutSum:
                 gradient.copy_(self._cut.part(slot.name, form.view(shape), slot.shape))
 
     def _own(self, slot: ParameterSlot, flat: FlatParameter) -> Tensor:
-        assert flat.summed is not None
         return flat.summed[slot.span.start : slot.span.stop].view(slot.shape)
 
 
-def part_of(model: nn.Module, parameters: set[int], blocks: Sequence[nn.Module] = ()) -> nn.Module:
-    """The part of a model that has the `parameters` (by their ids), with their names: `blocks`, and modules with
-    parameters of their own, are themselves; what holds them are containers."""
-    whole, part = {id(block) for block in blocks}, nn.Module()
+def part_of(model: nn.Module, parameters: set[int]) -> nn.Module:
+    """The part of a model that has the `parameters` (by their ids), with their names: modules with parameters of their
+    own are themselves; what holds them are containers."""
+    part = nn.Module()
     for name, parameter in model._parameters.items():
         if parameter is not None and id(parameter) in parameters:
             part.register_parameter(name, parameter)
@@ -258,8 +261,7 @@ def part_of(model: nn.Module, parameters: set[int], blocks: Sequence[nn.Module] 
         ids = set() if child is None else {id(parameter) for parameter in child.parameters()}
         if child is not None and ids & parameters:
             direct = any(parameter is not None for parameter in child._parameters.values())
-            itself = ids <= parameters and (direct or id(child) in whole)
-            part.add_module(name, child if itself else part_of(child, parameters, blocks))
+            part.add_module(name, child if direct and ids <= parameters else part_of(child, parameters))
     return part
 
 

@@ -18,7 +18,7 @@ import numpy as np
 from espalier.plan.axes.flat_layout import BUCKET, Arranged, BucketRule, Piece, arrange, cuts, streams
 from espalier.plan.axes.placement import Placement, ShardFactors, inside, place
 from espalier.plan.axes.placement_plan import LOSSLESS, PIPED, groups
-from espalier.plan.axes.state_holders import split
+from espalier.plan.axes.state_holders import nested
 from espalier.recipe.cost import Cost, Number, Terms, ring_bytes
 
 if TYPE_CHECKING:
@@ -112,11 +112,8 @@ class Division:
         """That of experts which groups of `ep` ranks divide among them: see `plan.axes.state_holders`."""
         ranks = np.maximum(1, self.ranks // ep)  # pipelines of unlike depth may have fewer
         machine = None if self.machine is None else self.machine // ep
-        over = np.vectorize(split, otypes=[int])
-        params, grads, optimizer = (over(state, ranks) for state in (self.params, self.grads, self.optimizer))
-        return replace(
-            self, params=params, grads=grads, optimizer=optimizer, ranks=ranks, stride=self.stride * ep, machine=machine
-        )
+        factors = nested(ShardFactors(self.params, self.grads, self.optimizer), ranks)
+        return replace(self, **factors._asdict(), ranks=ranks, stride=self.stride * ep, machine=machine)
 
     @property
     def multiple(self) -> Any:
