@@ -180,9 +180,9 @@ def test_the_fullest_rank_of_a_pipeline() -> None:
 
     def elements(table: int, head: int, stages: int, chunks: int = 1, ep: int = 1) -> int:
         """Of five layers of two experts."""
-        layers = [Sized(10, 4, block, kind, True, expert) for block in range(5) for expert in (0, 1)]
+        layers = [Sized(10, 4, block, kind, True, range(2), 2) for block in range(5)]
         tensors = [Sized(table, 4, None, kind, False), *layers, Sized(head, 4, None, kind, False)]
-        return sum(tensor.elements for tensor in fullest(tensors, ep, stages, chunks))
+        return sum(tensor.elements * tensor.copies for tensor in fullest(tensors, ep, stages, chunks))
 
     assert elements(7, 8, 1) == 7 + 100 + 8
     assert elements(7, 8, 1, ep=2) == 7 + 50 + 8

@@ -16,6 +16,7 @@ from espalier.language.decoder_workload import DecoderWorkload, embeddings, new_
 from espalier.language.operation_counts import DecoderLoad
 from espalier.language.tokenizer import Tokenizer, kept_tokenizer, open_tokenizer, prefix_note
 from espalier.language.workload import LanguageWorkload, open_language, thaw
+from espalier.plan.axes.flat_layout import runs
 from espalier.recipe import Adapters, Decoder, Dpo, Moe, Recipe, Tuning, decoder_shapes, defaults
 from espalier.recipe.base import Derivation
 from espalier.recipe.cost import Anatomy, Cut, ExpertSizes, Profile
@@ -32,7 +33,7 @@ from espalier.train.workload_row import (
     Sampling,
     Tokenizes,
 )
-from espalier.train.wrap_policy import deeper, on_last_rank, tally
+from espalier.train.wrap_policy import deeper, on_last_rank, sizes_of, tally
 
 if TYPE_CHECKING:
     from espalier.language.tune.workload import TuneWorkload
@@ -138,12 +139,13 @@ def _profile(recipe: Recipe) -> Profile:
 
     shallow, two = (tally(model, list(model.blocks), embeddings(model)) for model in models)
     depth, tables = options.depth or 1, 1 if size.tied else 2
+    model = models[min(depth, 2) - 1]
+    single = sizes_of(model, list(model.blocks), embeddings(model))
     parameters = 3.0 * size.width * size.feed_forward * size.experts
 
     @cache
     def tensors(ranks: int) -> Sequence[Sized]:
-        model, known = (models[0], shallow.sizes) if depth == 1 else (models[1], two.sizes)
-        parts = known if ranks == 1 else on_last_rank(model, known, gpt.roles(model), ranks)
+        parts = runs(single if ranks == 1 else on_last_rank(model, single, gpt.roles(model), ranks))
         return parts if depth == 1 else deeper(parts, depth)
 
     experts = ExpertSizes(size.experts, size.active, parameters, tensors)

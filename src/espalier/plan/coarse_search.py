@@ -7,6 +7,7 @@ the best cuts are then priced with all factors, unit by unit. Up to `EXHAUSTIVE`
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -22,19 +23,20 @@ EXHAUSTIVE = 64
 """Ranks up to which every layout is priced."""
 CUTS = 96
 """Cuts of a part of the cluster that are priced in full."""
-PRECISE = 0.01
-"""Share of a peak by which states as one length may be more than unit by unit: some values are kept in fewer bytes."""
+LOSES = 1.25
+"""So many times as long as a known plan, a part of the cluster loses also with the best factors."""
 OF_EACH = 2
 """Of each algorithm and recomputation at least, to say what they lose."""
 CUT = tuple(name for name in space.ARRAYS if name not in ("params", "grads", "optimizer"))
 
 
-def cuts(request: Request, on: Fleet, batches: Iterable[Layouts]) -> tuple[list[Layouts], int]:
+def cuts(
+    request: Request, on: Fleet, batches: Iterable[Layouts], against: float = math.inf
+) -> tuple[list[Layouts], int]:
     """The best cuts among layouts with few factors, the fastest first, then those that lack the fewest bytes; and how
-    many layouts these were."""
+    many layouts these were. Only the best where all clearly lose `against` a step of so many seconds."""
     plain, priced = one_length(request), 0
-    ranked: dict[Layouts, tuple[float, float]] = {}
-    of_each: set[Layouts] = set()
+    ranked: list[tuple[float, float, bool, Layouts, int]] = []
     for batch in batches:
         priced += len(batch)
         over = fullness(plain, on, batch)[1]
@@ -46,11 +48,12 @@ def cuts(request: Request, on: Fleet, batches: Iterable[Layouts]) -> tuple[list[
         first: dict[tuple[Any, ...], int] = {}
         for index, *cut in zip(order.tolist(), *columns, strict=True):
             first.setdefault(tuple(cut), index)
-        best = batch.each(list(first.values()))
-        of_each |= set(best[:OF_EACH])
-        ranked |= dict(zip(best, ((seconds[index], over[index]) for index in first.values()), strict=True))
-    by_seconds = sorted(ranked, key=ranked.__getitem__)
-    return [*by_seconds[:CUTS], *(cut for cut in by_seconds[CUTS:] if cut in of_each)], priced
+        ranked += [(seconds[index], over[index], at < OF_EACH, batch, index) for at, index in enumerate(first.values())]
+    ranked.sort(key=lambda row: row[:2])
+    if ranked and ranked[0][0] > LOSES * against:
+        del ranked[1:]
+    chosen = [*ranked[:CUTS], *(row for row in ranked[CUTS:] if row[2])]
+    return [batch.at(index) for *_, batch, index in chosen], priced
 
 
 def refined(chosen: Iterable[Layouts], per_node: int, limits: Limits) -> Iterator[Layouts]:
@@ -60,19 +63,6 @@ def refined(chosen: Iterable[Layouts], per_node: int, limits: Limits) -> Iterato
         alike.setdefault((cut.algorithm, cut.recompute, cut.placement), []).append(cut)
     for members in alike.values():
         yield space.with_factors(members, per_node, limits)
-
-
-def fitting(request: Request, on: Fleet, batch: Layouts) -> Layouts:
-    """Those of a batch that may fit, and where none does those that may lack the fewest bytes: units of many experts
-    take long to work out, and their padding only adds to the bytes."""
-    if "expert_parallel" not in request.profile.facts:
-        return batch
-    peak, over = fullness(one_length(request), on, batch)
-    least = over - PRECISE * peak
-    if np.all(least > 0):
-        nearest = batch.at(np.argsort(least, kind="stable")[:CUTS])
-        return batch.at(np.flatnonzero(least <= np.min(fullness(request, on, nearest)[1])))
-    return batch.at(np.flatnonzero(least <= 0))
 
 
 def one_length(request: Request) -> Request:

@@ -18,7 +18,7 @@ from espalier.plan.axes.experts import cost as expert_cost
 from espalier.plan.axes.flat_layout import BUCKET, Sized
 from espalier.plan.axes.sequence import SequenceGrid, SequenceLoad
 from espalier.plan.axes.sequence import cost as sequence_cost
-from espalier.plan.axes.sharding import Division, Lengths, StateBytes, StateSizes, Wire, cost, volumes
+from espalier.plan.axes.sharding import Division, Lengths, StateBytes, StateSizes, Wire, cost, lengths, volumes
 from espalier.plan.axes.state_holders import fullest
 from espalier.plan.axes.token_chunks import by_chunks, chunk_tokens
 from espalier.plan.base import RESIDENT
@@ -389,8 +389,8 @@ def _on_rank(
 ) -> Lengths:
     """Of the fullest rank; `kind`: ranks of an expert group, of experts or all others, under Muon, in fp64."""
     ep, experts, muon, fp64 = kind
-    tensors = [tensor for tensor in _fullest(source, tp, ep, pp, chunks) if (tensor.expert >= 0) == experts]
-    return Lengths([_fp64(tensor) if fp64 else tensor for tensor in tensors], muon)
+    tensors = [tensor for tensor in _fullest(source, tp, ep, pp, chunks) if bool(tensor.experts) == experts]
+    return lengths(tuple(_fp64(tensor) if fp64 else tensor for tensor in tensors), muon)
 
 
 _fullest = lru_cache(maxsize=256)(lambda source, tp, *cuts: fullest(source(tp), *cuts))

@@ -158,7 +158,7 @@ def search(
         batches = _grids(request, limits, on)
         if many:
             few = _runnable(request, _grids(request, replace(limits, few=True), on), known)
-            cuts, count = coarse_search.cuts(request, weakest(request, on), few)
+            cuts, count = coarse_search.cuts(request, weakest(request, on), few, min(best, below))
             batches, priced = coarse_search.refined(cuts, on.per_node, limits), priced + count
         for every in _runnable(request, batches, known):
             slow = every.algorithm != "data" and equal > best * (1 + tie)
@@ -379,7 +379,6 @@ def _price(
     """Of each schedule of a batch the fastest that fit and the most frugal; the same of those with `whole` states, if
     asked for; the least violating one where none fits."""
     weak = weakest(request, on) if len(on.kinds) > 1 else on
-    batch = coarse_search.fitting(request, weak, batch)
     peak, over = fullness(request, weak, batch)
     if not np.any(over <= 0):
         at = int(np.argmin(over))

@@ -155,15 +155,15 @@ def compute(step: CostInputs, work: Work) -> Pass:
     repeated = BACKWARD if step.request.system.kernel == "written" else device_model.ATTENTION_BACKWARD
     dense = products(work.products) + attention
     forward = dense + moved
-    both = [gradient for product in work.products for gradient in device_model.backward(product)]
+    both = products([gradient for product in work.products for gradient in device_model.backward(product)])
     back = (
         device_model.moved_seconds(device, work.moved_back, setting, factors) if work.moved_back is not None else None
     )
-    backward = products(both) + repeated * attention + (BACKWARD * moved if back is None else back)
+    backward = both + repeated * attention + (BACKWARD * moved if back is None else back)
     again = work.again * dense + (work.again if work.moved_again is None else work.moved_again) * moved
     count = work.issued or OPERATIONS * sum((product.count for product in work.products), 0.0)
     count = count * (1 + BACKWARD + work.again)
-    weight = products(both) / 2  # the other half of backward's products are gradients of inputs
+    weight = both / 2  # the other half of backward's products are gradients of inputs
     reading = 0.0 if step.cuda or not setting.full else work.reading / setting.share
     launch = factors.issue * count * device_model.issue_seconds(device) + reading
     return Pass(forward, backward, again, launch, weight=weight)

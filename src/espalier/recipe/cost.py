@@ -286,7 +286,8 @@ class Tally:
     Attributes:
         parameters, trainable: numbers of parameters; tensors: of trainable tensors.
         matrices: how many hidden matrices are trained, by (rows, columns).
-        sizes: `plan.axes.flat_layout.Sized` of the trainable tensors, in the model's order; empty: not known.
+        sizes: `plan.axes.flat_layout.Sized` of the trainable tensors, in the model's order, equal ones that follow one
+            another as one with their count; empty: not known.
         running: floating-point and whole numbers in buffers that every step moves.
     """
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from espalier.parallel.tensor_roles import DIM, modules_with_roles
 from espalier.parallel.workload import Role
-from espalier.plan.axes.flat_layout import Sized
+from espalier.plan.axes.flat_layout import Sized, runs
 from espalier.recipe.cost import Profile, Tally
 from espalier.train.seams import expert_numbers, fields_of
 
@@ -85,7 +85,7 @@ def sizes_of(
             member.of(p),
             (str(p.dtype), p.dtype == torch.float32 and id(p) not in exact),
             p.ndim == 2 and id(p) not in outside,
-            experts.get(name, -1),
+            range(experts[name], experts[name] + 1) if name in experts else range(0),
         )
         for name, p in model.named_parameters()
         if p.requires_grad
@@ -105,7 +105,7 @@ def tally(
         trainable=sum(sized.elements for sized in sizes),
         tensors=len(sizes),
         matrices=Counter((matrix.shape[0], matrix.shape[1]) for matrix in matrices),
-        sizes=sizes,
+        sizes=runs(sizes),
         running=(floats, sum(buffer.numel() for buffer in buffers) - floats),
     )
 

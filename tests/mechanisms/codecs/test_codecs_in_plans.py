@@ -53,7 +53,9 @@ def test_auto_encodes_between_machines_where_links_are_slow() -> None:
     assert [one.codec for one in raw.exchanges] == ["exact"]
     sizes = [
         one.length
-        for one in arrange([Piece(s.elements, 4) for s in request().profile.sizes], lambda group: BucketRule())
+        for one in arrange(
+            [Piece(s.elements, 4, copies=s.copies) for s in request().profile.sizes], lambda group: BucketRule()
+        )
     ]
     assert raw.predicted.sent_bytes["gradients"] == sum(4 * size for size in sizes)
     assert slow.predicted.sent_bytes["gradients"] == sum(

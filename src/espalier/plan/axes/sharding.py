@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from espalier.plan.axes.flat_layout import BUCKET, Arranged, BucketRule, Piece, arrange, cuts, streams
+from espalier.plan.axes.flat_layout import BUCKET, Arranged, BucketRule, Piece, Stream, arrange, streams
 from espalier.plan.axes.placement import Placement, ShardFactors, inside, place
 from espalier.plan.axes.placement_plan import LOSSLESS, PIPED, groups
 from espalier.plan.axes.state_holders import nested
@@ -157,12 +157,13 @@ class GroupTraffic(NamedTuple):
 
 
 class Units(NamedTuple):
-    """Units of one kind: [units] lengths, and which stay from forward to backward."""
+    """Units of one kind: lengths, which stay from forward to backward, and how many of each there are, all [units]."""
 
     low: bool
     element_bytes: int
     lengths: NDArray[Any]
     stays: NDArray[Any]
+    times: NDArray[Any]
 
 
 class Rules(NamedTuple):
@@ -180,24 +181,13 @@ class Rules(NamedTuple):
         return BucketRule(*self[1:])
 
 
-class PieceStream(NamedTuple):
-    """Parameters that may share a unit, last first: their indices and elements, what `Units` say of theirs, and whether
-    they are whole matrices."""
-
-    indices: list[int]
-    elements: list[int]
-    kind: tuple[bool, int]
-    stays: bool
-    whole: bool
-
-
 class Lengths:
     """The units of a model by their rules. Has state: those that were worked out."""
 
     def __init__(self, sizes: Sequence[Sized], whole: bool) -> None:
         self.sizes, self.whole = sizes, whole
         self._known: dict[Rules, tuple[Units, ...]] = {}
-        self._streams: dict[tuple[bool, bool], list[PieceStream]] = {}
+        self._streams: dict[tuple[bool, bool], list[Stream]] = {}
 
     def of(self, rules: Rules) -> tuple[Units, ...]:
         if rules.owners > 1:  # whole pieces are dealt anew for other owners
@@ -207,43 +197,28 @@ class Lengths:
 
     def _cached(self, rules: Rules) -> tuple[Units, ...]:
         if rules not in self._known:
-            self._known[rules] = tuple(self._kinds(rules))
+            self._known[rules] = self._kinds(rules)
         return self._known[rules]
 
-    def _kinds(self, rules: Rules) -> Iterator[Units]:
-        units = [
-            (-stream.indices[end - 1], stream.kind, (length, stream.stays, times))
-            for stream in self._streamed(rules.gathered, rules.owners > 1)
-            for _, end, length, times in cuts(stream.elements, stream.kind[1], stream.whole, rules.rule)
-        ]
+    def _kinds(self, rules: Rules) -> tuple[Units, ...]:
+        kind_of_pieces = rules.gathered, rules.owners > 1
+        if kind_of_pieces not in self._streams:
+            self._streams[kind_of_pieces] = streams(self._pieces(*kind_of_pieces))
+        members = self._streams[kind_of_pieces]
+        last = max((stream.group.gathered[1] for stream in members if stream.group.gathered), default=0)
         kinds: dict[tuple[bool, int], list[tuple[int, bool, int]]] = {}
-        for _, kind, row in sorted(units):
-            kinds.setdefault(kind, []).append(row)
-        for kind, rows in kinds.items():
-            *values, times = map(np.array, zip(*rows, strict=True))
-            yield Units(*kind, *(np.repeat(value, times) for value in values))
-
-    def _streamed(self, gathered: bool, dealt: bool) -> list[PieceStream]:
-        if (gathered, dealt) not in self._streams:
-            by_group = streams(self._pieces(gathered, dealt))
-            last = max((group.gathered[1] for group, *_ in by_group if group.gathered), default=0)
-            self._streams[gathered, dealt] = [
-                PieceStream(
-                    indices,
-                    [self.sizes[index].elements for index in indices],
-                    (group.kind[1], element_bytes),
-                    group.gathered is not None and (group.gathered[0] is None or group.gathered[1] == last),
-                    whole,
-                )
-                for (group, element_bytes, whole), indices in by_group.items()
-            ]
-        return self._streams[gathered, dealt]
+        for stream in members:
+            gathered, kind = stream.group.gathered, (stream.group.kind[1], stream.element_bytes)
+            stays = gathered is not None and (gathered[0] is None or gathered[1] == last)
+            rows = [(length, stays, times) for _, _, length, times in stream.cuts(rules.rule)]
+            kinds.setdefault(kind, []).extend(rows)
+        return tuple(Units(*kind, *map(np.array, zip(*rows, strict=True))) for kind, rows in kinds.items())
 
     def _pieces(self, gathered: bool, dealt: bool) -> list[Piece]:
         sizes, shards = self.sizes, ShardFactors(params=2 if gathered else 1)
         of = groups([shards] * len(sizes), [sized.block for sized in sizes], [sized.kind for sized in sizes])
         return [
-            Piece(sized.elements, sized.element_bytes, group, self.whole and sized.matrix and dealt)
+            Piece(sized.elements, sized.element_bytes, group, self.whole and sized.matrix and dealt, sized.copies)
             for sized, group in zip(sizes, of, strict=True)
         ]
 
@@ -251,7 +226,7 @@ class Lengths:
         return arrange(self._pieces(rules.gathered, rules.owners > 1), lambda group: rules.rule)
 
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=1024)
 def lengths(sizes: tuple[Sized, ...], whole: bool) -> Lengths:
     """Of a model's tensors: those worked out are kept."""
     return Lengths(sizes, whole)
@@ -301,7 +276,8 @@ def _sums(row: Sequence[Units], kind: tuple[bool, int]) -> tuple[int, int, int, 
     mine = next((units for units in row if (units.low, units.element_bytes) == kind), None)
     if mine is None:
         return 0, 0, 0, 0
-    return int(mine.lengths.sum()), len(mine.lengths), int(mine.lengths[mine.stays].sum()), int(mine.stays.sum())
+    stay = mine.times * mine.stays
+    return int(mine.times @ mine.lengths), int(mine.times.sum()), int(stay @ mine.lengths), int(stay.sum())
 
 
 def _even(states: StateSizes, division: Division) -> Volume:
@@ -413,15 +389,16 @@ def owned(
     sizes: Sequence[Sized], whole: bool, chosen: ShardFactors, nodes: Sequence[int], bucket_bytes: int = BUCKET
 ) -> list[int]:
     """Elements that the optimizer of the first rank moves, tensor by tensor in its order."""
+    elements = [sized.elements for sized in sizes for _ in range(sized.copies)]
     if len(nodes) == 1:
-        return [sized.elements for sized in sizes]
+        return elements
     moved = []
     _, rules = placed(chosen, nodes, whole, bucket_bytes)
     for unit in lengths(tuple(sizes), whole).arranged(rules):
         end = unit.length // chosen.optimizer
         for index, offset in zip(unit.indices, unit.offsets, strict=True):
             if offset < end:
-                moved.append(min(offset + sizes[index].elements, end) - offset)
+                moved.append(min(offset + elements[index], end) - offset)
     return moved
 
 
@@ -466,12 +443,12 @@ def wire_bytes(
             kind = GRADIENTS if replicas else PARAMETERS
             back = _Way(codecs.get((kind, where)), axis.size, float(storage.grads if replicas else storage.params))
             if replicas and index == len(placement.axes) - 1:
-                sent[GRADIENTS] += float(sums.sent("all_reduce", before).sum())
+                sent[GRADIENTS] += float(units.times @ sums.sent("all_reduce", before))
             else:
                 once = axis.state in ("optimizer", "replicas")
-                sent[GRADIENTS] += (1 if once else rounds) * float(sums.sent("reduce_scatter", before).sum())
+                sent[GRADIENTS] += (1 if once else rounds) * float(units.times @ sums.sent("reduce_scatter", before))
                 times = rounds * (2 - units.stays) if axis.state == "params" else 1
-                sent[kind] += float((times * back.exact.sent("all_gather", before)).sum())
+                sent[kind] += float((units.times * times) @ back.exact.sent("all_gather", before))
             before = before // axis.size
     return sent
 

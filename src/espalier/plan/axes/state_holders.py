@@ -41,7 +41,7 @@ def fullest(tensors: Sequence[Sized], ep: int, stages: int, chunks: int) -> list
     on the rank of an expert group that holds most. What stands before the layers is the first stage's, what stands
     behind them the last one's."""
     layers = 1 + max(tensor.block or 0 for tensor in tensors)
-    experts = -(-max(1 + tensor.expert for tensor in tensors) // ep)
+    experts = -(-max(tensor.experts.stop for tensor in tensors) // ep)
     spans = stage_layers(layers, stages * chunks)
     ranks: dict[int | None, int] = {n: at % stages for at, span in enumerate(spans) for n in range(*span)}
     by_rank: defaultdict[int, list[Sized]] = defaultdict(list)
@@ -49,6 +49,7 @@ def fullest(tensors: Sequence[Sized], ep: int, stages: int, chunks: int) -> list
     for tensor in tensors:
         if tensor.block is not None:
             outside = stages - 1
-        if tensor.expert < experts:
-            by_rank[ranks.get(tensor.block, outside)].append(tensor)
-    return max(by_rank.values(), key=lambda rank: sum(tensor.elements for tensor in rank))
+        part = tensor.of_first(experts)
+        if part.copies:
+            by_rank[ranks.get(tensor.block, outside)].append(part)
+    return max(by_rank.values(), key=lambda rank: sum(tensor.elements * tensor.copies for tensor in rank))
