@@ -113,7 +113,8 @@ class OffloadedParameters(Mechanism):
 
         assert context.model is not None
         context.window = window = make_window(context, connect, stays=False)
-        context.sharding = OffloadSharding(context.model, window, () if context.cut is None else context.cut.idle)
+        routes = [] if context.cut is None else [take_part for _, take_part in context.cut.idle]
+        context.sharding = OffloadSharding(context.model, window, routes)
         context.meters["offload"] = folder.meter.read
 
 
