@@ -93,29 +93,31 @@ def home_cards(row: Mapping[str, str]) -> Line | None:
 
 
 EXPERTS = {
-    "GPT OSS 120B": {"depth": 36, "width": 2880, "heads": 36, "kv_heads": 6, "feed_forward": 2880,
+    "GPT OSS 120B": {"depth": 36, "width": 2880, "heads": 64, "kv_heads": 8, "head_size": 64, "feed_forward": 2880,
                      "vocabulary": 201_088, "experts": 128, "active": 4, "tied": False},
-    "Qwen3_235B_a22B": {"depth": 94, "width": 4096, "heads": 32, "kv_heads": 4, "feed_forward": 1536,
+    "Qwen3_235B_a22B": {"depth": 94, "width": 4096, "heads": 64, "kv_heads": 4, "head_size": 128, "feed_forward": 1536,
                         "vocabulary": 151_936, "experts": 128, "active": 8, "tied": False},
-    "DeepSeekV3": {"depth": 61, "width": 7168, "heads": 128, "kv_heads": 128, "feed_forward": 2048,
-                   "vocabulary": 129_280, "experts": 256, "active": 9, "tied": False},
+    "DeepSeekV3": {"depth": 61, "width": 7168, "heads": 128, "kv_heads": 128, "feed_forward": 2048, "shared": 2048,
+                   "vocabulary": 129_280, "experts": 256, "active": 8, "tied": False, "q_lora_rank": 1536,
+                   "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128},
 }  # fmt: skip
-"""Heads are such that they make up the width: a row cannot say another size of theirs yet."""
+"""As their configurations say. DeepSeek's first three layers are dense: counted as experts', of about the same size."""
 
 
 def experts(row: Mapping[str, str]) -> Line:
-    """Mixtures of experts by Megatron-Bridge."""
+    """Mixtures of experts by Megatron-Bridge, with CUDA graphs where its recipes have them."""
     at = {name: int(row[name]) for name in ("gpus", "tp", "pp", "cp", "vp", "ep", "mbs", "gbs", "seq")}
     dp = at["gpus"] // (at["tp"] * at["pp"] * at["cp"])
-    name = {"GB300": "GB300", "B300": "B300"}.get(row["system"], row["system"])
+    name = row["system"]
+    each = 72 if name.startswith("GB") else 8
     return _line(
         {"kind": "moe", "gated": True, **EXPERTS[row["model"]]},
-        _machines(name, at["gpus"], 72 if name.startswith("GB") else 8, "3200Gbit/s"),
+        _machines(name, at["gpus"], each, f"{each * (800 if name.endswith('300') else 400)}Gbit/s"),
         {"dp": dp, "tp": at["tp"], "pp": at["pp"], "vp": at["vp"], "ep": at["ep"], "micro_batch": at["mbs"],
          "algorithm": "zero-1"},
         (at["seq"], at["gbs"], "bf16"),
         at["gbs"] * at["seq"] / at["gpus"] / float(row["tokens_s_gpu"]),
-        executor="nemo",
+        executor="nemo", graphs=row["model"] != "GPT OSS 120B" or name.endswith("300"),
     )  # fmt: skip
 
 
@@ -150,7 +152,7 @@ def nanotron(row: Mapping[str, str]) -> Line | None:
         {"dp": at["dp"], "tp": at["tp"], "pp": at["pp"], "micro_batch": at["mbs"], "algorithm": "zero-1"},
         (4096, 1024, "bf16"),
         float(row["step_s"]),
-        gradients="fp32", update="fused", compile=False,
+        executor="nanotron", compile=False,
     )  # fmt: skip
 
 

@@ -78,6 +78,7 @@ STACK: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "executor": ("nemo", "internevo", {}),
     "sequence_parallel": (True, False, CUT),
     "overlap": (True, False, {}),
+    "graphs": (True, False, WAITING),
     "bucket": ("25MiB", "whole", {}),
     "gradients": ("fp32", "bf16", {}),
     "states": ("fp32", "bf16", {}),

@@ -177,7 +177,8 @@ def _feed(setting: DecoderLoad) -> Feed:
     rows, cut = setting.tokens * active, inner / setting.cut.tensor
     router = Product(setting.tokens, width, experts)
     combine = Product(setting.tokens, active, width)
-    gate_up, down = Product(rows, width, cut, 2), Product(rows, cut, width)
+    gate_up = Product(rows, width, cut, 2, grouped=True)
+    down = Product(rows, cut, width, grouped=True)
     # Kept: the rows as sorted, gate, up and their product, the answers by token; int64 indices (picked experts, which
     # token each row is, where its answer goes); the router's two softmaxes.
     saved = active * (2 * width + 3 * inner) * compute + 3 * 8 * active + (experts + 2 * active) * setting.whole

@@ -251,7 +251,8 @@ class CostInputs:
         request, layouts = self.request, self.layouts
         few, over = divmod(request.experts.total, request.expert_ranks)
         sizes = [few + (rank < over) for rank in range(request.expert_ranks)]
-        load = ExpertLoad(request.profile.width, request.compute, request.recipe.comm.experts == "int8")
+        int8, in_turn = request.recipe.comm.experts == "int8", request.system.storage is not None
+        load = ExpertLoad(request.profile.width, request.compute, int8, in_turn)
         tokens = samples * request.profile.tokens_per_sample / np.asarray(layouts.sp) / rounds
         again = float(layouts.recompute != "none")
         layer = expert_cost(load, expected(tokens, request.experts.active, sizes), self.wire, again, layouts.tp)

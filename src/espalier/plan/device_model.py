@@ -23,11 +23,13 @@ PRODUCT_SHARE = 0.8
 until probed or calibrated."""
 TILE = 128
 """Rows and columns of the tile of a product that a multiprocessor computes at a time."""
-EPILOGUE = 36.0
+EPILOGUE = 40.0
 """Operations at the fp32 peak for each value of a product's result, in which tensor cores wait: an A100 loses most in
 narrow models, a 4090 least. This, `TAIL`, `OVERLAP` and `COPY_SHARE` are fitted to half of bench/planner.py's steps."""
 TAIL = 0.25
 """Of the time of a tile: what a product's last wave, full to any degree, leaves idle."""
+GROUPED = 0.75
+"""What experts' products, one after the other, reach of a dense one's speed: fitted likewise."""
 SPLIT = 2048
 """Inner size beyond which a tile's sum is split among multiprocessors. Assumed."""
 OVERLAP = 4.0
@@ -46,7 +48,7 @@ tokens, causal, heads of 128 (the same)."""
 ATTENTION_BACKWARD = 2.5
 """FLOP of the attention core's backward over its forward (recomputes the scores; same paper); 2 of written scores."""
 
-LAUNCH = {"cuda": 18e-6, "cpu": 4e-6}
+LAUNCH = {"cuda": 18.5e-6, "cpu": 4e-6}
 """Seconds to issue one eager operation where it was not measured: a PyTorch dispatch with autograd's bookkeeping, and
 on GPUs the kernel's launch, as measured GPT iterations of small micro-batches show (vTrain, arXiv 2312.12391)."""
 
@@ -97,7 +99,8 @@ def _tiled(device: Device, precision: str, product: Product, factors: CostFactor
     write. A module's products are counted as FLOP alone, with 1 for sizes that nobody knows: these lose nothing."""
     rows, inner, columns = (np.maximum(1, np.asarray(size)) for size in (product.rows, product.inner, product.columns))
     known = (rows > 1) & (inner > 1) & (columns > 1)
-    speed = _peak(device, precision) * share(device, "product", precision) / factors.product
+    reached = share(device, "product", precision) * (GROUPED if product.grouped else 1.0)
+    speed = _peak(device, precision) * reached / factors.product
     ends = EPILOGUE / device.flops.get("fp32", speed)
     tile = TILE**2 * max(1, device.multiprocessors) * (2.0 * np.minimum(inner, SPLIT) / speed + ends)
     compute = 2.0 * rows * inner * columns / speed + known * factors.small * (rows * columns * ends + TAIL * tile)
@@ -109,8 +112,13 @@ def _tiled(device: Device, precision: str, product: Product, factors: CostFactor
 def backward(product: Product) -> tuple[Product, ...]:
     """The products that backward does for one of forward: of the gradients of the input and of the weight, if they
     have one."""
-    of_input = Product(product.rows, product.columns, product.inner, product.count)
-    of_weight = Product(product.inner, product.rows, product.columns, product.count)
+    rows, inner, columns, more = (
+        product.rows,
+        product.inner,
+        product.columns,
+        (product.count, False, False, product.grouped),
+    )
+    of_input, of_weight = Product(rows, columns, inner, *more), Product(inner, rows, columns, *more)
     return (of_input,) * (not product.leaf) + (of_weight,) * (not product.frozen)
 
 

@@ -36,6 +36,8 @@ EAGER = 2.5
 Assumed."""
 OPERATIONS = 45.0
 """Operations that a block's eager forward pass issues in such systems, biases and dropouts included. Assumed."""
+ROUTING = 30.0
+"""More of them where tokens go to experts: gates, choices, counts, permutations, exchanges. Assumed."""
 ACTIVATION = {"autocast": 16, "fp32": 20}
 """Bytes per column that a GELU of PyTorch operations keeps, by the bytes of a value: its input, the tangent and 1 + it
 in 32 bits (autocast computes powers so), half the input, and its answer."""
@@ -82,7 +84,8 @@ class ReferenceDecoder:
     activations are chains of PyTorch operations (as in Llama's code) instead of fused kernels (as in Megatron-LM's).
     `operations`: what chains of them keep: `kernels` as Megatron-LM's, with its dropout; `fused` ones, where a SwiGLU
     keeps its inputs and its answer alone; or PyTorch's, `compiled` or not, where a GPT writes its scores. `loss`: of
-    `LOSSES`; empty: `parallel` where ranks share matrices, else `plain`.
+    `LOSSES`; empty: `parallel` where ranks share matrices, else `plain`. `spread`: ranks that share the experts.
+    `graphs`: all operations but those of routing are issued as CUDA graphs.
     """
 
     size: DecoderSizes
@@ -97,6 +100,8 @@ class ReferenceDecoder:
     loss: str = ""
     latent: LatentAttention | None = None
     adapters: LowRank | None = None
+    spread: int = 1
+    graphs: bool = False
 
     @property
     def merged(self) -> bool:
@@ -161,7 +166,7 @@ class ReferenceDecoder:
         tokens = micro_batch * self.sequence / cut.sequence
         value = VALUE_BYTES.get(precision, 2)
         products = tuple(self._product(matrix, tokens, tensor) for matrix in self.matrices)
-        moved, scores = self._moved(value, cut)
+        moved, scores, back = self._moved(value, cut)
         core = 1.0 * tokens * self.sequence * sum(self._heads_columns) / tensor * (1 if self.fused else 2)
         linear = sum(product.flops for product in products)
         # Selective: with written scores only the core is done again; with FlashAttention every other product.
@@ -175,12 +180,13 @@ class ReferenceDecoder:
             products=products,
             attention=core,
             moved=tokens * (moved + scores),
+            moved_back=tokens * back,
             saved=tokens * saved[recompute],
             transient=tokens * (saved["none"] - saved[recompute] if recompute != "none" else 0.0) + copies,
             again=again,
             samples=micro_batch,
             tokens=tokens,
-            issued=OPERATIONS,
+            issued=OPERATIONS * (not self.graphs) + ROUTING * (size.experts > 1),
             length=self.sequence,
             head_size=size.head_size,
             moved_again=scores / (moved + scores) if recompute == "selective" and not self.fused else None,
@@ -191,11 +197,14 @@ class ReferenceDecoder:
         """What a matrix multiplies. A frozen one has one gradient, not two."""
         rows, columns, count, part = matrix
         frozen = self.adapters is not None
-        active = tokens * self.size.active if part in ("up", "down") else tokens
-        count = count // self.size.experts if part in ("up", "down") else count
+        size, active = self.size, tokens
+        grouped = size.experts > 1 and part in ("up", "down")
+        if grouped:
+            active = tokens * (size.active * self.spread / size.experts)
+            count = count // self.spread
         if part in ("out", "down", "shared down"):
-            return Product(active, rows / tensor, columns, count, leaf=frozen)
-        return Product(active, rows, columns / tensor, count, leaf=frozen)
+            return Product(active, rows / tensor, columns, count, leaf=frozen, grouped=grouped)
+        return Product(active, rows, columns / tensor, count, leaf=frozen, grouped=grouped)
 
     def _rest(self, micro_batch: Any, tokens: Number, value: int, tensor: Number) -> Work:
         size = self.size
@@ -263,18 +272,28 @@ class ReferenceDecoder:
             return queries + 2 * size.kv_width
         return 2 * queries + answers + 2 * (latent.queries + latent.latent + latent.rotary)
 
-    def _moved(self, value: int, cut: Cut) -> tuple[Number, Number]:
-        """Bytes per token that a layer's forward pass reads and writes: outside products and the attention core, and
-        in the core where it writes its scores."""
+    def _moved(self, value: int, cut: Cut) -> tuple[Number, Number, Number]:
+        """Bytes per token that a layer reads and writes: in forward outside products and the attention core, and in the
+        core where it writes its scores; in backward."""
         size, tensor = self.size, cut.tensor
         split = tensor if self.sequence_parallel else 1
+        queries, answers = self._heads_columns
+        feed = (size.active * size.feed_forward + size.shared) * value / tensor
+        scores = 0.0 if self.fused else size.heads * self.sequence / tensor
+        if self.operations == "kernels" and not self.gated:
+            # Megatron-LM's: norms, residuals with bias and dropout, whose masks are bytes, answers of heads together,
+            # GELU with bias; softmax with mask, dropout. Backward sums gradients of biases too.
+            moved = (10 * value + 2) * size.width / split + 2 * value * answers / tensor + 2 * feed
+            columns = 2 * answers + 3 * (queries + 2 * size.kv_width)
+            back = (22 * value + 2) * size.width / split + value * columns / tensor + 4 * feed
+            return moved, (4 * value + 1) * scores, back + (5 * value + 1) * scores
         stream = (10 if self.merged else 14) * size.width * value / split  # two norms, two residuals, dropouts
-        turned = 4 * (self._heads_columns[0] + size.kv_width) * value / tensor
-        each = 5 - 2 * self.merged if self.gated else 2
-        feed = each * (size.active * size.feed_forward + size.shared) * value / tensor
-        # scale, mask, softmax and dropout of the written scores
-        scores = 0.0 if self.fused else 4.0 * size.heads * self.sequence * value / tensor
-        return (EAGER if self.eager else 1.0) * (stream + turned + feed), scores
+        turned = 4 * (queries + size.kv_width) * value / tensor
+        moved = (EAGER if self.eager else 1.0) * (stream + turned + (5 - 2 * self.merged if self.gated else 2) * feed)
+        scores = 4.0 * value * scores  # scale, mask, softmax and dropout
+        # A token is copied for each of its experts, those of all ranks are sorted, and the same way back.
+        permuted = (2 + 6 * size.active) * size.width * value / split * (size.experts > 1)
+        return moved + permuted, scores, 2 * (moved + scores) + permuted
 
     def request(self, samples: int, precision: str, **more: Any) -> Request:
         """The planner's request for a step of `samples` samples; `more`: see `Request.changed`."""
@@ -306,6 +325,7 @@ class ReferenceDecoder:
             storage={"fp32": FULL, "tf32": FULL, "fp64": DOUBLE}.get(precision, MIXED),
             temporaries=FOREACH,
             fsdp=True,
+            adds=False,
             sequence_parallel=self.sequence_parallel,
             headroom=False,
         )

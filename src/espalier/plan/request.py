@@ -84,6 +84,9 @@ class TrainingSystem:
         refresh: how sharded parameters come back after the optimizer step: one gather, or a broadcast per owner, as in
             InternEvo, which also sums gradients whole, or reduces them to each owner in turn.
         slack: share of a GPU's bytes that its allocator holds beside them; None: as is assumed of any.
+        stall: further seconds of a pipeline's hand-over, in which host and device wait.
+        adds: gradients of a micro-batch are added to those before by operations of their own, not by
+            the products that make them.
         stages: layers of each rank of a pipeline, where they are not as equal as can be.
         headroom: leave some of a device's memory free; False for runs that were made, whatever was left.
     """
@@ -96,6 +99,8 @@ class TrainingSystem:
     sequence_parallel: bool = True
     refresh: Literal["gather", "broadcast"] = "gather"
     slack: float | None = None
+    stall: float = 0.0
+    adds: bool = True
     stages: tuple[int, ...] = ()
     headroom: bool = True
 

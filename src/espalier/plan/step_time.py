@@ -35,7 +35,7 @@ BACKWARD = 2.0
 ONCE = 200.0
 """Operations that a step issues beside its passes: reading, agreement, clipping, the optimizer. Steps of decoders of 12
 thousand and 60 thousand parameters took 0.75 ms longer than their passes on a processor of 4 us an operation."""
-TOGETHER = 3.0
+TOGETHER = 4.0
 """A GPU and the host that feeds it work side by side: a pass takes (device^p + host^p)^(1/p), their maximum but where
 they are about equal: with 3, 26 % more than either there, as a pass has parts in which the host is slower and parts in
 which the device is. Assumed; measured GPT steps on A100s, and calibrated on them those on H100s, are met better with it
@@ -46,8 +46,8 @@ ADAM_BYTES = 28
 """Per parameter, fused: reads parameter, gradient and two moments, writes all but the gradient."""
 FOREACH_BYTES = 44
 """Per parameter, more, where each operation of AdamW goes over all tensors by itself (torch's foreach)."""
-UPDATE = 100e-6
-"""Seconds of the host for each tensor once a step, where it is not fused: its state, its gradient's scale and norm."""
+UPDATE = 5.5
+"""Operations that an update which is not fused issues for each tensor: its state, its gradient's scale and norm."""
 MUON_BYTES = 36
 """Per parameter beside its products: momentum, normalising, the update."""
 NEWTON_SCHULZ = 5
@@ -102,8 +102,9 @@ def step_seconds(step: CostInputs, samples: Number) -> Terms:
     if step.request.expert_ranks > 1:
         exchanged = step.experts(samples, micro_batches).seconds
         terms |= {name: value + 0.0 * size for name, value in exchanged.items()}
+    terms["backward"] = terms["backward"] + (micro_batches - 1) * _added(step)
     terms |= _once(step, last)
-    if not step.cuda:  # a GPU's host runs ahead
+    if not step.cuda or step.request.precision == "fp16":  # a GPU's host runs ahead, but of scaled losses
         issue = step.on.factors.issue * device_model.issue_seconds(step.kind.table.device)
         terms["launch"] = terms["launch"] + ONCE * issue / step.kind.setting.share
     if step.request.offload != RESIDENT:
@@ -136,8 +137,12 @@ def passes(step: CostInputs, size: Number) -> tuple[Pass, dict[str, Number]]:
     anatomy = step.anatomy(size)
     layer = _together(step, _exchanged(step, compute(step, anatomy.layer), anatomy))
     rest = _together(step, replace(compute(step, anatomy.rest), tensor=ends_seconds(step, anatomy.rest.tokens)))
-    layers = step.stage_layers
-    return layer, {name: layers * value + getattr(rest, name) for name, value in layer.parts.items()}
+    layers, ends = step.stage_layers, True
+    if step.request.system.stages and step.stage is None:  # the last has few layers, as it has the head too
+        *others, last = step.request.system.stages
+        ends = last * layer.total + rest.total >= max(others) * layer.total
+        layers = np.where(ends, last, max(others))
+    return layer, {name: layers * value + ends * getattr(rest, name) for name, value in layer.parts.items()}
 
 
 def compute(step: CostInputs, work: Work) -> Pass:
@@ -196,11 +201,13 @@ def prefetch(step: CostInputs, size: Number) -> dict[Prefetch, float]:
 
 def _together(step: CostInputs, part: Pass) -> Pass:
     """`part` with the host's time beside the device's: on a GPU the host runs ahead, also of exchanges, so only what
-    the device waits for counts."""
+    the device waits for counts. Where experts are spread it waits in each layer to hear how many rows come."""
     if not step.cuda:
         return part
     busy = part.total - part.launch
-    return replace(part, launch=(busy**TOGETHER + part.launch**TOGETHER) ** (1 / TOGETHER) - busy)
+    waits = part.launch / (1 + BACKWARD) * (step.request.expert_ranks > 1)
+    ahead = part.launch - waits
+    return replace(part, launch=waits + (busy**TOGETHER + ahead**TOGETHER) ** (1 / TOGETHER) - busy)
 
 
 def _exchanged(step: CostInputs, layer: Pass, anatomy: Anatomy) -> Pass:
@@ -371,7 +378,8 @@ def pipeline(
     tokens = size * request.profile.tokens_per_sample / layouts.sp
     bytes_ = tokens * request.profile.width * step.stream_bytes / layouts.tp
     stride = layouts.tp * layouts.sp * layouts.dp
-    message = collective_time.seconds("send", bytes_, 1, stride, step.on) + step.on.factors.stall * STALL
+    stall = step.on.factors.stall * (STALL + request.system.stall)
+    message = collective_time.seconds("send", bytes_, 1, stride, step.on) + stall
     split = layouts.schedule == "zero_bubble"
     together = np.clip(step.on.per_node // stride, 1, layouts.pp)
     share = 1.0 if step.cuda else step.kind.setting.share
@@ -380,6 +388,14 @@ def pipeline(
         layouts.pp, micro_batches, layouts.chunks, seconds, weights, message, bytes_, split, ahead, share, together
     )
     return stages_cost(load)
+
+
+def _added(step: CostInputs) -> Number:
+    """Seconds of adding a micro-batch's gradients to those before: both are read, the sum is written.
+    Gradients that are scattered are copied to buckets instead."""
+    each = step.request.system.adds * (2 * step.storage.grads + step.request.compute)
+    moved = each * sum(states.elements for states, _ in step.parts)
+    return device_model.moved_seconds(step.kind.table.device, moved, step.kind.setting, step.on.factors)
 
 
 def _once(step: CostInputs, last: Terms) -> Terms:
@@ -428,9 +444,8 @@ def optimizer(step: CostInputs) -> Number:
     foreach = step.cuda and request.system.temporaries > 0
     moved = request.bytes_each / 4 * (each + CLIP_BYTES + foreach * FOREACH_BYTES) * step.owned
     taken = device_model.moved_seconds(device, moved, setting, step.on.factors)
-    taken = np.maximum(
-        taken, foreach * step.on.factors.issue * UPDATE * request.profile.tensors / np.asarray(step.layouts.pp)
-    )
+    issue = step.on.factors.issue * device_model.issue_seconds(device)
+    taken = np.maximum(taken, foreach * issue * UPDATE * request.profile.tensors / np.asarray(step.layouts.pp))
     if request.muon:
         share = step.owned / max(1, request.profile.trainable)
         taken = taken + share * sum(

@@ -21,7 +21,8 @@ VALUE_BYTES = {"fp64": 8, "fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2}
 @dataclass(frozen=True)
 class Product:
     """A dense matrix product [rows, inner] x [inner, columns], done `count` times in one forward pass. `leaf`: its left
-    side is data, which backward makes no gradient of; `frozen`: its right side has none, as it is not trained."""
+    side is data, which backward makes no gradient of; `frozen`: its right side has none, as it is not trained;
+    `grouped`: some rows of it have other matrices than others, as of experts."""
 
     rows: Number
     inner: Number
@@ -29,6 +30,7 @@ class Product:
     count: Number = 1
     leaf: bool = False
     frozen: bool = False
+    grouped: bool = False
 
     @property
     def flops(self) -> Number:

@@ -66,6 +66,7 @@ class _Family(Struct, forbid_unknown_fields=True):
     times: dict[str, float] = {}
     sustained: dict[str, float] = {}
     failures: str = "home"
+    dispatch: float = 0.0
 
 
 class _KnownNetwork(Struct, forbid_unknown_fields=True):
@@ -148,6 +149,7 @@ def device(name: str, cores: int = 1, memory: int = 0, where: str = "device") ->
         sustained=card.sustained or family.sustained,
         watts=card.watts,
         multiprocessors=card.multiprocessors,
+        dispatch=family.dispatch,
         spread=_catalogue().spread[basis] if family.kind == "cuda" else 0.0,
         source=f"{family.source}; {shares}" if family.kind == "cuda" else family.source,
     )

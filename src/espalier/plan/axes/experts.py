@@ -33,11 +33,12 @@ class Routed(NamedTuple):
 @dataclass(frozen=True)
 class ExpertLoad:
     """A layer as far as its messages are concerned: the width of a token and the bytes of a value; `int8`: whether rows
-    go to experts in eight bits."""
+    go to experts in eight bits; `in_turn`: answers go back when all rows have come, as in other systems."""
 
     width: int
     element_bytes: int
     int8: bool = False
+    in_turn: bool = False
 
     @property
     def row(self) -> int:
@@ -79,15 +80,16 @@ def cost(
     recomputed: float = 0.0,
     stride: Number = 1,
 ) -> Cost:
-    """Of a layer in a micro-batch: rows to experts and answers from them cross full-duplex links at once, so that a
-    pass takes as long as the larger of both. `wire`: as in `plan.axes.sharding`; `recomputed`: 1 where forward
-    runs twice;
-    `stride`: how far the ranks of an expert group are apart (ranks that share matrices stand between them)."""
+    """Of a layer in a micro-batch: rows to experts and answers from them cross full-duplex links at once,
+    so that a pass takes as long as the larger of both, or, in turn, as both. `wire`: as in
+    `plan.axes.sharding`; `recomputed`: 1 where forward runs twice; `stride`: how far the ranks of an
+    expert group are apart (ranks that share matrices stand between them)."""
     there, again, back = _ways(load, others)
     ranks = len(others) + 1
 
     def taken(ways: Number) -> Number:
-        return wire("all_to_all", np.maximum(ways, back) * ranks / max(1, ranks - 1), ranks, stride, "experts")
+        size = ways + back if load.in_turn else np.maximum(ways, back)
+        return wire("all_to_all", size * ranks / max(1, ranks - 1), ranks, stride, "experts")
 
     seconds = (1 + recomputed) * taken(there) + taken(again)
     return Cost({"experts": seconds}, sent={"experts": sent_bytes(load, others, 1 + recomputed)})

@@ -165,8 +165,9 @@ class Descriptions:
         fused = model.words.flag("fused", practice.kernel != "written")
         # Who says that nothing is compiled runs PyTorch's own operations; other systems bring fused kernels.
         eager = model.words.flag("eager", model.gated and "compile" in train and not compiled)
+        ep = self._experts(layout, layouts, model)
         decoder = ReferenceDecoder(
-            model.size, sequence, gated=model.gated, fused=fused, eager=eager,
+            model.size, sequence, spread=max(1, ep), graphs=habits.graphs, gated=model.gated, fused=fused, eager=eager,
             sequence_parallel=habits.sequence_parallel, keeps_shards=habits.keeps_shards, rotates=habits.rotates,
             operations=habits.kernels or ("compiled" if compiled else "eager"), loss=habits.loss,
             latent=model.latent, adapters=low_rank(tables["tune"], precision),
@@ -177,7 +178,7 @@ class Descriptions:
         )
         megatron = layouts.tp * layouts.pp > 1 and layouts.params == 1 and precision in ("fp16", "bf16")
         more: dict[str, Any] = {
-            "ep": self._experts(layout, layouts, model),
+            "ep": ep,
             "stages": _stages(layout, layouts, decoder, practice),
         }
         if decoder.adapters is not None:

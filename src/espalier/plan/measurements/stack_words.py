@@ -39,6 +39,10 @@ MEMORIES: Meanings = {
     "allocated": "allocated", "max-allocated": "allocated", "reserved": "reserved", "max-reserved": "reserved",
     "device": "device", "nvidia-smi": "device", "smi": "device",
 }  # fmt: skip
+HAND_OVER = 32e-3
+"""Seconds that a hand-over takes nanotron: two messages of shapes go first, which the host reads
+number by number, while device and neighbour wait (its p2p.py). Fitted to half of
+bench/planner.py's steps."""
 WHOLE = 2**40
 """Bytes of a bucket that holds all gradients."""
 
@@ -47,11 +51,12 @@ class Habits(NamedTuple):
     """How a system trains where a row does not say.
 
     Attributes:
-        sequence_parallel, overlap, bucket, broadcast, slack: as a request's.
+        sequence_parallel, overlap, bucket, broadcast, slack, stall: as a request's.
         update: how the optimizer moves parameters. gradients: their dtype; None: that of values. states: the dtype of
             weights that the optimizer moves and of its moments. loss: one of `reference_models.LOSSES`, or empty.
         kernels: norms, activations and written scores are kernels of its own, `fused` ones where a SwiGLU keeps its
-            inputs and its answer alone; empty: PyTorch's operations.
+            inputs and its answer alone; empty: PyTorch's operations. graphs: dense operations are
+            issued as CUDA graphs.
         keeps_shards, rotates: as `reference_models.ReferenceDecoder`'s. balances: stages are equal in cost, of which
             the head is a part, not in layers. fsdp: as a request's. flattens: an update copies its
             16-bit gradients to one piece before it casts them (DeepSpeed's and InternEvo's ZeRO).
@@ -71,7 +76,9 @@ class Habits(NamedTuple):
     balances: bool = False
     fsdp: bool = True
     flattens: bool = False
+    graphs: bool = False
     slack: float | None = None
+    stall: float = 0.0
 
 
 EXECUTORS: Mapping[str, Habits] = {
@@ -96,6 +103,7 @@ EXECUTORS: Mapping[str, Habits] = {
         balances=True,
         fsdp=False,
         slack=0.025,
+        stall=HAND_OVER,
     ),
     "internevo": Habits(update="fused", broadcast=True, kernels="kernels", fsdp=False, flattens=True),
     "espalier": Habits(),
@@ -107,7 +115,8 @@ ALIASES = {"megatron": "megatron-lm", "megatron-core": "nemo", "megatron-bridge"
 SYSTEMS: Meanings = {**{name: name for name in EXECUTORS}, **ALIASES}
 UNNAMED = Habits()
 
-KEYS = ("executor", "sequence_parallel", "overlap", "bucket", "gradients", "states", "update", "attention", "loss")
+FLAGS = ("sequence_parallel", "overlap", "graphs")
+KEYS = ("executor", *FLAGS, "bucket", "gradients", "states", "update", "attention", "loss")
 """What a row's `train` may say of its stack."""
 
 
@@ -137,7 +146,7 @@ def practice(words: Mapping[str, Any], where: str = "train") -> Practice:
     stated: dict[str, Any] = {
         key: meant(f"{where}.{key}", words[key], known) for key, known in _WORDS.items() if key in words
     }
-    for key in ("sequence_parallel", "overlap"):
+    for key in FLAGS:
         if key in words:
             stated[key] = words[key]
             if not isinstance(words[key], bool):
@@ -191,6 +200,8 @@ def practised(request: Request, practice: Practice) -> Request:
         kernel=practice.kernel,
         refresh="broadcast" if habits.broadcast else request.system.refresh,
         slack=habits.slack,
+        stall=habits.stall,
+        adds=not habits.kernels,
     )
 
 
