@@ -127,7 +127,7 @@ SIZES = {"7.5": (32, 4096, 32), "18": (40, 6144, 48), "22": (48, 6144, 48), "30"
 
 
 def v100(row: Mapping[str, str]) -> Line:
-    """GPT by Megatron-LM on nodes of 4 V100s (BigScience). Two rows name fewer GPUs than their ranks."""
+    """GPT by Megatron-LM on nodes of 4 V100s (BigScience). Three rows name fewer GPUs than their ranks."""
     at = {name: int(row[name]) for name in ("gpus", "tp", "dp", "pp", "mbs", "gbs")}
     depth, width, heads = SIZES[row["size_b"]]
     return _line(

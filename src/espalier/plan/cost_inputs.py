@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from espalier.plan import collective_time
+from espalier.plan import collective_time, device_model
 from espalier.plan.axes import offload, optimizer_node
 from espalier.plan.axes import offload_tiers as offload_cost
 from espalier.plan.axes.experts import ExpertLoad, expected
@@ -139,6 +139,11 @@ class CostInputs:
     @property
     def cuda(self) -> bool:
         return self.kind.table.device.kind == "cuda"
+
+    @property
+    def issue(self) -> Number:
+        """Seconds in which the host issues an operation."""
+        return self.on.factors.issue * device_model.issue_seconds(self.kind.table.device)
 
     @property
     def stage_layers(self) -> Number:

@@ -28,7 +28,7 @@ EPILOGUE = 40.0
 narrow models, a 4090 least. This, `TAIL`, `OVERLAP` and `COPY_SHARE` are fitted to half of bench/planner.py's steps."""
 TAIL = 0.25
 """Of the time of a tile: what a product's last wave, full to any degree, leaves idle."""
-GROUPED = 0.75
+GROUPED = 0.67
 """What experts' products, one after the other, reach of a dense one's speed: fitted likewise."""
 SPLIT = 2048
 """Inner size beyond which a tile's sum is split among multiprocessors. Assumed."""

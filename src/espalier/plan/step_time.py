@@ -105,8 +105,7 @@ def step_seconds(step: CostInputs, samples: Number) -> Terms:
     terms["backward"] = terms["backward"] + (micro_batches - 1) * _added(step)
     terms |= _once(step, last)
     if not step.cuda or step.request.precision == "fp16":  # a GPU's host runs ahead, but of scaled losses
-        issue = step.on.factors.issue * device_model.issue_seconds(step.kind.table.device)
-        terms["launch"] = terms["launch"] + ONCE * issue / step.kind.setting.share
+        terms["launch"] = terms["launch"] + ONCE * step.issue / step.kind.setting.share
     if step.request.offload != RESIDENT:
         terms |= _elsewhere(step, terms, micro_batches)
     return terms
@@ -137,12 +136,10 @@ def passes(step: CostInputs, size: Number) -> tuple[Pass, dict[str, Number]]:
     anatomy = step.anatomy(size)
     layer = _together(step, _exchanged(step, compute(step, anatomy.layer), anatomy))
     rest = _together(step, replace(compute(step, anatomy.rest), tensor=ends_seconds(step, anatomy.rest.tokens)))
-    layers, ends = step.stage_layers, True
-    if step.request.system.stages and step.stage is None:  # the last has few layers, as it has the head too
-        *others, last = step.request.system.stages
-        ends = last * layer.total + rest.total >= max(others) * layer.total
-        layers = np.where(ends, last, max(others))
-    return layer, {name: layers * value + ends * getattr(rest, name) for name, value in layer.parts.items()}
+    layers = step.stage_layers
+    if stages := step.request.system.stages:  # the last has few layers, as it has the head too
+        layers = np.maximum(stages[-1], layers - rest.total / layer.total)
+    return layer, {name: layers * value + getattr(rest, name) for name, value in layer.parts.items()}
 
 
 def compute(step: CostInputs, work: Work) -> Pass:
@@ -155,22 +152,21 @@ def compute(step: CostInputs, work: Work) -> Pass:
             (device_model.product_seconds(device, precision, product, setting, factors) for product in chosen), 0.0
         )
 
-    moved = device_model.moved_seconds(device, work.moved, setting, factors)
+    back = BACKWARD * work.moved if work.moved_back is None else work.moved_back
+    moved, moved_back = (device_model.moved_seconds(device, size, setting, factors) for size in (work.moved, back))
     attention = core_seconds(step, work)
     repeated = BACKWARD if step.request.system.kernel == "written" else device_model.ATTENTION_BACKWARD
     dense = products(work.products) + attention
     forward = dense + moved
-    both = products([gradient for product in work.products for gradient in device_model.backward(product)])
-    back = (
-        device_model.moved_seconds(device, work.moved_back, setting, factors) if work.moved_back is not None else None
-    )
-    backward = both + repeated * attention + (BACKWARD * moved if back is None else back)
+    both = [gradient for product in work.products for gradient in device_model.backward(product)]
+    of_both = products(both)
+    backward = of_both + repeated * attention + moved_back
     again = work.again * dense + (work.again if work.moved_again is None else work.moved_again) * moved
     count = work.issued or OPERATIONS * sum((product.count for product in work.products), 0.0)
     count = count * (1 + BACKWARD + work.again)
-    weight = both / 2  # the other half of backward's products are gradients of inputs
+    weight = of_both / 2  # the other half of backward's products are gradients of inputs
     reading = 0.0 if step.cuda or not setting.full else work.reading / setting.share
-    launch = factors.issue * count * device_model.issue_seconds(device) + reading
+    launch = step.issue * count + reading
     return Pass(forward, backward, again, launch, weight=weight)
 
 
@@ -444,8 +440,8 @@ def optimizer(step: CostInputs) -> Number:
     foreach = step.cuda and request.system.temporaries > 0
     moved = request.bytes_each / 4 * (each + CLIP_BYTES + foreach * FOREACH_BYTES) * step.owned
     taken = device_model.moved_seconds(device, moved, setting, step.on.factors)
-    issue = step.on.factors.issue * device_model.issue_seconds(device)
-    taken = np.maximum(taken, foreach * issue * UPDATE * request.profile.tensors / np.asarray(step.layouts.pp))
+    of_host = foreach * step.issue * UPDATE * request.profile.tensors / np.asarray(step.layouts.pp)
+    taken = np.maximum(taken, of_host)
     if request.muon:
         share = step.owned / max(1, request.profile.trainable)
         taken = taken + share * sum(
