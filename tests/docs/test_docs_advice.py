@@ -110,7 +110,7 @@ BESIDE = (
     "Format:",  # of one sparse product
     "The exchange of all parameters", "Over the link",  # a round's flight, and other plans
     "Gradients are exchanged in pieces",  # of a bucket
-    "Experts are spread over",  # steps of plans with other groups
+    "Experts are spread over", "A step takes",  # steps of plans with other groups
     "With the best equal layout",  # a step of another plan
     "Logits are computed",  # what all at once would take
     "A step takes",  # with experts held otherwise
@@ -227,7 +227,7 @@ def test_seventy_billion_are_cut_by_layers_or_states_and_use_every_device(title:
 def test_a_mixture_says_that_its_experts_are_sharded() -> None:
     plan, predicted = planned("A mixture of eight 7B experts")
     assert len(plan.ranks) == 16
-    assert plan.layout.shard["optimizer"] * plan.layout.pp >= 8
+    assert plan.layout.shard["optimizer"] * plan.layout.pp * plan.layout.tp >= 8
     assert said("A mixture of eight 7B experts", "States sharded")
     assert predicted.mfu > 0.15
 

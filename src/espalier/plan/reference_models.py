@@ -202,9 +202,8 @@ class ReferenceDecoder:
         if grouped:
             active = tokens * (size.active * self.spread / size.experts)
             count = count // self.spread
-        if part in ("out", "down", "shared down"):
-            return Product(active, rows / tensor, columns, count, leaf=frozen, grouped=grouped)
-        return Product(active, rows, columns / tensor, count, leaf=frozen, grouped=grouped)
+        cut = (tensor, 1) if part in ("out", "down", "shared down") else (1, tensor)
+        return Product(active, rows / cut[0], columns / cut[1], count, leaf=frozen, grouped=grouped)
 
     def _rest(self, micro_batch: Any, tokens: Number, value: int, tensor: Number) -> Work:
         size = self.size
