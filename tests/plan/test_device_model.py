@@ -178,8 +178,7 @@ def test_sizes_that_nobody_knows_lose_nothing() -> None:
 
 def test_written_scores_are_priced_as_the_products_they_are() -> None:
     device, work = clusters.device("A100-80GB"), attending(1e12, 512)
-    written = device_model.written_attention_seconds(device, "bf16", work, DeviceUse())
+    product = device_model.written(work)
+    assert product.flops == pytest.approx(work.attention)
     fused = device_model.attention_seconds(device, "bf16", work, DeviceUse())
-    core = Product(1e12 / (2 * 512 * 64), 64, 512)
-    assert written == device_model.product_seconds(device, "bf16", core, DeviceUse())
-    assert written > 2 * fused
+    assert device_model.product_seconds(device, "bf16", product, DeviceUse()) > 2 * fused

@@ -33,7 +33,8 @@ GROUPED = 0.67
 SPLIT = 2048
 """Inner size beyond which a tile's sum is split among multiprocessors. Assumed."""
 OVERLAP = 4.0
-"""A product takes (compute^p + memory^p)^(1/p)."""
+"""A product takes (compute^p + memory^p)^(1/p): 19 % more than either where both are equal. So do a GPU and the host
+that feeds it: a pass has parts in which the host is slower and parts in which the device is."""
 COPY_SHARE = 0.75
 """Share of a datasheet's memory bandwidth in elementwise work. Assumed until probed."""
 
@@ -135,20 +136,13 @@ def attention_seconds(
     return factors.attention * flop / speed
 
 
-def written_attention_seconds(
-    device: Device, precision: str, work: Work, setting: DeviceUse, factors: CostFactors = PLAIN
-) -> Number:
-    """The same of an attention core that writes its scores: on a catalogue's GPU two products."""
-    if device.kind != "cuda" or not work.head_size or any(rate.what == "attention" for rate in device.rates):
-        return attention_seconds(device, precision, work, setting, factors)
-    rows = work.attention / (2.0 * work.length * work.head_size)
-    return factors.attention * _tiled(device, precision, Product(rows, work.head_size, work.length), factors)
+def written(work: Work) -> Product:
+    """The product, and one like it, that an attention core is which writes its scores."""
+    return Product(work.attention / (2.0 * work.length * work.head_size), work.head_size, work.length)
 
 
-def kernel_share(device: Device, kernel: str, tokens: Number) -> Number:
-    """What an attention kernel reaches of that in sequences of so many tokens: of a catalogue's GPU."""
-    if device.kind != "cuda" or device.rates or kernel == "written":
-        return 1.0
+def kernel_share(kernel: str, tokens: Number) -> Number:
+    """What an attention kernel of a catalogue's GPU reaches of that in sequences of so many tokens."""
     return (EFFICIENT if kernel == "efficient" else 1.0) / (1 + SHORT / np.maximum(1, tokens))
 
 

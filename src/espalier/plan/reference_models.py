@@ -233,13 +233,10 @@ class ReferenceDecoder:
         feed = size.active * size.feed_forward + size.shared
         inputs = 4 * width  # of both products that are cut by columns
         shared = 4 * width  # of both norms
-        if self.gated:
-            inside = 2 * cores + (2 * answers + 6 * feed if self.operations == "fused" else 4 * answers + 8 * feed)
-            dropout = 0
-        else:
-            inside = 2 * cores + 2 * answers + 4 * feed
-            dropout = 2 * width * (self.operations == "kernels")
-        inside = inside + 2 * (queries + size.kv_width) * self.rotates
+        chained = 2 * (self.gated and self.operations != "fused")
+        inside = 2 * cores + (2 + chained) * answers + (4 + 2 * self.gated + chained) * feed
+        inside += 2 * (queries + size.kv_width) * self.rotates
+        dropout = 2 * width * (self.operations == "kernels" and not self.gated)
         if self.adapters is not None and not self.adapters.coded:
             inputs, inside = inputs - self._unused(inputs), inside - 2 * feed * ("down" not in self.adapters.targets)
         whole = inputs / (1 if cut.gathered and not self.keeps_shards else split)

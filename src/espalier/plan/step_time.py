@@ -25,6 +25,7 @@ from espalier.plan.axes.placement_plan import Prefetch
 from espalier.plan.axes.sharding import cost, volumes
 from espalier.plan.base import RESIDENT
 from espalier.plan.cost_inputs import CostInputs
+from espalier.plan.device_model import OVERLAP
 from espalier.recipe.cost import Anatomy, Cost, Number, Product, Terms, Work
 
 OPERATIONS = 6.0
@@ -35,11 +36,6 @@ BACKWARD = 2.0
 ONCE = 200.0
 """Operations that a step issues beside its passes: reading, agreement, clipping, the optimizer. Steps of decoders of 12
 thousand and 60 thousand parameters took 0.75 ms longer than their passes on a processor of 4 us an operation."""
-TOGETHER = 4.0
-"""A GPU and the host that feeds it work side by side: a pass takes (device^p + host^p)^(1/p), their maximum but where
-they are about equal: with 3, 26 % more than either there, as a pass has parts in which the host is slower and parts in
-which the device is. Assumed; measured GPT steps on A100s, and calibrated on them those on H100s, are met better with it
-than with 8."""
 CLIP_BYTES = 12
 """Per parameter: the norm reads a gradient, clipping reads and writes it."""
 ADAM_BYTES = 28
@@ -172,12 +168,14 @@ def compute(step: CostInputs, work: Work) -> Pass:
 
 def core_seconds(step: CostInputs, work: Work) -> Number:
     """Seconds of the attention core of `work`, forward; ranks that share tokens have so many fewer in a block."""
-    request, kind = step.request, step.kind
-    device, tokens = kind.table.device, request.profile.tokens_per_sample / np.asarray(step.layouts.cp)
-    kernel = request.system.kernel
-    price = device_model.written_attention_seconds if kernel == "written" else device_model.attention_seconds
-    taken = price(device, request.precision, work, kind.setting, step.on.factors)
-    return taken / device_model.kernel_share(device, kernel, tokens)
+    request, device, setting, factors = step.request, step.kind.table.device, step.kind.setting, step.on.factors
+    kernel, catalogued = request.system.kernel, step.cuda and not device.rates
+    if catalogued and kernel == "written" and work.head_size:
+        product = device_model.written(work)
+        return factors.attention * device_model.product_seconds(device, request.precision, product, setting, factors)
+    taken = device_model.attention_seconds(device, request.precision, work, setting, factors)
+    tokens = request.profile.tokens_per_sample / np.asarray(step.layouts.cp)
+    return taken / (device_model.kernel_share(kernel, tokens) if catalogued else 1.0)
 
 
 def prefetch(step: CostInputs, size: Number) -> dict[Prefetch, float]:
@@ -203,7 +201,7 @@ def _together(step: CostInputs, part: Pass) -> Pass:
     busy = part.total - part.launch
     waits = part.launch / (1 + BACKWARD) * (step.request.expert_ranks > 1)
     ahead = part.launch - waits
-    return replace(part, launch=waits + (busy**TOGETHER + ahead**TOGETHER) ** (1 / TOGETHER) - busy)
+    return replace(part, launch=waits + (busy**OVERLAP + ahead**OVERLAP) ** (1 / OVERLAP) - busy)
 
 
 def _exchanged(step: CostInputs, layer: Pass, anatomy: Anatomy) -> Pass:
