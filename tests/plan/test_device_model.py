@@ -182,3 +182,13 @@ def test_written_scores_are_priced_as_the_products_they_are() -> None:
     assert product.flops == pytest.approx(work.attention)
     fused = device_model.attention_seconds(device, "bf16", work, DeviceUse())
     assert device_model.product_seconds(device, "bf16", product, DeviceUse()) > 2 * fused
+
+
+def test_products_of_experts_are_slower_in_backward_too() -> None:
+    device, dense = clusters.device("H100"), Product(2**14, 4096, 4096)
+    grouped = replace(dense, grouped=True)
+    for left, right in zip(
+        (dense, *device_model.backward(dense)), (grouped, *device_model.backward(grouped)), strict=True
+    ):
+        seconds = [device_model.product_seconds(device, "bf16", product, DeviceUse()) for product in (left, right)]
+        assert 1.2 < seconds[1] / seconds[0] < 1 / device_model.GROUPED

@@ -271,3 +271,46 @@ def test_each_tensor_rank_sends_its_part_of_a_message_to_the_next_stage(shared: 
     assert sent(1) % whole == 0
     assert sent(1) > 0
     assert [sent(2), sent(4)] == [sent(1) / 2, sent(1) / 4]
+
+
+def seconds_of(request: Request, layout: Layouts, cluster: Cluster | None = None) -> dict[str, float]:
+    """Seconds by part of one layout on one machine of A100s."""
+    (priced,) = price(request, collective_time.fleet(cluster or gpus(), int(layout.world)), layout)
+    return {name: float(value) for name, value in priced.seconds.items()}
+
+
+def test_adding_a_micro_batch_s_gradients_costs_their_bytes_but_for_the_first() -> None:
+    request, bytes_each = asked(48), 2 * MIXED.grads + 2
+    one = bytes_each * request.profile.trainable / (2039e9 * 0.75)
+    for size in (48, 12, 3):
+        added, fused = (
+            seconds_of(request.changed(adds=adds), Layouts("data", micro_batch=size))["backward"]
+            for adds in (True, False)
+        )
+        assert added - fused == pytest.approx((48 // size - 1) * one)
+
+
+def test_a_stall_is_paid_at_every_hand_over() -> None:
+    layout = Layouts("data", pp=4, micro_batch=3)
+    sent = [seconds_of(asked(48).changed(stall=stall), layout)["send"] for stall in (0.0, 1.0)]
+    assert sent[1] - sent[0] == pytest.approx(4 + 15 + 4)
+
+
+def test_of_unequal_stages_the_slower_of_the_fullest_and_the_last_with_its_head_counts() -> None:
+    request, layout = asked(48), Layouts("data", pp=2, micro_batch=48)
+    equal = sum(seconds_of(request, layout)[name] for name in ("forward", "backward", "launch"))
+    few, more = (
+        sum(seconds_of(request.changed(stages=stages), layout)[name] for name in ("forward", "backward", "launch"))
+        for stages in ((4, 2), (3, 3))
+    )
+    assert more == pytest.approx(equal)
+    whole = sum(
+        seconds_of(request, Layouts("data", micro_batch=48))[name] for name in ("forward", "backward", "launch")
+    )
+    layer = (whole - equal) / 3
+    assert few == pytest.approx(max(4 * layer, equal - layer))
+
+
+def test_a_host_waits_in_each_step_whose_loss_is_scaled() -> None:
+    both = {name: seconds_of(asked(48, precision=name), Layouts("data"))["launch"] for name in ("bf16", "fp16")}
+    assert both["fp16"] - both["bf16"] == pytest.approx(step_time.ONCE * 18.5e-6, rel=0.01)

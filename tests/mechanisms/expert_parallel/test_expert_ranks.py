@@ -170,3 +170,14 @@ def test_unequal_pipelines_hold_every_expert_on_each_rank():
     assert all(plan.planner == "flashflex" and plan.layout.ep == 1 for plan in plans)
     first, second = (plan.predicted.memory_bytes["params"] for plan in plans)
     assert first == second
+
+
+def test_rows_and_answers_in_turn_take_as_long_as_both() -> None:
+    """Over a wire of a second a byte, which is given the whole tensor of an all-to-all of four ranks."""
+    others = [Routed(0, 10.0, 0.0, 10.0)] * 3
+
+    def taken(in_turn: bool) -> float:
+        return float(cost(ExpertLoad(16, 2, in_turn=in_turn), others, lambda _, size, *__: size).seconds["experts"])
+
+    assert taken(True) == pytest.approx(sent_bytes(ExpertLoad(16, 2), others) * 4 / 3)
+    assert 0.5 < taken(False) / taken(True) < 0.6
