@@ -113,7 +113,7 @@ def test_both_forms_mean_the_same_run(tmp_path: Path) -> None:
         model={"fused": False},
         cluster={"nodes": [{"device": "A100-80GB", "devices": 2}]},
         layout={"dp": 1, "pp": 2, "accumulate": ..., "micro_batch": 2},
-        train={"update": "fused"},
+        train={"executor": "megatron-lm", "gradients": "fp16"},
     )
     csv = read(table(tmp_path, "2,32,2,2048,16,24,1024,1,1,2,900")).measurements
     left, right = (Batch(rows).predict(PLAIN)[0] for rows in (csv, [one(tmp_path, row)]))

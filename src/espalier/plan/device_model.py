@@ -23,7 +23,7 @@ PRODUCT_SHARE = 0.8
 until probed or calibrated."""
 TILE = 128
 """Rows and columns of the tile of a product that a multiprocessor computes at a time."""
-EPILOGUE = 40.0
+EPILOGUE = 36.0
 """Operations at the fp32 peak for each value of a product's result, in which tensor cores wait: an A100 loses most in
 narrow models, a 4090 least. This, `TAIL`, `OVERLAP` and `COPY_SHARE` are fitted to half of bench/planner.py's steps."""
 TAIL = 0.25
@@ -32,8 +32,8 @@ GROUPED = 0.67
 """What experts' products, one after the other, reach of a dense one's speed: fitted likewise."""
 SPLIT = 2048
 """Inner size beyond which a tile's sum is split among multiprocessors. Assumed."""
-OVERLAP = 4.0
-"""A product takes (compute^p + memory^p)^(1/p): 19 % more than either where both are equal. So do a GPU and the host
+OVERLAP = 3.0
+"""A product takes (compute^p + memory^p)^(1/p): 26 % more than either where both are equal. So do a GPU and the host
 that feeds it: a pass has parts in which the host is slower and parts in which the device is."""
 COPY_SHARE = 0.75
 """Share of a datasheet's memory bandwidth in elementwise work. Assumed until probed."""
@@ -49,7 +49,7 @@ tokens, causal, heads of 128 (the same)."""
 ATTENTION_BACKWARD = 2.5
 """FLOP of the attention core's backward over its forward (recomputes the scores; same paper); 2 of written scores."""
 
-LAUNCH = {"cuda": 18.5e-6, "cpu": 4e-6}
+LAUNCH = {"cuda": 18e-6, "cpu": 4e-6}
 """Seconds to issue one eager operation where it was not measured: a PyTorch dispatch with autograd's bookkeeping, and
 on GPUs the kernel's launch, as measured GPT iterations of small micro-batches show (vTrain, arXiv 2312.12391)."""
 
