@@ -112,6 +112,7 @@ BESIDE = (
     "Gradients are exchanged in pieces",  # of a bucket
     "Experts are spread over", "A step takes",  # steps of plans with other groups
     "With the best equal layout",  # a step of another plan
+    "Pipeline ",  # of several unequal ones, without what they do together
     "Logits are computed",  # what all at once would take
     "A step takes",  # with experts held otherwise
     "Pipeline ",  # of its own samples
