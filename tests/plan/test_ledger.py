@@ -6,6 +6,7 @@ Foretold is the rank that sends most; of lossless codecs, whose messages are as 
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -17,10 +18,12 @@ import pytest
 from asked import processor
 
 import espalier
+from espalier.language import gpt, hf
+from espalier.language.tokenizer import ByteTokenizer
 from espalier.launch.ranks import agent
 from espalier.mechanisms.local_rounds.state import LocalRoundsState
 from espalier.plan.base import Plan
-from espalier.recipe import Recipe, recipe_file
+from espalier.recipe import Recipe, defaults, recipe_file
 from espalier.train import rank_spec as launch
 from espalier.train import trainer, worker, workload_registry
 from espalier.train.rank_setup import RankSetup
@@ -167,6 +170,26 @@ def test_of_a_module_whose_first_rank_gives_its_running_statistics(
 
 def test_of_a_thousand_matrices_dealt_to_three_owners(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     equal(module(tmp_path, monkeypatch, "muon", many=True), 3, shard=shard(1, 1, 3))
+
+
+@pytest.mark.parametrize(
+    ("frozen", "states"),
+    [("bf16", (2, 2, 4)), ("int8", (1, 1, 4)), ("int4", (4, 4, 4))],
+)
+def test_of_adapters_beside_sharded_weights(tmp_path: Path, frozen: str, states: Any) -> None:
+    """Frozen blocks are gathered in forward and backward as they are stored, and never summed."""
+    sizes = {"depth": 3, "width": 36, "heads": 2, "feed_forward": 70, "vocabulary": 256, "tied": True}
+    table = {"model": sizes, "data": {"path": "python:stdlib", "tokenizer": "bytes"}}
+    model = gpt.GPT(defaults.resolve(recipe_file.from_table(table))[0].model)
+    gpt.initialise(model, 1)
+    hf.export(model, ByteTokenizer(), tmp_path / "base")
+    turns = [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2."}]
+    (tmp_path / "chats.jsonl").write_text(40 * (json.dumps({"messages": turns}) + "\n"))
+    table["model"] = {**sizes, "initial": str(tmp_path / "base")}
+    table["data"] = {"path": str(tmp_path / "chats.jsonl"), "tokenizer": "bytes", "validation": 0.2}
+    table["tune"] = {"kind": "lora", "rank": 3, "frozen": frozen}
+    table["train"] = {"steps": 8, "sequence": 96, "batch_tokens": 768, "validate_every": 1000, "validate_tokens": 96}
+    equal(recipe_file.from_table(table), 4, shard=shard(*states), micro_batch=1)
 
 
 @pytest.mark.parametrize(

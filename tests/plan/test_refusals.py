@@ -137,11 +137,17 @@ def test_a_kind_of_change_that_does_not_help_is_planned_once(monkeypatch: pytest
     assert planned.asked <= 2 * len(keys)
 
 
-def test_adapters_are_not_offered_more_devices_for_weights_that_every_rank_has(tmp_path: Path) -> None:
-    recipe = '[model]\nshape = "llama3-70b"\n[tune]\nkind = "lora"\nfrozen = "int4"\n'
-    lines = offers(decided(tmp_path, recipe, CARD.replace("4090", "3090") + "devices = 2\n"))
-    assert not any("in the machine instead of" in line or "machines" in line for line in lines)
-    assert any(line.startswith("devices with ") for line in lines)
+def test_adapters_are_offered_shorter_sequences_and_the_devices_that_shards_of_frozen_weights_fit_on(
+    tmp_path: Path,
+) -> None:
+    recipe = '[model]\nshape = "{}"\n[tune]\nkind = "lora"\nfrozen = "int4"\n'
+    cards = CARD.replace("4090", "3090") + "devices = {}\n"
+    (line,) = [
+        line for line in offers(decided(tmp_path, recipe.format("llama-70b"), cards.format(2))) if "instead" in line
+    ]
+    assert line.startswith("4 RTX 3090 in the machine instead of 2")
+    assert decided(tmp_path, recipe.format("llama-70b"), cards.format(4)).fits
+    assert offers(decided(tmp_path, recipe.format("llama3-70b"), cards.format(4)))[0].startswith("train.sequence=1024")
 
 
 def test_context_follows_the_sequence_of_a_shape_and_is_named_where_it_is_given(tmp_path: Path) -> None:

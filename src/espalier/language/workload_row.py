@@ -157,10 +157,14 @@ def _profile(recipe: Recipe) -> Profile:
         facts=({"expert_parallel": experts} if isinstance(options, Moe) else {})
         | ({"token_chunks": True} if recipe.tune is None else {}),
     )
-    if isinstance(recipe.tune, Adapters):  # ranks have all of the frozen weights
+    if isinstance(recipe.tune, Adapters):
         each = 8 if recipe.train.precision == "fp64" else 4
-        least, more = (lora.frozen_bytes(model, recipe.tune, each) for model in models)
-        return replace(profile, frozen=least + (depth - 1) * (more - least))
+        frozen = [tuple(lora.frozen_sizes(model, recipe.tune, each)) for model in models]
+        least, more = (sum(sized.elements * sized.element_bytes for sized in sizes) for sizes in frozen)
+        layers = [[sized for sized in sizes if sized.block is not None] for sizes in frozen]
+        untrained = layers[0] if depth == 1 or not layers[0] else deeper(layers[1], depth)
+        weights = least + (depth - 1) * (more - least)
+        return replace(profile, layers=depth, frozen=weights, untrained=untrained)
     return replace(
         profile,
         layers=size.layers,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial, reduce
@@ -125,16 +126,43 @@ class CostInputs:
         one_moment = request.profile.hidden if request.muon else 0
         return request.bytes_each * (2 * request.profile.trainable - one_moment) / max(1, request.profile.trainable)
 
-    @property
-    def frozen(self) -> Terms:
-        """Bytes of what is not trained: of weights under adapters as they are stored; else of whole parameters, which
-        our trainer neither shards nor copies into low precision."""
-        request, layouts = self.request, self.layouts
-        if request.profile.frozen is not None:
-            return {"frozen": float(request.profile.frozen)}
-        each = request.bytes_each if request.system.storage is None else request.system.storage.params
-        untrained = request.profile.parameters - request.profile.trainable
-        return {"params": each * untrained / layouts.tp / np.asarray(layouts.pp)}
+    def frozen(self, rounds: Number = 1, wire: Wire | None = None) -> Cost:
+        """What is not trained: bytes of weights under adapters as they are stored, else of whole parameters, of which
+        there are no copies in low precision. Blocks are sharded with the parameters and gathered with them, unless the
+        model is cut."""
+        request, profile, layouts = self.request, self.request.profile, self.layouts
+        kind, whole = "frozen", profile.frozen
+        if whole is None:
+            each = request.bytes_each if request.system.storage is None else request.system.storage.params
+            kind, whole = (
+                "params",
+                each * (profile.parameters - profile.trainable) / layouts.tp / np.asarray(layouts.pp),
+            )
+        uncut = (np.asarray(layouts.tp) * layouts.pp == 1) & (request.expert_ranks == 1)
+        shared = uncut & (np.asarray(layouts.params) > 1) & (request.system.storage is None)
+        if not (profile.untrained and np.any(shared)):
+            return Cost(memory_bytes={kind: whole})
+        sizes = tuple(
+            map(_fp64, profile.untrained) if request.precision == "fp64" and kind == "params" else profile.untrained
+        )
+        blocks = Counter[int | None]()
+        for sized in sizes:
+            blocks[sized.block] += sized.elements * sized.element_bytes
+        states = StateSizes(
+            storage=StateBytes(1, 0, 0),
+            sizes=sizes,
+            trained=False,
+            elements=blocks.total(),
+            layers=len(blocks),
+            layer=max(blocks.values()),
+            cut=~shared,
+            width=1,
+        )
+        division = replace(self.division, params=np.where(shared, layouts.params, 1))
+        made = cost(states, division, rounds=rounds, wire=wire)
+        part = made.memory_bytes["params"] - blocks.total()
+        memory = {kind: whole + np.where(shared, part, 0.0), "gathered": made.memory_bytes["gathered"]}
+        return replace(made, memory_bytes=memory)
 
     @property
     def cuda(self) -> bool:
@@ -385,8 +413,10 @@ class CostInputs:
         return sum(price(cost(*part).memory_bytes["params"], part[1]) for part in self.parts)
 
     def states_cost(self, rounds: Number = 1, wire: Wire | None = None) -> Cost:
-        """What the sharded states of all parts add to a step: see `plan.axes.sharding.cost`."""
-        return reduce(add, (cost(*part, rounds=rounds, wire=wire) for part in self.parts))
+        """What the sharded states of all parts add to a step (see `plan.axes.sharding.cost`), with gathers of what is
+        frozen."""
+        parts = (cost(*part, rounds=rounds, wire=wire) for part in self.parts)
+        return reduce(add, parts, replace(self.frozen(rounds, wire), memory_bytes={}))
 
 
 @lru_cache(maxsize=1024)

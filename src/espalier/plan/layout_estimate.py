@@ -193,6 +193,7 @@ def sent(step: CostInputs, samples: int, nodes: Sequence[int]) -> dict[str, floa
         codecs = placement_plan.codecs(exchanges(request.crossings))
         chosen = Shards(int(layout.params), int(layout.grads), int(layout.optimizer))
         sent_bytes = dict(wire_bytes(step.states, chosen, nodes, codecs, rounds=rounds))
+        sent_bytes["parameters"] += step.frozen(rounds).sent.get("parameters", 0.0)
     if request.offload.parameters in ("host", "disk"):
         gathered = step.gathered(lambda size, division: ring_bytes("all_gather", size, division.ranks))
         sent_bytes["parameters"] = (1 + offload.again(request)) * gathered

@@ -71,7 +71,7 @@ def stage(step: CostInputs, anatomy: Anatomy, micro_batches: Number, is_first: b
     request, layouts, factors = step.request, step.layouts, step.on.factors
     pp, device = np.asarray(layouts.pp), step.kind.table.device
     sizes = dict(step.device_states)
-    for name, size in step.frozen.items():
+    for name, size in step.frozen().memory_bytes.items():
         sizes[name] = sizes.get(name, 0.0) + size
     waiting = np.minimum(pipeline_cost.most_in_flight(pp - behind, layouts.chunks) if is_first else 1, micro_batches)
     if has_window := request.offload.parameters != "device":  # all micro-batches of a layer, then the next

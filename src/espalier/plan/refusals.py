@@ -21,7 +21,7 @@ from espalier.plan.layout_estimate import estimate, samples_each
 from espalier.plan.layouts import Layouts
 from espalier.plan.request import Request
 from espalier.plan.search import Option, SearchResult
-from espalier.recipe import Adamw, Adapters, Gpt, Lora, Muon, Pin, units
+from espalier.recipe import Adamw, Adapters, Decoder, Gpt, Lora, Muon, Pin, units
 from espalier.recipe.errors import UserError
 
 MACHINE = 8
@@ -31,7 +31,7 @@ MOST_MACHINES = 4096
 HALVINGS = 3
 """Times that sequences are halved in search of a length that fits."""
 ABSENT = "not in Espalier: optimizer states in 8 bits"
-ABSENT_OF_ADAPTERS = "not in Espalier: frozen weights shared among devices, or in host memory"
+ABSENT_OF_ADAPTERS = "not in Espalier: frozen weights in host memory"
 """What others do where nothing fits."""
 OPTIMIZER = "train.optimizer.kind"
 FROZEN = get_args(get_type_hints(Adapters)["frozen"])
@@ -298,7 +298,8 @@ def _held_less(request: Request, cluster: Cluster) -> Iterator[Change]:
     if unknown and request.pin.offload is None:
         pin, meaning = request.pin.changed(offload="host"), "if the machines have the memory (nodes.memory)"
         yield other("plan.pin.offload", '"host"', meaning, pin=pin)
-    for halved in range(1, HALVINGS + 1 if request.request_of is not None and request.profile.heads else 0):
+    shorter = request.request_of is not None and isinstance(request.recipe.model, Decoder)
+    for halved in range(1, HALVINGS + 1 if shorter else 0):
         length = int(request.profile.tokens_per_sample) >> halved
         if length > 1:
             yield Change("train.sequence", f"train.sequence={length}", partial(_with_sequence, length=length))
@@ -345,7 +346,7 @@ def _with_sequence(request: Request, length: int) -> Request:
 
 def _more_devices(request: Request, cluster: Cluster) -> str:
     """The smallest number of devices of the first kind that would be enough; empty where none is found."""
-    if not gpus(cluster) or cluster.pairs or request.profile.frozen:
+    if not gpus(cluster) or cluster.pairs:
         return ""
     first, *others = cluster.nodes
     alone = first.count == 1 and not others

@@ -288,7 +288,8 @@ def gathering(step: CostInputs, layer: Pass, work: Work) -> dict[Prefetch, Numbe
     """
     request, layouts = step.request, step.layouts
     transfers = weights(step)
-    gather, scatter = transfers["all_gather"], transfers["reduce_scatter"]
+    frozen = step.frozen(wire=step.wire).seconds.get("gather", 0.0) / 2 / request.profile.layers
+    gather, scatter = transfers["all_gather"] + frozen, transfers["reduce_scatter"]
     backward = layer.backward + layer.recompute
     # Whether ranks that share a sequence and ranks that split parameters are as far apart as each other.
     within = [np.asarray(ranks) * layouts.tp <= step.on.per_node for ranks in (layouts.sp, layouts.params)]

@@ -160,21 +160,6 @@ class Anatomy:
             head_size=layer.head_size,
         )
 
-    @property
-    def undivided(self) -> Anatomy:
-        """The same work where no cut runs between layers: all of them are one."""
-        layer, layers = self.layer, self.layers
-        together = replace(
-            layer,
-            products=tuple(replace(product, count=product.count * layers) for product in layer.products),
-            attention=layers * layer.attention,
-            moved=layers * layer.moved,
-            moved_back=None if layer.moved_back is None else layers * layer.moved_back,
-            saved=layers * layer.saved,
-            issued=layers * layer.issued,
-        )
-        return Anatomy(1, together, self.rest)
-
 
 def _larger(left: Number, right: Number) -> Number:
     if isinstance(left, int | float) and isinstance(right, int | float):
@@ -290,6 +275,7 @@ class Tally:
         matrices: how many hidden matrices are trained, by (rows, columns).
         sizes: `plan.axes.flat_layout.Sized` of the trainable tensors, in the model's order, equal ones that follow one
             another as one with their count; empty: not known.
+        untrained: the same of the frozen tensors of blocks, as they are stored.
         running: floating-point and whole numbers in buffers that every step moves.
     """
 
@@ -298,6 +284,7 @@ class Tally:
     tensors: int = 0
     matrices: Counter[tuple[int, int]] = field(default_factory=Counter)
     sizes: Sequence[Any] = ()
+    untrained: Sequence[Any] = ()
     running: tuple[int, int] = (0, 0)
 
     @property
@@ -344,7 +331,7 @@ class Profile(Tally):
         tasks: trained together.
         tensor: ranks that share a module's matrices by its own plan, as pinned; the search takes no other number.
         loaded: bytes of libraries that only this kind of workload loads, in host memory.
-        frozen: bytes of weights that are not trained, on every rank and in no checkpoint; None: as parameters are.
+        frozen: bytes of weights that are not trained and in no checkpoint; None: they are in it, as parameters are.
         facts: what single systems are to know, by their names in `plan.choice`.
         sparse: bytes of a step's gradients over those of the same encoded by `comm.sparse`; 1: few are zero.
     """

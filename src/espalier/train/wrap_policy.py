@@ -72,9 +72,12 @@ class Membership:
 
 
 def sizes_of(
-    model: nn.Module, blocks: Sequence[nn.Module] | None = None, embeddings: Collection[nn.Parameter] = ()
+    model: nn.Module,
+    blocks: Sequence[nn.Module] | None = None,
+    embeddings: Collection[nn.Parameter] = (),
+    trained: bool = True,
 ) -> tuple[Sized, ...]:
-    """The trainable parameters of `model` in its order, each once."""
+    """The trainable parameters of `model` in its order, each once; or the frozen ones."""
     member = Membership(model, blocks_of(model) if blocks is None else blocks)
     exact, outside = norms_of(model), {id(parameter) for parameter in embeddings}
     experts = expert_numbers(model)
@@ -88,7 +91,7 @@ def sizes_of(
             range(experts[name], experts[name] + 1) if name in experts else range(0),
         )
         for name, p in model.named_parameters()
-        if p.requires_grad
+        if p.requires_grad == trained
     )
 
 
@@ -106,6 +109,7 @@ def tally(
         tensors=len(sizes),
         matrices=Counter((matrix.shape[0], matrix.shape[1]) for matrix in matrices),
         sizes=runs(sizes),
+        untrained=[sized for sized in sizes_of(model, blocks, trained=False) if sized.block is not None],
         running=(floats, sum(buffer.numel() for buffer in buffers) - floats),
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -65,7 +66,8 @@ def saved_bytes(tune: config.Adapters, depth: int, precision: str) -> int:
 
 def counted(tune: config.Adapters, depth: int, precision: str = "bf16", mode: str = "none") -> Work:
     """What the planner says of all blocks."""
-    return of_recipe(recipe_of(tune, depth, precision)).profile.anatomy(SAMPLES, mode, precision, WHOLE).layer
+    anatomy = of_recipe(recipe_of(tune, depth, precision)).profile.anatomy(SAMPLES, mode, precision, WHOLE)
+    return replace(anatomy, rest=Work((), 0.0, 0.0, 0.0, 0.0, 0.0, SAMPLES, 0.0)).whole
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
@@ -145,7 +147,9 @@ def published_peak(name: str, frozen: Any, samples: int) -> float:
         inputs = 2 * load.tokens * model.size.layers * (2 * model.size.width + model.size.feed_forward)
         coming = max(coming, 2 * 2 * head + 2 * load.tokens * model.size.vocabulary)  # a gradient of the logits
     coming = max(anatomy.layer.transient, coming)
-    return (weights + 8 * adapters + anatomy.layer.saved + anatomy.rest.saved + norms + inputs + coming) / 1e9
+    return (
+        weights + 8 * adapters + model.size.layers * anatomy.layer.saved + anatomy.rest.saved + norms + inputs + coming
+    ) / 1e9
 
 
 @pytest.mark.parametrize(("name", "frozen", "samples", "measured"), PUBLISHED)

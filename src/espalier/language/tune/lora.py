@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from espalier.language.gpt import GPT
 from espalier.language.operation_counts import DecoderLoad
+from espalier.plan.axes.flat_layout import Sized
 from espalier.recipe import Adapters
 from espalier.recipe.cost import Anatomy, Product
 from espalier.recipe.decoder_shapes import DecoderSizes
@@ -181,29 +182,27 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
             layer.active = True
 
 
-def frozen_bytes(model: GPT, options: Adapters, each: int) -> int:
-    """Bytes of the weights under the adapters of `model` (maybe on the meta device), of a reference beside it, and of
-    all else that is frozen: `each` for a value, or codes and scales as `compress` makes them."""
-    if (bits := BITS.get(options.frozen)) is None:
-        return sum(parameter.numel() * each for parameter in model.parameters() if not parameter.requires_grad)
-    total, tables = 0, {model.embedding.weight, model.words}
+def frozen_sizes(model: GPT, options: Adapters, each: int) -> Iterator[Sized]:
+    """The weights under the adapters of `model` (maybe on the meta device), of a reference beside it, and all else that
+    is frozen: `each` bytes for a value, or codes and scales as `compress` makes them."""
+    bits, tables = BITS.get(options.frozen), {model.embedding.weight, model.words}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             continue
-        if parameter.dim() == 2 and name.startswith("blocks."):
-            rows, columns = parameter.shape
-            total += coded_bytes(rows, columns, bits)
-        else:
-            total += parameter.numel() * (2 if parameter in tables else each)
-    return total
+        block = int(name.split(".")[1]) if name.startswith("blocks.") else None
+        stored = [(parameter.numel(), each if bits is None or parameter not in tables else 2)]
+        if bits is not None and block is not None and parameter.dim() == 2:
+            stored = coded(parameter.shape[0], parameter.shape[1], bits)
+        yield from (Sized(count, size, block, (f"{size} bytes", False), False) for count, size in stored)
 
 
-def coded_bytes(rows: int, columns: int, bits: int) -> int:
-    """Bytes of the codes and scales of a matrix, see `quantized`."""
+def coded(rows: int, columns: int, bits: int) -> list[tuple[int, int]]:
+    """(elements, bytes of each) of the codes and scales of a matrix, see `quantized`."""
     if bits == BITS["bf16"]:
-        return 2 * rows * columns
+        return [(rows * columns, 2)]
     group = columns if bits == BITS["int8"] else GROUP
-    return rows * -(-columns // group) * (group * bits // 8 + 2)
+    groups = rows * -(-columns // group)
+    return [(groups * (group * bits // 8), 1), (groups, 2)]
 
 
 def work(anatomy: Anatomy, load: DecoderLoad, options: Adapters) -> Anatomy:
@@ -213,8 +212,8 @@ def work(anatomy: Anatomy, load: DecoderLoad, options: Adapters) -> Anatomy:
     targets, tokens = options.targets or TARGETS, layer.tokens
     values = sum(rows * columns for rows, columns in matrices.values())
     largest = max(rows * columns for rows, columns in matrices.values())
-    coded, cast = options.frozen in ("int8", "int4"), options.frozen == "fp32" and load.compute < load.whole
-    made = coded * load.compute + (options.frozen == "int4")  # bytes of each value while a matrix is made of codes
+    codes, cast = options.frozen in ("int8", "int4"), options.frozen == "fp32" and load.compute < load.whole
+    made = codes * load.compute + (options.frozen == "int4")  # bytes of each value while a matrix is made of codes
     wide = {name: load.compute if name in ("out", "down") else load.whole for name in targets}  # of DoRA's answers
     inner = sum(options.rank * load.compute + options.dora * matrices[name][0] * wide[name] for name in targets)
     unused = size.width * sum(not set(group) & set(targets) for group in (TARGETS[:3], TARGETS[4:6]))
@@ -225,7 +224,7 @@ def work(anatomy: Anatomy, load: DecoderLoad, options: Adapters) -> Anatomy:
         for name in targets
         for sides in ((matrices[name][1], options.rank), (options.rank, matrices[name][0]))
     ]
-    moved = layer.moved + values * (CODED if coded else CAST * cast)
+    moved = layer.moved + values * (CODED if codes else CAST * cast)
     fuller = replace(
         layer,
         products=(*(replace(product, frozen=True) for product in layer.products), *thin),
@@ -233,11 +232,11 @@ def work(anatomy: Anatomy, load: DecoderLoad, options: Adapters) -> Anatomy:
         transient=layer.transient + more * (load.recompute != "none") + largest * made,
         moved=moved,
         issued=ISSUED + 4 * len(targets),  # two products, a scale and an addition
-        moved_back=2 * layer.moved + values * CODED * coded,
+        moved_back=2 * layer.moved + values * CODED * codes,
     )
     rest = anatomy.rest
     head = tuple(replace(product, frozen=True) for product in rest.products)
-    return replace(anatomy, layer=fuller, rest=replace(rest, products=head)).undivided
+    return replace(anatomy, layer=fuller, rest=replace(rest, products=head))
 
 
 def _matrices(size: DecoderSizes) -> dict[str, tuple[int, int]]:
@@ -270,8 +269,8 @@ class FrozenLinear(torch.autograd.Function):
 class CompressedLinear(nn.Linear):
     """A linear layer whose frozen matrix is codes and scales."""
 
-    codes: Tensor
-    scales: Tensor
+    codes: nn.Parameter
+    scales: nn.Parameter
     bits: int
 
     def forward(self, x: Float[Tensor, "*batch in"]) -> Float[Tensor, "*batch out"]:
@@ -296,8 +295,8 @@ def compress(layer: nn.Linear, bits: int) -> None:
     codes, scales = quantized(layer.weight.float(), bits)
     del layer.weight
     layer.bits = bits  # type: ignore[assignment]
-    layer.register_buffer("codes", codes, persistent=False)
-    layer.register_buffer("scales", scales, persistent=False)
+    layer.register_parameter("codes", nn.Parameter(codes, requires_grad=False))
+    layer.register_parameter("scales", nn.Parameter(scales, requires_grad=False))
     layer.__class__ = CompressedLora if isinstance(layer, LoraLinear) else CompressedLinear
 
 

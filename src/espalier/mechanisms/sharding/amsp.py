@@ -31,14 +31,14 @@ from espalier.comm.base import Traffic, traffic
 from espalier.mechanisms.sharding.async_collectives import Exchanges
 from espalier.mechanisms.sharding.axis_groups import AxisGroups, Codecs, Groups
 from espalier.mechanisms.sharding.broadcast import BufferSync, same_start
-from espalier.mechanisms.sharding.flat_parameter import FlatParameter, ParameterSlot
+from espalier.mechanisms.sharding.flat_parameter import FlatParameter, FrozenUnit, ParameterSlot
 from espalier.mechanisms.sharding.gather_hooks import GatherHooks
 from espalier.mechanisms.sharding.model_signature import ModelSignature, twice
 from espalier.mechanisms.sharding.sharded_state_dict import Kinds, ModelState, OptimizerState, Residuals
 from espalier.optim.base import Optimizer, Owned, names_of, owned_by
 from espalier.parallel.model_cut import ModelCut
-from espalier.plan.axes.flat_layout import Piece
-from espalier.plan.axes.placement import place
+from espalier.plan.axes.flat_layout import Arranged, Piece
+from espalier.plan.axes.placement import ShardFactors, place
 from espalier.plan.axes.placement_plan import Spread, flags_per_value, groups, units
 from espalier.recipe.errors import UserError
 from espalier.train.wrap_policy import Membership, blocks_of, norms_of
@@ -78,6 +78,7 @@ class Amsp:
         self.cut = cut
         self._channel = channel if channel is not None and (channel.size() > 1 or cut is not None) else None
         self.flats: list[FlatParameter] = []
+        self.frozen: list[FrozenUnit] = []
         self._hooks: list[Any] = []
         self._armed: bool | None = None
         self._ended: bool | None = None
@@ -94,59 +95,84 @@ class Amsp:
         same_start(model, self._channel)
         self._running = BufferSync(model, self._channel)
         self._reducing, self._moving = Exchanges(), Exchanges()
-        self.flats = self._units(self._channel)
+        blocks = blocks_of(self._called) if self.spread.blocks is None else self.spread.blocks
+        self._member = Membership(self._called, list(blocks))
+        self._meshes = self._placed(self._channel)
+        self.flats = self._units()
+        if cut is None:
+            self.frozen = self._frozen_units()
         moved = [piece for flat in self.flats for piece in flat.moved]
         self.owned = [piece.owned for piece in moved]
         self._in_order = [piece.owned for piece in sorted(moved, key=lambda piece: piece.slot.number)]
-        self.together = cut is not None or any(flat.sharded for flat in self.flats)
+        self.together = cut is not None or bool(self.frozen) or any(flat.sharded for flat in self.flats)
         for flat in self.flats:
             for slot in flat.slots:
                 hook = slot.parameter.register_post_accumulate_grad_hook(self._arrival(flat, slot))
                 self._hooks.append(hook)
         self._seen = ModelSignature(model)
-        self._windows = GatherHooks(self._called, self._member, self.flats, self._moving, self.spread.prefetch)
+        flats = [*self.flats, *self.frozen]
+        self._windows = GatherHooks(self._called, self._member, flats, self._moving, self.spread.prefetch)
         _WRAPPINGS[model] = ref(self)
 
     # --- making the units --------------------------------------------------------------------------------------------
 
-    def _units(self, channel: dist.ProcessGroup) -> list[FlatParameter]:
-        spread, world = self.spread, channel.size()
+    def _placed(self, channel: dist.ProcessGroup) -> dict[ShardFactors, AxisGroups]:
+        """The ranks of all factors that the parameters have."""
+        spread, world, made = self.spread, channel.size(), Groups()
         nodes = spread.nodes or [0] * world
-        blocks = blocks_of(self._called) if spread.blocks is None else spread.blocks
-        self._member = member = Membership(self._called, list(blocks))
-        slots = [ParameterSlot(name, parameter, n) for n, (parameter, name) in enumerate(names_of(self.model).items())]
-        chosen = [spread.of(slot.name).check(world, f"shard of {slot.name!r}") for slot in slots]
-        made: Groups = {}
         codecs = Codecs(spread.codecs, nodes) if spread.codecs else None
-        meshes = {
-            factors: AxisGroups(place(factors, nodes), channel, made, codecs) for factors in dict.fromkeys(chosen)
-        }
+        chosen = (spread.of(name).check(world, f"shard of {name!r}") for name, _ in self.model.named_parameters())
+        return {factors: AxisGroups(place(factors, nodes), channel, made, codecs) for factors in dict.fromkeys(chosen)}
+
+    def _arranged(self, slots: Sequence[ParameterSlot], kinds: Sequence[Any]) -> list[Arranged]:
+        """Which parameters share a unit. `kinds`: of each, those of one kind may."""
+        chosen = [self.spread.of(slot.name) for slot in slots]
+        grouped = groups(chosen, [self._member.of(slot.parameter) for slot in slots], kinds)
+        pieces = [
+            Piece(
+                slot.parameter.numel(),
+                slot.parameter.element_size(),
+                group,
+                whole=slot.name in self.spread.whole and group.factors.optimizer > 1,
+            )
+            for slot, group in zip(slots, grouped, strict=True)
+        ]
+        return units(pieces, {f: mesh.placement for f, mesh in self._meshes.items()}, self.spread.bucket_bytes)
+
+    def _frozen_units(self) -> list[FrozenUnit]:
+        """Of the blocks, where parameters are sharded. What lies outside is needed all the time, and stays whole."""
+        slots = [
+            ParameterSlot(name, parameter, number)
+            for number, (name, parameter) in enumerate(self.model.named_parameters())
+            if not parameter.requires_grad
+            and parameter.numel()
+            and self._member.of(parameter) is not None
+            and self.spread.of(name).params > 1
+        ]
+        kinds = [(slot.parameter.dtype, slot.parameter.device) for slot in slots]
+        return [
+            FrozenUnit(members, unit, self._meshes[self.spread.of(members[0].name)])
+            for unit in self._arranged(slots, kinds)
+            for members in [[slots[index] for index in unit.indices]]
+        ]
+
+    def _units(self) -> list[FlatParameter]:
+        slots = [ParameterSlot(name, parameter, n) for n, (parameter, name) in enumerate(names_of(self.model).items())]
         exact = norms_of(self.model)  # norms keep their precision, as under autocast
         holders = [None if self.cut is None else self.cut.held_by(slot.name) for slot in slots]
         kinds = [
             (p.dtype, p.device, p.dtype == torch.float32 and id(p) not in exact, holder)
             for p, holder in zip((slot.parameter for slot in slots), holders, strict=True)
         ]
-        grouped = groups(chosen, [member.of(slot.parameter) for slot in slots], kinds)
-        pieces = [
-            Piece(
-                slot.parameter.numel(),
-                slot.parameter.element_size(),
-                group,
-                whole=slot.name in spread.whole and group.factors.optimizer > 1,
-            )
-            for slot, group in zip(slots, grouped, strict=True)
-        ]
-        placements = {factors: mesh.placement for factors, mesh in meshes.items()}
         return [
             FlatParameter(
                 [slots[index] for index in unit.indices],
                 unit,
-                meshes[chosen[unit.indices[0]]],
-                spread.low if pieces[unit.indices[0]].group.kind[2] else None,
+                self._meshes[self.spread.of(slots[unit.indices[0]].name)],
+                self.spread.low if kinds[unit.indices[0]][2] else None,
                 holders[unit.indices[0]],
             )
-            for unit in units(pieces, placements, spread.bucket_bytes)
+            for unit in self._arranged(slots, kinds)
         ]
 
     # --- one step ----------------------------------------------------------------------------------------------------
@@ -360,7 +386,13 @@ class Amsp:
             "grads": sum(flat.summed.nbytes for flat in self.flats),
             "masters": sum(flat.masters.nbytes for flat in self.flats if flat.masters is not None),
             "feedback": sum(flat.residual.nbytes for flat in self.flats if flat.residual is not None),
+            "frozen": sum(unit.part.nbytes for unit in self.frozen) + sum(p.nbytes for p in self._unshared()),
         }
+
+    def _unshared(self) -> list[nn.Parameter]:
+        """Frozen parameters of which every rank has all."""
+        shared = {slot.parameter for unit in self.frozen for slot in unit.slots}
+        return [p for p in self.model.parameters() if not p.requires_grad and p not in shared]
 
     def parts(self, optimizer: Optimizer) -> StatefulParts:
         if self._channel is None:
@@ -380,6 +412,17 @@ class Amsp:
         self._moving.finish(self._moving.begin(stages))
         return buffer
 
+    def whole_frozen(self) -> dict[int, Tensor]:
+        """Sharded frozen parameters, by their ids, on every rank. All ranks call it."""
+        whole: dict[int, Tensor] = {}
+        for unit in self.frozen:
+            buffer, stages = unit.assembled()
+            self._moving.finish(self._moving.begin(stages))
+            whole |= {
+                id(slot.parameter): buffer[slot.span.start : slot.span.stop].view(slot.shape) for slot in unit.slots
+            }
+        return whole
+
     def detach(self) -> None:
         if self._channel is None:
             return
@@ -387,8 +430,11 @@ class Amsp:
             values = self.whole(flat, flat.local)
             for slot in flat.slots:
                 slot.parameter.data = values[slot.span.start : slot.span.stop].view(slot.shape).clone()
+        values_by_id = self.whole_frozen()
+        for parameter in self.model.parameters():
+            parameter.data = values_by_id.get(id(parameter), parameter.data)
         self.unhook()
-        self.flats, self.owned, self._channel, self.together = [], owned_by(self.model), None, False
+        self.flats, self.frozen, self.owned, self._channel, self.together = [], [], owned_by(self.model), None, False
 
     def unhook(self) -> None:
         """Takes off every hook, and the gradients: with them go the buffers of a wrapping that nobody else holds."""

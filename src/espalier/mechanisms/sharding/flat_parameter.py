@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import AllreduceOptions
 
+from espalier.checkpoint.tensor_slice import Slice
 from espalier.comm.base import Traffic, traffic
 from espalier.comm.c10d_arguments import residual_like
 from espalier.mechanisms.sharding.async_collectives import Chain, Stage
@@ -67,19 +68,98 @@ class MovedPiece(NamedTuple):
     span: Span
 
 
-class FlatParameter:
-    """A unit on this rank. Has state: the buffers, and what is under way.
+class FlatUnit:
+    """Parameters of one buffer, of which a rank may hold a shard. Has state: the buffer, and what is under way.
 
     Args:
         slots: the parameters, changed in place: they become views of the unit's buffer.
         arranged: where each lies.
         mesh: the ranks it is spread over.
-        low: dtype of the parameters and gradients when the optimizer keeps masters in the parameters' own dtype.
-        holders: other ranks that hold the same of a model that is cut; None: it is not.
+        low: dtype that the parameters are cast to; None: their own.
 
     Attributes:
         part: this rank's shard of the parameters; all of them where they are not sharded.
         full: all parameters; without storage while they are sharded and nobody needs them.
+    """
+
+    def __init__(
+        self, slots: Sequence[ParameterSlot], arranged: Arranged, mesh: AxisGroups, low: torch.dtype | None = None
+    ) -> None:
+        self.slots, self.mesh, self.length = list(slots), mesh, arranged.length
+        for slot, offset in zip(self.slots, arranged.offsets, strict=True):
+            slot.shape, slot.span = slot.parameter.shape, Span(offset, slot.parameter.numel())
+        self.params, self.optimizer = (mesh.held(self.length, state) for state in ("params", "optimizer"))
+        self.sharded = self.params.length < self.length
+        first = self.slots[0].parameter
+        whole = torch.zeros(self.length, dtype=first.dtype, device=first.device)
+        for slot in self.slots:
+            whole[_slice(slot.span)].copy_(slot.parameter.detach().reshape(-1))
+        self.masters = None if low is None else whole[_slice(self.optimizer)].clone()
+        self.full = whole if low is None else whole.to(low)
+        self.part = self.full[_slice(self.params)].clone() if self.sharded else self.full
+        self.gathered = True
+        self.gathering: Chain | None = None
+        self.refreshing: Chain | None = None
+
+    def gather(self) -> list[Stage]:
+        """The stages that bring all parameters here; call `attach` when they are through."""
+        self.full.untyped_storage().resize_(self.full.nbytes)
+        self.full[_slice(self.params)].copy_(self.part)
+        base = Span(0, self.length)
+        return [stage(self.full, base) for stage in self.mesh.gather(self.length, "params")]
+
+    def attach(self) -> None:
+        """The parameters are all here and may be used."""
+        self.gathered = True
+        for slot in self.slots:
+            slot.parameter.data = self.full[_slice(slot.span)].view(slot.shape)
+
+    def release(self) -> None:
+        """Gives their memory back. A parameter that is read without being gathered is not a number."""
+        self.gathered, self.gathering = False, None
+        filler = torch.nan if self.full.is_floating_point() else 0
+        nothing = torch.full((), filler, dtype=self.full.dtype, device=self.full.device)
+        for slot in self.slots:
+            slot.parameter.data = nothing.expand(slot.shape)
+        self.full.untyped_storage().resize_(0)
+
+    def refresh(self) -> list[Stage]:
+        """The stages that bring what the optimizers have moved to everybody who holds it."""
+        return []
+
+
+class FrozenUnit(FlatUnit):
+    """Frozen parameters of a block and a dtype: gathered with the block, and never reduced."""
+
+    def __init__(self, slots: Sequence[ParameterSlot], arranged: Arranged, mesh: AxisGroups) -> None:
+        super().__init__(slots, arranged, mesh)
+        self.release()
+
+    def assembled(self) -> tuple[Tensor, list[Stage]]:
+        """A buffer of the whole unit and the stages that fill it from every rank's part."""
+        whole, base = self.part.new_empty(self.length), Span(0, self.length)
+        whole[_slice(self.params)].copy_(self.part)
+        return whole, [stage(whole, base) for stage in self.mesh.gather(self.length, "params")]
+
+    def piece(self, slot: ParameterSlot) -> Slice:
+        """This rank's part of a parameter, which the first of its replicas writes."""
+        start = min(max(slot.span.start, self.params.start), slot.span.stop)
+        stop = max(min(slot.span.stop, self.params.stop), start)
+        replicas = self.mesh.placement.along("grads", "optimizer", "replicas")
+        writes = all(axis.coordinate(self.mesh.rank) == 0 for axis in replicas)
+        local = self.part[Span(start, stop - start).within(self.params)] if start < stop else self.part[:0]
+        return Slice(local, slot.shape, start - slot.span.start, writes=writes and start < stop)
+
+
+class FlatParameter(FlatUnit):
+    """A unit of trainable parameters on this rank. Has state: the buffers, and what is under way.
+
+    Args:
+        slots, arranged, mesh: see `FlatUnit`.
+        low: dtype of the parameters and gradients when the optimizer keeps masters in the parameters' own dtype.
+        holders: other ranks that hold the same of a model that is cut; None: it is not.
+
+    Attributes:
         moved: the pieces that this rank's optimizer moves.
         weight: what this rank's gradients count in the sum.
         missing: gradients still to come in this round.
@@ -95,20 +175,9 @@ class FlatParameter:
         low: torch.dtype | None = None,
         holders: Holders | None = None,
     ) -> None:
-        self.slots, self.mesh, self.length, self.holders = list(slots), mesh, arranged.length, holders
-        for slot, offset in zip(self.slots, arranged.offsets, strict=True):
-            slot.shape, slot.span = slot.parameter.shape, Span(offset, slot.parameter.numel())
-        self.params = mesh.held(self.length, "params")
-        self.grads = mesh.held(self.length, "grads")
-        self.optimizer = mesh.held(self.length, "optimizer")
-        self.sharded, self.scattered = self.params.length < self.length, self.grads.length < self.length
-        first = self.slots[0].parameter
-        whole = torch.zeros(self.length, dtype=first.dtype, device=first.device)
-        for slot in self.slots:
-            whole[_slice(slot.span)].copy_(slot.parameter.detach().reshape(-1))
-        self.masters = None if low is None else whole[_slice(self.optimizer)].clone()
-        self.full = whole if low is None else whole.to(low)
-        self.part = self.full[_slice(self.params)].clone() if self.sharded else self.full
+        super().__init__(slots, arranged, mesh, low)
+        self.holders, self.grads = holders, mesh.held(self.length, "grads")
+        self.scattered = self.grads.length < self.length
         self.collected: Tensor | None = None
         self.summed = self.full.new_empty(self.grads.length) if self.scattered else self._collecting()
         self.residual = residual_like(self.full, mesh.rounding) if mesh.rounding else None
@@ -116,35 +185,11 @@ class FlatParameter:
         self.missing = len(self.slots)
         self.rounds = 0
         self.weight = 1.0
-        self.gathered = True
-        self.gathering: Chain | None = None
-        self.refreshing: Chain | None = None
         self.attach()
         if self.sharded:
             self.release()
 
     # --- parameters --------------------------------------------------------------------------------------------------
-
-    def gather(self) -> list[Stage]:
-        """The stages that bring all parameters here; call `attach` when they are through."""
-        self.full.untyped_storage().resize_(self.full.numel() * self.full.element_size())
-        self.full[_slice(self.params)].copy_(self.part)
-        base = Span(0, self.length)
-        return [stage(self.full, base) for stage in self.mesh.gather(self.length, "params")]
-
-    def attach(self) -> None:
-        """The parameters are all here and may be used."""
-        self.gathered = True
-        for slot in self.slots:
-            slot.parameter.data = self.full[_slice(slot.span)].view(slot.shape)
-
-    def release(self) -> None:
-        """Gives their memory back. A parameter that is read without being gathered is not a number."""
-        self.gathered, self.gathering = False, None
-        nothing = torch.full((), torch.nan, dtype=self.full.dtype, device=self.full.device)
-        for slot in self.slots:
-            slot.parameter.data = nothing.expand(slot.shape)
-        self.full.untyped_storage().resize_(0)
 
     def refresh(self) -> list[Stage]:
         """The stages that bring what the optimizers have moved to everybody who holds it."""

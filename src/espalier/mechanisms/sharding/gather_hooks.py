@@ -10,14 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from espalier.mechanisms.sharding.async_collectives import Exchanges
-from espalier.mechanisms.sharding.flat_parameter import FlatParameter
+from espalier.mechanisms.sharding.flat_parameter import FlatParameter, FlatUnit, FrozenUnit
 from espalier.plan.axes.placement_plan import Prefetch
 from espalier.recipe.errors import UserError
 from espalier.train.wrap_policy import Membership, attention_of
@@ -32,7 +32,7 @@ class GatherWindow:
         recomputes: its backward begins with another pass through its attention.
     """
 
-    def __init__(self, module: nn.Module, flats: Sequence[FlatParameter], attention: nn.Module | None = None) -> None:
+    def __init__(self, module: nn.Module, flats: Sequence[FlatUnit], attention: nn.Module | None = None) -> None:
         self.module, self.flats, self.attention = module, list(flats), attention
         self.sharded = [flat for flat in flats if flat.sharded]
         self.in_backward = self.recomputes = False
@@ -45,13 +45,13 @@ class GatherHooks:
         self,
         model: nn.Module,
         member: Membership,
-        flats: Sequence[FlatParameter],
+        flats: Sequence[FlatUnit],
         exchanges: Exchanges,
         prefetch: Prefetch = "block",
     ) -> None:
         self._exchanges = exchanges
         self._ahead = prefetch != "none"
-        self._flats = flats
+        self._flats, self._freezes = flats, any(isinstance(flat, FrozenUnit) for flat in flats)
         used = [{member.of(slot.parameter) for slot in flat.slots} for flat in flats]
 
         def of(module: nn.Module, block: int | None) -> GatherWindow:
@@ -108,7 +108,7 @@ class GatherHooks:
         for flat in self._flats:
             self._refreshed(flat)
 
-    def _refreshed(self, flat: FlatParameter) -> None:
+    def _refreshed(self, flat: FlatUnit) -> None:
         if flat.refreshing is not None:
             self._exchanges.finish(flat.refreshing)
             flat.refreshing = None
@@ -139,9 +139,9 @@ class GatherHooks:
                 self._exchanges.finish(flat.gathering)
                 flat.attach()
 
-    def _release(self, window: GatherWindow) -> None:
+    def _release(self, window: GatherWindow, kind: type[FlatUnit] = FlatUnit) -> None:
         for flat in window.sharded:
-            if flat.gathered:
+            if flat.gathered and isinstance(flat, kind):
                 flat.release()
 
     def _beside(self, window: GatherWindow, offset: int) -> GatherWindow | None:
@@ -177,6 +177,8 @@ class GatherHooks:
     def _leave(self, window: GatherWindow, output: Any) -> None:
         if window.in_backward:  # recomputation
             return
+        if self._freezes:
+            _on_backward(output, lambda: self._passed(window), "all")
         trained = _on_backward(output, lambda: self._backward(window))
         if not (trained and self._is_last(window)):
             self._release(window)
@@ -193,6 +195,11 @@ class GatherHooks:
         if window.attention is None or not window.recomputes:  # else attention comes first, and is waited for
             self._prefetch(window)
         self._need(window)
+
+    def _passed(self, window: GatherWindow) -> None:
+        """All gradients of a block's output have come: nothing in backward needs the frozen parameters behind it."""
+        if (behind := self._beside(window, 1)) is not None:
+            self._release(behind, FrozenUnit)
 
     def gradients_are_there(self, flat: FlatParameter) -> None:
         """A unit has all its gradients: nothing in backward needs its parameters any more."""
@@ -242,11 +249,11 @@ def _apart(window: GatherWindow) -> AbstractContextManager[Any]:
     return torch._C._DisableTorchDispatch() if window.in_backward else nullcontext()
 
 
-def _on_backward(output: Any, begin: Callable[[], None]) -> bool:
-    """Calls `begin` with the first gradient of `output`; whether it will have any."""
+def _on_backward(output: Any, begin: Callable[[], None], mode: Literal["any", "all"] = "any") -> bool:
+    """Calls `begin` with the first gradient of `output`, or with the last of all; whether it will have any."""
     leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
     if leaves:
-        torch.autograd.graph.register_multi_grad_hook(leaves, lambda _: begin(), mode="any")
+        torch.autograd.graph.register_multi_grad_hook(leaves, lambda _: begin(), mode=mode)
     return bool(leaves)
 
 

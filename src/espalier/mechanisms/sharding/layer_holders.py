@@ -24,7 +24,7 @@ from espalier.checkpoint.base import Stateful, StatefulParts
 from espalier.comm import plain_collectives
 from espalier.comm.base import Traffic, traffic
 from espalier.mechanisms.sharding.amsp import Amsp, ControlMessage
-from espalier.mechanisms.sharding.flat_parameter import FlatParameter, ParameterSlot
+from espalier.mechanisms.sharding.flat_parameter import FlatParameter, FrozenUnit, ParameterSlot
 from espalier.mechanisms.sharding.sharded_state_dict import Kinds, ModelState, OptimizerState
 from espalier.optim.base import Optimizer, Owned
 from espalier.parallel.mesh import ProcessMesh
@@ -81,6 +81,7 @@ class RaggedStates:
             mesh.number_groups_alike()
         self.owned: Sequence[Owned] = [owned for part in self.members for owned in part.owned]
         self.flats: list[FlatParameter] = [flat for part in self.members for flat in part.flats]
+        self.frozen: list[FrozenUnit] = []  # of a model that is cut frozen parameters stay whole
         self._part = {id(flat): part for part in self.members for flat in part.flats}
         self.kinds: Kinds | None = None
         self.together = True
@@ -186,6 +187,10 @@ class RaggedStates:
     def whole(self, flat: FlatParameter, local: Tensor) -> Tensor:
         """[unit] every rank's `local` values of a unit, on every rank that holds it."""
         return self._part[id(flat)].whole(flat, local)
+
+    def whole_frozen(self) -> dict[int, Tensor]:
+        """None are sharded."""
+        return {}
 
     def parts(self, optimizer: Optimizer) -> StatefulParts:
         states: dict[str, Stateful] = {

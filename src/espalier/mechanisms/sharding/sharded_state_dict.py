@@ -25,7 +25,7 @@ from espalier.parallel.model_cut import ModelCut
 if TYPE_CHECKING:
     from torch import nn
 
-    from espalier.mechanisms.sharding.flat_parameter import FlatParameter, ParameterSlot
+    from espalier.mechanisms.sharding.flat_parameter import FlatParameter, FrozenUnit, ParameterSlot
     from espalier.plan.axes.placement import Placement, Span
     from espalier.plan.axes.placement_plan import Spread
 
@@ -39,6 +39,7 @@ class UnitSharding(Protocol):
 
     model: nn.Module
     flats: list[FlatParameter]
+    frozen: list[FrozenUnit]
     kinds: Kinds | None
     """What states each parameter has, on all ranks; None while that may still change."""
     cut: ModelCut | None
@@ -57,6 +58,9 @@ class UnitSharding(Protocol):
     def summon(self) -> None:
         """Brings all parameters here, until they are let go."""
 
+    def whole_frozen(self) -> dict[int, Tensor]:
+        """Sharded frozen parameters, by their ids, on every rank."""
+
     def whole(self, flat: FlatParameter, local: Tensor) -> Tensor:
         """The whole unit, of which every rank has `local`."""
 
@@ -68,7 +72,7 @@ class ModelState:
         self._sharding = sharding
 
     def state_dict(self) -> dict[str, Any]:
-        """Slices of the trainable parameters, frozen parameters and buffers whole."""
+        """Slices of the parameters that are sharded, other frozen ones and buffers whole."""
         self._sharding.settle()
         cut = self._sharding.cut
         pieces = {
@@ -76,6 +80,7 @@ class ModelState:
             for flat in self._sharding.flats
             for slot in flat.slots
         }
+        pieces |= {id(slot.parameter): unit.piece(slot) for unit in self._sharding.frozen for slot in unit.slots}
         entries = self._sharding.model.state_dict(keep_vars=True)
         return {
             name: pieces[id(value)] if id(value) in pieces else _plain(value, name, cut)
@@ -214,6 +219,7 @@ def whole_state_dict(sharding: UnitSharding, module: nn.Module, state: dict[str,
                 part = values[slot.span.start : slot.span.stop].view(slot.shape)
                 pieces[id(slot.parameter)] = part if cut is None else cut.whole(slot.name, part)
     sharding.settle()
+    pieces |= sharding.whole_frozen()
     for name, parameter in module.named_parameters(remove_duplicate=False):
         if id(parameter) in pieces:
             state[prefix + name] = pieces[id(parameter)]

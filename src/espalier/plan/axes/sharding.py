@@ -52,7 +52,8 @@ class StateSizes:
 
     Attributes:
         storage: bytes of a parameter; exact: of one that keeps its precision beside low ones, None: the same.
-        sizes: the trainable tensors in the model's order; empty: not known.
+        sizes: the trainable tensors in the model's order (or frozen ones); empty: not known.
+        trained: whether they have gradients, and are moved.
         tensors: those of a rank, by the `cuts` of the model (stages, runs of layers on each rank, ranks to a matrix);
             None: `sizes`.
         whole: matrices lie on one rank each (an optimizer of matrices moves them).
@@ -68,6 +69,7 @@ class StateSizes:
     storage: StateBytes
     exact: StateBytes | None = None
     sizes: Sequence[Sized] = ()
+    trained: bool = True
     tensors: Callable[[int, int, int], Lengths] | None = None
     cuts: tuple[Number, ...] = ()
     whole: bool = False
@@ -315,6 +317,8 @@ def cost(states: StateSizes, division: Division, *, rounds: Number = 1, wire: Wi
     seconds: dict[str, Number] = {}
     sent: dict[str, Number] = {GRADIENTS: 0.0, PARAMETERS: 0.0}
     for exchange in exchanges(state_volumes, division, rounds):
+        if not states.trained and exchange.part != "gather":
+            continue
         sent[exchange.traffic] = sent[exchange.traffic] + ring_bytes(exchange.operation, exchange.size, exchange.ranks)
         if wire is not None:
             calls = np.maximum(1, exchange.calls)
