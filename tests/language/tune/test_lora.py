@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from weakref import ref
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 from espalier import recipe as config
-from espalier.language import gpt
+from espalier.language import gpt, hf
 from espalier.language.tune import lora
 from espalier.language.tune.workload import TuneWorkload, plain
 from espalier.machine import cluster as clusters
@@ -203,3 +206,35 @@ def test_the_plan_prices_the_frozen_weights_as_they_are_stored_and_no_copies_of_
     assert plan.predicted.memory_bytes["frozen"] == request.profile.frozen
     assert plan.predicted.state_bytes["params"] <= each * trained
     assert plan.predicted.sent_bytes.get("gradients", 0) <= each * trained * 1.1
+
+
+@pytest.mark.parametrize("frozen", ["bf16", "int8", "int4"])
+def test_weights_in_fewer_bits_are_read_one_by_one(
+    opened: Callable[..., TuneWorkload], monkeypatch: pytest.MonkeyPatch, frozen: Any
+) -> None:
+    tune = config.Lora(rank=4, frozen=frozen)
+    workload = opened(tune)
+    whole = super(TuneWorkload, workload).build(torch.device("cpu"), torch.float32)
+    expected = lora.adapt(whole, tune, workload.recipe.train.seed)
+    given: list[ref[torch.Tensor]] = []
+
+    def watched(model: gpt.GPT, folder: Path) -> Callable[[str], torch.Tensor]:
+        value = weights_of(model, folder)
+
+        def watch(name: str) -> torch.Tensor:
+            assert not any(tensor() is not None for tensor in given), "a matrix is whole, and the next is read"
+            made = value(name)
+            if name.startswith("blocks.") and made.dim() == 2:
+                given.append(ref(made))
+            return made
+
+        return watch
+
+    weights_of = hf.weights_of
+    monkeypatch.setattr(hf, "weights_of", watched)
+    built = model_of(workload)
+    assert len(given) == 14
+    for (name, left), (other, right) in zip(built.named_parameters(), expected.named_parameters(), strict=True):
+        assert (name, left.dtype, left.requires_grad) == (other, right.dtype, right.requires_grad)
+        assert torch.equal(left, right)
+    assert torch.equal(built(TOKENS), expected(TOKENS))

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -107,16 +107,23 @@ def scale_of(options: Adapters) -> float:
     return alpha / (math.sqrt(options.rank) if options.rslora else options.rank)
 
 
-def adapt(model: GPT, options: Adapters, seed: int) -> GPT:
+Fill = Callable[[nn.Module, str], None]
+"""Gives a module, by its name, the values of the parameters that it holds itself."""
+
+
+def adapt(model: GPT, options: Adapters, seed: int, fill: Fill | None = None) -> GPT:
     """`model` with all its weights frozen and an adapter beside each of `options.targets`, in place.
 
     Frozen weights are no part of its `state_dict`: whoever loads that builds the model from the same weights first.
+    `fill`: of a model on the meta device; matrices are filled one by one, so that one of them at a time is whole.
     """
     targets = options.targets or TARGETS
     bits = BITS.get(options.frozen)
-    model.requires_grad_(False)
-    for name, layer in [*model.blocks.named_modules(prefix="blocks")]:
-        if not isinstance(layer, nn.Linear):
+    for name, layer in [*model.named_modules()]:
+        if fill is not None:
+            fill(layer, name)
+        layer.requires_grad_(False)
+        if not (name.startswith("blocks.") and isinstance(layer, nn.Linear)):
             continue
         parent, _, child = name.rpartition(".")
         adapted = LoraLinear(layer, options) if child in targets else layer

@@ -70,10 +70,20 @@ class TuneWorkload(DecoderWorkload):
     # --- the model -----------------------------------------------------------------------------------------------
 
     def build(self, device: torch.device, dtype: torch.dtype) -> gpt.GPT:
-        """The decoder of `model.initial`, adapted as the recipe says; of frozen weights in fewer bits the device never
-        holds the whole."""
-        fewer = isinstance(self.tune, Adapters) and self.tune.frozen in lora.BITS and device.type != "meta"
-        return adapted(super().build(torch.device("cpu") if fewer else device, dtype), self.recipe).to(device)
+        """The decoder of `model.initial`, adapted as the recipe says; frozen weights in fewer bits are read and stored
+        one by one, and nothing ever holds the whole."""
+        fewer = isinstance(self.tune, Adapters) and self.tune.rank and self.tune.frozen in lora.BITS
+        if not fewer or device.type == "meta":
+            return adapted(super().build(device, dtype), self.recipe)
+        model, value = super().skeleton()
+
+        def fill(module: nn.Module, prefix: str) -> None:
+            for name, _ in [*module.named_parameters(prefix, recurse=False)]:
+                parameter = nn.Parameter(value(name).to(dtype), requires_grad=False)
+                module.register_parameter(name.rpartition(".")[2], parameter)
+
+        assert isinstance(model, gpt.GPT)
+        return adapted(model, self.recipe, fill).to(device)
 
     def skeleton(self) -> Skeleton:
         """As it is built: frozen weights are on every rank."""
@@ -239,13 +249,13 @@ class TuneWorkload(DecoderWorkload):
         return [*self.weight_notes(), *([] if adapter is None else peft.notes(Path(adapter))), *self.chats.notes]
 
 
-def adapted(model: gpt.GPT, recipe: Recipe) -> gpt.GPT:
-    """`model` as `recipe.tune` trains it: with adapters, with a reference, or as it is."""
+def adapted(model: gpt.GPT, recipe: Recipe, fill: lora.Fill | None = None) -> gpt.GPT:
+    """`model` as `recipe.tune` trains it: with adapters, with a reference, or as it is. `fill`: see `lora.adapt`."""
     tune = recipe.tune
     scored = row_log_probability if isinstance(tune, Dpo) else answer_loss
     model.score = partial(scored, cap=model.size.logit_cap)
     if isinstance(tune, Adapters) and tune.rank:
-        model = lora.adapt(model, tune, recipe.train.seed)
+        model = lora.adapt(model, tune, recipe.train.seed, fill)
         if isinstance(tune, Lora) and tune.adapter is not None and not model.embedding.weight.is_meta:
             peft.load(model, Path(tune.adapter), f"model.initial = {recipe.model.initial!r}")  # type: ignore[attr-defined]
         return model
