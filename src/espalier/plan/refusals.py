@@ -306,7 +306,8 @@ def _held_less(request: Request, cluster: Cluster) -> Iterator[Change]:
 
 
 def _adapters(request: Request, cluster: Cluster) -> Iterator[str]:
-    """Adapters beside frozen weights, stored in the first way that fits; else what the smallest takes."""
+    """Adapters beside frozen weights, stored in the first way that fits; else what the smallest takes, and the devices
+    that are enough for it."""
     recipe, batch, tune = request.recipe, request.profile.global_batch, request.recipe.tune
     if request.request_of is None or not isinstance(recipe.model, Gpt):
         return
@@ -327,7 +328,8 @@ def _adapters(request: Request, cluster: Cluster) -> Iterator[str]:
             return
     if words and (nearest := search.anywhere(made, cluster)[1].closest):
         peak, limit = units.show_size(nearest.peak), units.show_size(nearest.peak - nearest.over)
-        yield f"not enough: {words}, which takes {peak} of {limit}"
+        more = _more_devices(made, cluster)
+        yield f"not enough: {words}, which takes {peak} of {limit}{'; with it ' * bool(more)}{more}"
 
 
 def _with_optimizer(request: Request, options: Adamw | Muon) -> Request:

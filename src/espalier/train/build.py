@@ -19,6 +19,7 @@ from espalier.plan.compose import Claim
 from espalier.recipe import Precision
 from espalier.recipe.errors import Interrupted, UserError
 from espalier.train.mechanism import Build, Mechanism
+from espalier.train.wrap_policy import Membership
 
 if TYPE_CHECKING:
     from espalier.checkpoint.base import StatefulParts
@@ -81,7 +82,15 @@ class BuildModel(Mechanism):
         self.precision = precision
 
     def wrap(self, context: Build) -> None:
-        context.model = context.workload.build(context.device, DTYPES[self.precision])
+        """Makes it; frozen parameters of blocks wait in host memory until they are sharded, where they are."""
+        workload, device = context.workload, context.device
+        shards = device.type != "cpu" and any(len(unit.params) > 1 for unit in context.plan.units)
+        model = workload.build(torch.device("cpu") if shards else device, DTYPES[self.precision])
+        member = Membership(model, workload.blocks(model))
+        for tensor in (*model.parameters(), *model.buffers()) if shards else ():
+            waits = isinstance(tensor, nn.Parameter) and not tensor.requires_grad and member.of(tensor) is not None
+            tensor.data = tensor.data if waits else tensor.data.to(device)
+        context.model = model
 
 
 def choose_model(recipe: Recipe, plan: Plan) -> Mechanism:

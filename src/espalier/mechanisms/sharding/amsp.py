@@ -151,7 +151,7 @@ class Amsp:
         ]
         kinds = [(slot.parameter.dtype, slot.parameter.device) for slot in slots]
         return [
-            FrozenUnit(members, unit, self._meshes[self.spread.of(members[0].name)])
+            FrozenUnit(members, unit, self._meshes[self.spread.of(members[0].name)], self.flats[0].full.device)
             for unit in self._arranged(slots, kinds)
             for members in [[slots[index] for index in unit.indices]]
         ]

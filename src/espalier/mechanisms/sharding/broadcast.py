@@ -25,7 +25,8 @@ def same_start(model: nn.Module, channel: dist.ProcessGroup) -> bool:
     """
     tensors = [*model.named_parameters(), *model.named_buffers()]
     devices = [device.type for device in channel._device_types]
-    where = torch.device("cpu") if not devices or "cpu" in devices else tensors[0][1].device
+    places = [tensor.device for _, tensor in tensors if tensor.device.type != "cpu"]
+    where = torch.device("cpu") if not devices or "cpu" in devices or not places else places[0]
     with torch.no_grad():
         looks = [
             f"{name}: {list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
@@ -39,7 +40,7 @@ def same_start(model: nn.Module, channel: dist.ProcessGroup) -> bool:
             _explain(looks, channel)
         if len(set(hashes)) == 1:
             return False
-        _send([tensor for _, tensor in tensors], channel)
+        _send([tensor for _, tensor in tensors], channel, where)
     return True
 
 
@@ -76,7 +77,7 @@ def _explain(looks: list[str], channel: dist.ProcessGroup) -> None:
     raise AssertionError("the hashes differ and the lists do not")
 
 
-def _send(tensors: list[Tensor], channel: dist.ProcessGroup) -> None:
+def _send(tensors: list[Tensor], channel: dist.ProcessGroup, device: torch.device) -> None:
     options = dist.BroadcastOptions()
     options.rootRank, options.rootTensor = 0, 0
     under_way = []
@@ -84,6 +85,7 @@ def _send(tensors: list[Tensor], channel: dist.ProcessGroup) -> None:
         for tensor in tensors:
             if tensor.numel():
                 plain = tensor.detach().contiguous()
+                plain = plain if device.type == "cpu" else plain.to(device)
                 under_way.append((channel.broadcast([plain], options), plain, tensor))
     for work, plain, tensor in under_way:
         work.wait()

@@ -129,10 +129,14 @@ class FlatUnit:
 
 
 class FrozenUnit(FlatUnit):
-    """Frozen parameters of a block and a dtype: gathered with the block, and never reduced."""
+    """Frozen parameters of a block and a dtype: gathered with the block, and never reduced. `device`: where they are
+    computed with; they may come from the host's memory."""
 
-    def __init__(self, slots: Sequence[ParameterSlot], arranged: Arranged, mesh: AxisGroups) -> None:
+    def __init__(
+        self, slots: Sequence[ParameterSlot], arranged: Arranged, mesh: AxisGroups, device: torch.device
+    ) -> None:
         super().__init__(slots, arranged, mesh)
+        self.part, self.full = self.part.to(device), self.full.to(device)
         self.release()
 
     def assembled(self) -> tuple[Tensor, list[Stage]]:

@@ -36,9 +36,12 @@ class ShardedStates(Mechanism):
 
             nodes = [rank.node for rank in context.plan.ranks]
             context.sharding = RaggedStates(context.model, mesh, spread(context), context.cut, nodes)
-            return
-        channel = mesh.same_parameters if context.cut is None else mesh.same_parameters or mesh.alone
-        context.sharding = Amsp(context.model, channel, spread(context), context.cut)
+        else:
+            channel = mesh.same_parameters if context.cut is None else mesh.same_parameters or mesh.alone
+            context.sharding = Amsp(context.model, channel, spread(context), context.cut)
+        for parameter in context.model.parameters():
+            if not parameter.requires_grad:  # what is not sharded leaves the host's memory now
+                parameter.data = parameter.data.to(context.device)
 
 
 def spread(context: Build) -> spreading.Spread:
