@@ -147,7 +147,11 @@ def sources(request: Request, on: Fleet) -> Mapping[str, str]:
         "params": f"{width} bytes per parameter{low}",
         "grads": f"{width} bytes per trainable parameter",
         "optimizer_state": f"{2 * width} bytes per AdamW parameter, {width} per Muon parameter",
-        **({} if request.profile.frozen is None else {"frozen": "weights that are not trained, as stored; blocks sharded as parameters are"}),
+        **(
+            {}
+            if request.profile.frozen is None
+            else {"frozen": "weights that are not trained, as stored; blocks in shards"}
+        ),
         "activations": "the workload's formula, for as many micro-batches as wait in the pipeline",
         "gathered": "two layers gathered at a time where parameters or gradients are sharded",
         "slack": f"{SLACK[device.kind]:.0%} for the allocator"
