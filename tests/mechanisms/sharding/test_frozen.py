@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from espalier.comm import Channel
 from espalier.launch.testing import ranks, same
 from espalier.mechanisms.sharding.amsp import Amsp
-from espalier.mechanisms.sharding.sharded_state_dict import ModelState
+from espalier.mechanisms.sharding.sharded_state_dict import ModelState, whole_state_dict
 from espalier.optim import adamw
 from espalier.plan.axes.placement import ShardFactors
 from espalier.recipe import Adamw
@@ -138,3 +138,15 @@ def reloaded(channel: Channel, factors: ShardFactors) -> Any:
 def test_a_sharded_model_takes_whole_frozen_parameters() -> None:
     for parameters in ranks(4, reloaded, ShardFactors(2, 2, 4)):
         same(parameters, {name: p.detach() + 1.0 for name, p in adapted().named_parameters()}, relative=0)
+
+
+def saved(channel: Channel, factors: ShardFactors) -> Any:
+    sharding = Amsp(adapted(), channel, every(factors))
+    state = sharding.model.state_dict()
+    whole_state_dict(sharding, sharding.model, state, "", None)
+    return {name: value.clone() for name, value in state.items()}
+
+
+def test_the_state_of_a_loop_of_one_s_own_has_whole_frozen_parameters() -> None:
+    for state in ranks(4, saved, ShardFactors(2, 2, 4)):
+        same(state, adapted().state_dict(), relative=0)

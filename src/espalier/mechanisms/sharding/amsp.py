@@ -31,7 +31,7 @@ from espalier.comm.base import Traffic, traffic
 from espalier.mechanisms.sharding.async_collectives import Exchanges
 from espalier.mechanisms.sharding.axis_groups import AxisGroups, Codecs, Groups
 from espalier.mechanisms.sharding.broadcast import BufferSync, same_start
-from espalier.mechanisms.sharding.flat_parameter import FlatParameter, FrozenUnit, ParameterSlot
+from espalier.mechanisms.sharding.flat_parameter import FlatParameter, FlatUnit, FrozenUnit, ParameterSlot
 from espalier.mechanisms.sharding.gather_hooks import GatherHooks
 from espalier.mechanisms.sharding.model_signature import ModelSignature, twice
 from espalier.mechanisms.sharding.sharded_state_dict import Kinds, ModelState, OptimizerState, Residuals
@@ -405,34 +405,20 @@ class Amsp:
             parts["feedback"] = Residuals(self, self._channel)
         return parts
 
-    def whole(self, flat: FlatParameter, local: Tensor) -> Tensor:
+    def whole(self, flat: FlatUnit, local: Tensor) -> Tensor:
         """[unit] every rank's `local` values [optimizer span] of a unit, on every rank. All ranks call it."""
         self.settle()
         buffer, stages = flat.assembled(local)
         self._moving.finish(self._moving.begin(stages))
         return buffer
 
-    def whole_frozen(self) -> dict[int, Tensor]:
-        """Sharded frozen parameters, by their ids, on every rank. All ranks call it."""
-        whole: dict[int, Tensor] = {}
-        for unit in self.frozen:
-            buffer, stages = unit.assembled()
-            self._moving.finish(self._moving.begin(stages))
-            whole |= {
-                id(slot.parameter): buffer[slot.span.start : slot.span.stop].view(slot.shape) for slot in unit.slots
-            }
-        return whole
-
     def detach(self) -> None:
         if self._channel is None:
             return
-        for flat in self.flats:
+        for flat in (*self.flats, *self.frozen):
             values = self.whole(flat, flat.local)
             for slot in flat.slots:
                 slot.parameter.data = values[slot.span.start : slot.span.stop].view(slot.shape).clone()
-        values_by_id = self.whole_frozen()
-        for parameter in self.model.parameters():
-            parameter.data = values_by_id.get(id(parameter), parameter.data)
         self.unhook()
         self.flats, self.frozen, self.owned, self._channel, self.together = [], [], owned_by(self.model), None, False
 

@@ -127,6 +127,19 @@ class FlatUnit:
         """The stages that bring what the optimizers have moved to everybody who holds it."""
         return []
 
+    @property
+    def local(self) -> Tensor:
+        """[optimizer span] what this rank's optimizer moves."""
+        return self.part[self.optimizer.within(self.params)] if self.masters is None else self.masters
+
+    def assembled(self, local: Tensor) -> tuple[Tensor, list[Stage]]:
+        """A buffer of the whole unit and the stages that fill it from every rank's `local` values [optimizer span]."""
+        whole = local.new_empty(self.length)
+        whole[_slice(self.optimizer)].copy_(local)
+        base = Span(0, self.length)
+        stages = self.mesh.gather(self.length, "optimizer", "grads", "params")
+        return whole, [stage(whole, base) for stage in stages]
+
 
 class FrozenUnit(FlatUnit):
     """Frozen parameters of a block and a dtype: gathered with the block, and never reduced. `device`: where they are
@@ -138,12 +151,6 @@ class FrozenUnit(FlatUnit):
         super().__init__(slots, arranged, mesh)
         self.part, self.full = self.part.to(device), self.full.to(device)
         self.release()
-
-    def assembled(self) -> tuple[Tensor, list[Stage]]:
-        """A buffer of the whole unit and the stages that fill it from every rank's part."""
-        whole, base = self.part.new_empty(self.length), Span(0, self.length)
-        whole[_slice(self.params)].copy_(self.part)
-        return whole, [stage(whole, base) for stage in self.mesh.gather(self.length, "params")]
 
     def piece(self, slot: ParameterSlot) -> Slice:
         """This rank's part of a parameter, which the first of its replicas writes."""
@@ -200,19 +207,6 @@ class FlatParameter(FlatUnit):
         if self.masters is not None:
             self.part[self.optimizer.within(self.params)].copy_(self.masters)
         return [stage(self.part, self.params) for stage in self.mesh.gather(self.length, "optimizer", "grads")]
-
-    @property
-    def local(self) -> Tensor:
-        """[optimizer span] what this rank's optimizer moves."""
-        return self.part[self.optimizer.within(self.params)] if self.masters is None else self.masters
-
-    def assembled(self, local: Tensor) -> tuple[Tensor, list[Stage]]:
-        """A buffer of the whole unit and the stages that fill it from every rank's `local` values [optimizer span]."""
-        whole = local.new_empty(self.length)
-        whole[_slice(self.optimizer)].copy_(local)
-        base = Span(0, self.length)
-        stages = self.mesh.gather(self.length, "optimizer", "grads", "params")
-        return whole, [stage(whole, base) for stage in stages]
 
     @property
     def direct(self) -> bool:

@@ -24,7 +24,7 @@ from espalier.checkpoint.base import Stateful, StatefulParts
 from espalier.comm import plain_collectives
 from espalier.comm.base import Traffic, traffic
 from espalier.mechanisms.sharding.amsp import Amsp, ControlMessage
-from espalier.mechanisms.sharding.flat_parameter import FlatParameter, FrozenUnit, ParameterSlot
+from espalier.mechanisms.sharding.flat_parameter import FlatParameter, FlatUnit, FrozenUnit, ParameterSlot
 from espalier.mechanisms.sharding.sharded_state_dict import Kinds, ModelState, OptimizerState
 from espalier.optim.base import Optimizer, Owned
 from espalier.parallel.mesh import ProcessMesh
@@ -184,13 +184,9 @@ class RaggedStates:
                 sizes[kind] = sizes.get(kind, 0) + size
         return sizes
 
-    def whole(self, flat: FlatParameter, local: Tensor) -> Tensor:
+    def whole(self, flat: FlatUnit, local: Tensor) -> Tensor:
         """[unit] every rank's `local` values of a unit, on every rank that holds it."""
         return self._part[id(flat)].whole(flat, local)
-
-    def whole_frozen(self) -> dict[int, Tensor]:
-        """None are sharded."""
-        return {}
 
     def parts(self, optimizer: Optimizer) -> StatefulParts:
         states: dict[str, Stateful] = {

@@ -25,7 +25,7 @@ from espalier.parallel.model_cut import ModelCut
 if TYPE_CHECKING:
     from torch import nn
 
-    from espalier.mechanisms.sharding.flat_parameter import FlatParameter, FrozenUnit, ParameterSlot
+    from espalier.mechanisms.sharding.flat_parameter import FlatParameter, FlatUnit, FrozenUnit, ParameterSlot
     from espalier.plan.axes.placement import Placement, Span
     from espalier.plan.axes.placement_plan import Spread
 
@@ -58,10 +58,7 @@ class UnitSharding(Protocol):
     def summon(self) -> None:
         """Brings all parameters here, until they are let go."""
 
-    def whole_frozen(self) -> dict[int, Tensor]:
-        """Sharded frozen parameters, by their ids, on every rank."""
-
-    def whole(self, flat: FlatParameter, local: Tensor) -> Tensor:
+    def whole(self, flat: FlatUnit, local: Tensor) -> Tensor:
         """The whole unit, of which every rank has `local`."""
 
 
@@ -212,14 +209,13 @@ def whole_state_dict(sharding: UnitSharding, module: nn.Module, state: dict[str,
         return  # keep_vars: the parameters themselves are wanted
     pieces: dict[int, Tensor] = {}
     cut = sharding.cut
-    for flat in sharding.flats:
+    for flat in (*sharding.flats, *sharding.frozen):
         if flat.sharded or flat.masters is not None or cut is not None:
             values = sharding.whole(flat, flat.local)
             for slot in flat.slots:
                 part = values[slot.span.start : slot.span.stop].view(slot.shape)
                 pieces[id(slot.parameter)] = part if cut is None else cut.whole(slot.name, part)
     sharding.settle()
-    pieces |= sharding.whole_frozen()
     for name, parameter in module.named_parameters(remove_duplicate=False):
         if id(parameter) in pieces:
             state[prefix + name] = pieces[id(parameter)]
