@@ -11,6 +11,7 @@ from espalier.machine.cluster import Cluster
 from espalier.mechanisms.expert_parallel.state import ExpertParallelState
 from espalier.plan.base import Offload, Plan
 from espalier.plan.decide import decide
+from espalier.plan.refusals import DoesNotFit
 from espalier.plan.request import Request
 from espalier.recipe import defaults, recipe_file
 from espalier.train import table
@@ -60,6 +61,21 @@ def test_what_waits_is_the_model_once_and_what_moves_is_on_the_links(plan: Plan)
     assert predicted.memory_bytes["window"] == pytest.approx(6 * 4 * (experts / 32 / 8 + others / 32), rel=0.3)
 
 
-def test_experts_on_every_rank_would_not_fit_beside_their_neighbours() -> None:
+def test_a_window_with_every_expert_on_each_rank_does_not_fit() -> None:
     whole = decide(asked(65536, pin={"ep": 1}), machine())
     assert not whole.fits
+
+
+def test_inputs_of_layers_wait_beside_parameters_where_they_would_fill_the_device() -> None:
+    """Four times the tokens: all micro-batches of a layer are computed before the next layer."""
+    plan = decide(asked(262144), machine()).taken
+    assert plan.offload == Offload(optimizer="host", parameters="host", activations="host")
+    assert plan.predicted is not None
+    assert plan.predicted.waiting_bytes["activations"] == 262144 / 8 * 4096 * 4 * 31
+    table.ordered(asked(262144).recipe, plan)
+
+
+def test_a_batch_whose_activations_the_host_does_not_hold_either_is_refused_with_one_that_fits() -> None:
+    with pytest.raises(DoesNotFit, match=r"train\.batch_tokens=262144: 2 times as many steps") as caught:
+        _ = decide(asked(524288), machine()).taken
+    assert "activations on host" in str(caught.value.do)

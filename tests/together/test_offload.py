@@ -293,6 +293,23 @@ def test_parameters_elsewhere_change_no_bit(corpus, micro_batch):
     assert all(fields["offload"]["host"]["read"] > 0 for fields in on_host[2])
 
 
+@pytest.mark.parametrize(
+    ("tier", "micro_batch", "ranks"),
+    [
+        ("host", 2, 1),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("disk", 2, 2), ("host", 8, 1), ("disk", 1, 1))),
+    ],
+)
+def test_parameters_and_activations_elsewhere_change_no_bit_and_are_read_once(corpus, tier, micro_batch, ranks):
+    recipe = recipe_of(corpus, model=UNTIED)
+    away = plans.Offload(optimizer=tier, parameters=tier, activations=tier)
+    made = [train(recipe, plan_of(way, ranks, micro_batch=micro_batch)) for way in (away, plans.Offload())]
+    same(*made)
+    for fields in made[0][2]:
+        moved = fields["activations"][tier]
+        assert moved["read"] == moved["written"] == 2 * 8 // ranks * 32 * 32 * 4  # inputs of two of three blocks
+
+
 @pytest.mark.slow
 def test_parameters_elsewhere_are_saved_and_restored_like_those_in_memory(corpus, tmp_path):
     recipe = recipe_of(corpus, model=UNTIED)

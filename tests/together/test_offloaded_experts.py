@@ -28,6 +28,7 @@ def plan(offload, ranks, ep):
     ("away", "ranks", "ep", "model"),
     [
         (ON_HOST, 2, 2, {}),
+        (plans.Offload(optimizer="disk", parameters="disk", activations="disk"), 2, 2, {}),
         (PARAMETERS, 4, 2, {"shared": 16, "balancing": "bias"}),
         *(
             pytest.param(*case, {"tied": tied, "shared": 8}, marks=pytest.mark.slow)

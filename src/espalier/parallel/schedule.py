@@ -38,6 +38,19 @@ class Schedule(Protocol):
         """Surrounds forward passes whose outputs are used only where losses count (`mesh.counts`)."""
 
 
+class TensorStore(Protocol):
+    """Tensors that wait elsewhere than on the device. What `put` gives stands for one of them."""
+
+    def put(self, tensor: Tensor) -> Any:
+        """Begins to write a tensor, which must not change any more."""
+
+    def begin(self, saved: Any) -> None:
+        """Begins to read it."""
+
+    def get(self, saved: Any) -> Tensor:
+        """Its values, once."""
+
+
 class Window(Protocol):
     """The layers of a model of which some are here at a time (see `train.layer_window.LayerWindow`)."""
 

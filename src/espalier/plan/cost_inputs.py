@@ -357,8 +357,9 @@ class CostInputs:
         if self.request.offload.activations != "device":
             each = -(-self.request.profile.global_batch // np.asarray(self.layouts.dp))
             size = np.minimum(np.maximum(1, np.asarray(self.layouts.micro_batch)), each)
-            anatomy = self.anatomy(size)
-            waiting["activations"] = offload_cost.activations(anatomy.layer.saved, self.stage_layers)
+            rounds = -(-each // size) if offload.windowed(self.request.offload) else 1  # layer by layer
+            saved = self.anatomy(size).layer.saved
+            waiting["activations"] = rounds * offload_cost.activations(saved, self.stage_layers)
         if "optimizer" in waiting:
             waiting["optimizer"] = waiting["optimizer"] - self.resident_optimizer
         return waiting

@@ -67,7 +67,7 @@ def _searched(ask: Ask) -> PlanDecision:
     free = request.pin.shard is None and request.recipe.plan.redundancy == 1
     processor = not gpus(cluster) and len(cluster.devices()) == 1
     result = search.search(request, cluster, calibration, whole=free and processor, below=ask.below)
-    over = _over_ranks(ask, _fastest_of((request, result))) if "expert_parallel" in request.profile.facts else []
+    over = _over_ranks(ask, _fastest_of((request, result)))
     spread = [pair for pair in over if pair[1].options and request.pin.offload in (None, "none")]
     if spread and (result.options or request.pin.offload == "none"):
         alone = [(request, result)]
@@ -98,19 +98,11 @@ def _searched(ask: Ask) -> PlanDecision:
 
 
 def _over_ranks(ask: Ask, alone: float) -> list[tuple[Request, SearchResult]]:
-    """Searches with experts over ranks, where nobody said over how many and that can run: over all ranks of a machine,
-    and over 2, 4 and so on. Ranks of one processor gain nothing: one rank has its memory and threads. `alone`: seconds
-    of a step with every expert on each rank."""
-    request, cluster, pin, below = ask.request, ask.cluster, ask.request.pin, min(ask.below, alone)
-    cut = pin.shard is not None and max(pin.shard.params or 1, pin.shard.grads or 1) > 1
-    if pin.ep is not None or cut or request.recipe.train.compile or len(cluster.devices()) == 1:
-        return []
-    most, places = min(request.experts.total, request.profile.global_batch), _ranks_of(request, cluster)
-    counts = {2, 4, 8, 16, 32, 64, places, *(table.devices for table in cluster.nodes)}
-    searches = []
-    for count in sorted(ranks for ranks in counts if 1 < ranks <= most and places % ranks == 0):
-        asked = replace(request, ep=count)
-        searches.append((asked, search.search(asked, cluster, ask.calibration, below=below)))
+    """Searches with experts over ranks. `alone`: seconds of a step with every expert on each rank."""
+    below, searches = min(ask.below, alone), []
+    for count in pins.expert_groups(ask.request, ask.cluster):
+        asked = replace(ask.request, ep=count)
+        searches.append((asked, search.search(asked, ask.cluster, ask.calibration, below=below)))
         below = min(below, _fastest_of(searches[-1]))
     return searches
 
@@ -118,11 +110,6 @@ def _over_ranks(ask: Ask, alone: float) -> list[tuple[Request, SearchResult]]:
 def _fastest_of(searched: tuple[Request, SearchResult]) -> float:
     """Seconds of the fastest that was found."""
     return min((option.seconds for option in searched[1].options), default=math.inf)
-
-
-def _ranks_of(request: Request, cluster: Cluster) -> int:
-    """Ranks that a plan of the whole cluster has."""
-    return request.pin.ranks or gpus(cluster) or len(cluster.devices())
 
 
 def _expert_ranks(

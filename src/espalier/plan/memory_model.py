@@ -77,10 +77,11 @@ def stage(step: CostInputs, anatomy: Anatomy, micro_batches: Number, is_first: b
     if has_window := request.offload.parameters != "device":  # all micro-batches of a layer, then the next
         waiting = micro_batches
     has_head = (pp == 1) | (not is_first)
-    inputs = step.stage_layers * anatomy.layer.saved
+    inputs = waiting * step.stage_layers * anatomy.layer.saved
     if request.offload.activations != "device":
-        inputs = offload_cost.activations_held(anatomy.layer.saved, step.stage_layers)
-    activations = waiting * inputs + has_head * anatomy.rest.saved
+        rounds = micro_batches if has_window else 0
+        inputs = offload_cost.activations_held(anatomy.layer.saved, step.stage_layers, rounds)
+    activations = inputs + has_head * anatomy.rest.saved
     travelling: Number = 0.0
     if np.any(np.asarray(layouts.cp) > 1):
         travelling = step.sequence(anatomy.layer.tokens).memory_bytes["keys_values"]

@@ -173,6 +173,19 @@ def _check_chain(shard: ShardPin, there: int) -> None:
         _at_most(*chain[-1], there, "devices of the cluster")
 
 
+def expert_groups(request: Request, cluster: Cluster) -> list[int]:
+    """Ranks over which experts may be spread, the fewest first, where nobody said over how many and that can run: 2, 4
+    and so on, and all of a machine. Ranks of one processor gain nothing: one rank has its memory and threads."""
+    pin = request.pin
+    cut = pin.shard is not None and max(pin.shard.params or 1, pin.shard.grads or 1) > 1
+    if pin.ep is not None or cut or request.recipe.train.compile or len(cluster.devices()) == 1:
+        return []
+    most = min(request.experts.total, request.profile.global_batch)
+    places = pin.ranks or gpus(cluster) or len(cluster.devices())
+    counts = {2, 4, 8, 16, 32, 64, places, *(table.devices for table in cluster.nodes)}
+    return sorted(ranks for ranks in counts if 1 < ranks <= most and places % ranks == 0)
+
+
 def check_offload(request: Request, cluster: Cluster) -> None:
     """Whether the machines have the tier that is pinned, and what is asked for runs with it. Raises UserError."""
     pinned = request.pin.offload

@@ -233,9 +233,12 @@ def _room_on_disk(request: Request, cluster: Cluster) -> Iterator[str]:
 
 def planned(request: Request, cluster: Cluster) -> str:
     """The seconds and bytes of the plan of `request`; empty where nothing fits."""
-    request, result = search.anywhere(request, cluster)
+    asked, result = search.anywhere(request, cluster)
+    if result.best() is None and (groups := pins.expert_groups(request, cluster)):
+        asked, result = search.anywhere(replace(request, ep=groups[-1]), cluster)
     if (best := result.best()) is None:
         return ""
+    request = asked
     memory = f"{units.show_size(best.peak)} of {units.show_size(best.peak - best.over)}"
     if request.offload != RESIDENT:
         memory += f", {request.offload}: {units.show_size(away_on_machine(request, best))} a machine"
@@ -284,7 +287,8 @@ def _held_less(request: Request, cluster: Cluster) -> Iterator[Change]:
     unknown = bool(gpus(cluster)) and not all(table.memory for table in cluster.nodes)
     whole = request.profile.global_batch
     windows = unknown or any(map(offload.windowed, offload.ways(request, cluster)))
-    for halved in range(1, whole.bit_length() if windows and request.profile.heads else 0):
+    least = max(pins.expert_groups(request, cluster), default=1)  # each rank of a group needs a sample
+    for halved in range(1, (whole // least).bit_length() if windows and request.profile.heads else 0):
         samples = whole >> halved
         tokens = int(samples * request.profile.tokens_per_sample)
         meaning = f"{round(whole / samples)} times as many steps, each noisier"

@@ -114,6 +114,7 @@ def _elsewhere(step: CostInputs, terms: Terms, rounds: Number) -> Terms:
         without = dict.fromkeys(("all_reduce", "refresh", "optimizer"), 0.0 * passes)
         return {**without, "offload": optimizer_node.seconds(step.request, step.on, step.kind, passes)}
     way, backward, again = step.request.offload, terms["backward"] + terms["recompute"], offload.again(step.request)
+    rounds = 1 if offload.windowed(way) else rounds  # all that wait are counted
     work = offload_cost.HidingWork(terms["optimizer"], terms["forward"], backward, step.stage_layers, rounds, again)
     rate = offload.rate(step.kind, offload.tier_of(way))
     replaced = {"offload": offload_cost.seconds(step.waiting, rate, work)}

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from espalier.parallel.mesh import ProcessMesh
     from espalier.parallel.model_cut import ModelCut
     from espalier.parallel.model_stages import ModelStages
-    from espalier.parallel.schedule import Schedule, Window
+    from espalier.parallel.schedule import Schedule, TensorStore, Window
     from espalier.parallel.sharding import Sharding
     from espalier.parallel.workload import Workload
     from espalier.plan.base import Plan
@@ -49,6 +49,7 @@ class Build:
         cut: how the model is cut over the ranks of a replica; None: each holds it whole.
         stages: the pipeline stages of this rank; None: it has all layers.
         window: the layers that are here at a time; None: all are.
+        activations: where inputs of a window's layers wait for backward; None: on the device.
         group: makes the parts of the optimizer, and keeps their states; None: in memory, beside the parameters.
         sharding, optimizer, schedule, agreement: what trains it; None until a mechanism has made it.
         folder: of the run; None: nothing is kept.
@@ -72,6 +73,7 @@ class Build:
     cut: ModelCut | None = None
     stages: ModelStages | None = None
     window: Window | None = None
+    activations: TensorStore | None = None
     group: MakeGroup | None = None
     sharding: Sharding | None = None
     optimizer: Optimizer | None = None

@@ -95,7 +95,7 @@ class FilePlaces:
 
 
 @dataclass(eq=False)
-class _Saved:
+class SavedActivation:
     """An activation in the file. Has state: what is on its way.
 
     Attributes:
@@ -105,8 +105,8 @@ class _Saved:
     offset: int
     shape: torch.Size
     dtype: torch.dtype
-    before: _Saved | None
     written: Done
+    before: SavedActivation | None = None
     reading: tuple[Done, Tensor] | None = None
 
     @property
@@ -115,22 +115,63 @@ class _Saved:
         return pages(self.shape.numel() * self.dtype.itemsize)
 
 
-class SavedActivations:
-    """What blocks give, between forward and backward. Has state: free places, and what is on its way.
+class ActivationStore:
+    """What waits between forward and backward. Has state: free places, and what is on its way.
 
     Args:
         places: where it is kept.
-        blocks: the model's, in the order in which they compute; what all but the last give is written.
         meter: counts bytes and waits.
     """
 
-    def __init__(self, places: Places, blocks: Sequence[nn.Module], meter: TransferMeter) -> None:
+    def __init__(self, places: Places, meter: TransferMeter) -> None:
         self._places, self._meter = places, meter
         self._end = 0
         self._free: dict[int, list[int]] = {}
-        self._given: tuple[ref[Tensor], int] | None = None
         self._pending: list[tuple[Done, Tensor]] = []
-        self._last: _Saved | None = None
+
+    def put(self, tensor: Tensor) -> SavedActivation:
+        """Begins to write a tensor, which must not change any more."""
+        while len(self._pending) >= PENDING:
+            wait_for(self._pending.pop(0)[0], self._meter)
+        values, size = tensor.detach().contiguous(), pages(tensor.nbytes)
+        place = self._free.get(size, [])
+        offset = place.pop() if place else self._end
+        self._end = max(self._end, offset + size)
+        written = self._places.write(offset, values)
+        self._meter.written_bytes += size
+        self._pending.append((written, values))
+        return SavedActivation(offset, tensor.shape, tensor.dtype, written)
+
+    def begin(self, saved: SavedActivation) -> None:
+        """Begins to read what was put."""
+        if saved.reading is None:
+            wait_for(saved.written, self._meter)
+            self._meter.read_bytes += saved.bytes
+            saved.reading = self._places.read(saved.offset, saved.bytes)
+
+    def get(self, saved: SavedActivation) -> Tensor:
+        """The values, once: their place is free again."""
+        self.begin(saved)
+        assert saved.reading is not None
+        arrived, buffer = saved.reading
+        wait_for(arrived, self._meter)
+        saved.reading = saved.before = None
+        self._free.setdefault(saved.bytes, []).append(saved.offset)
+        return buffer[: saved.shape.numel() * saved.dtype.itemsize].view(saved.dtype).view(saved.shape)
+
+
+class SavedActivations:
+    """What blocks give, between forward and backward. Has state: what was given last.
+
+    Args:
+        store: where it waits.
+        blocks: the model's, in the order in which they compute; what all but the last give is written.
+    """
+
+    def __init__(self, store: ActivationStore, blocks: Sequence[nn.Module]) -> None:
+        self._store = store
+        self._given: tuple[ref[Tensor], int] | None = None
+        self._last: SavedActivation | None = None
         for block in blocks[:-1]:
             block.register_forward_hook(self._made)
 
@@ -151,34 +192,16 @@ class SavedActivations:
         if made is None or made[0]() is None or made[1] != tensor.data_ptr() or not tensor.is_contiguous():
             return tensor
         self._given = None
-        while len(self._pending) >= PENDING:
-            wait_for(self._pending.pop(0)[0], self._meter)
-        values, size = tensor.detach(), pages(tensor.nbytes)
-        place = self._free.get(size, [])
-        offset = place.pop() if place else self._end
-        self._end = max(self._end, offset + size)
-        written = self._places.write(offset, values)
-        self._meter.written_bytes += size
-        self._pending.append((written, values))
-        self._last = _Saved(offset, tensor.shape, tensor.dtype, self._last, written)
-        return self._last
+        saved = self._store.put(tensor)
+        saved.before = self._last
+        self._last = saved
+        return saved
 
     def _unpack(self, saved: Any) -> Tensor:
         """The values again; the block before's are read from now on."""
         if isinstance(saved, Tensor):
             return saved
-        self._read(saved)
-        assert saved.reading is not None
-        if saved.before is not None:
-            self._read(saved.before)
-        arrived, buffer = saved.reading
-        wait_for(arrived, self._meter)
-        saved.reading = saved.before = None
-        self._free.setdefault(saved.bytes, []).append(saved.offset)
-        return buffer[: saved.shape.numel() * saved.dtype.itemsize].view(saved.dtype).view(saved.shape)
-
-    def _read(self, saved: _Saved) -> None:
-        if saved.reading is None:
-            wait_for(saved.written, self._meter)
-            self._meter.read_bytes += saved.bytes
-            saved.reading = self._places.read(saved.offset, saved.bytes)
+        for following in (saved, saved.before):
+            if following is not None:
+                self._store.begin(following)
+        return self._store.get(saved)

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from espalier.mechanisms.offload.activations import FilePlaces, HostPlaces, Places, SavedActivations
+from espalier.mechanisms.offload.activations import ActivationStore, FilePlaces, HostPlaces, Places, SavedActivations
 from espalier.mechanisms.offload.host_memory import DeviceFile, HostStates
 from espalier.mechanisms.offload.optimizer import StateFolder
 from espalier.mechanisms.offload.parameters import OffloadNode, OffloadSharding
@@ -59,6 +59,7 @@ ACTIVATIONS = Claim(
     needs={"a model", "recomputes activations"},
     after={"precision"},
 )
+PIECES = Claim("offload_pieces", question="activations", needs={"a window of layers", "parameters are offloaded"})
 ADAMW = Claim("adamw_offloaded", question="optimizer", needs={"parameters are offloaded"}, instead=("adamw",))
 
 
@@ -130,12 +131,11 @@ class AdamwOffloaded(Mechanism):
 
 
 class OffloadedActivations(Mechanism):
-    """What one block gives to the next waits in a file, or in host memory, until backward."""
+    """What one block gives to the next waits in a file, or in host memory, until backward; `window`: where a window of
+    layers is on the device, whose schedule says when."""
 
-    claim = ACTIVATIONS
-
-    def __init__(self, tier: Literal["host", "disk"]) -> None:
-        self.tier = tier
+    def __init__(self, tier: Literal["host", "disk"], window: bool) -> None:
+        self.tier, self.claim = tier, PIECES if window else ACTIVATIONS
 
     def wrap(self, context: Build) -> None:
         """Puts what keeps them beside forward passes."""
@@ -145,7 +145,12 @@ class OffloadedActivations(Mechanism):
         places: Places = HostPlaces(device)
         if self.tier == "disk":
             places = FilePlaces(folder / f"{name}.activations", device)
-        saved = SavedActivations(places, context.workload.blocks(context.model), meter)
+        context.meters["activations"] = meter.read
+        store = ActivationStore(places, meter)
+        if self.claim is PIECES:
+            context.activations = store
+            return
+        saved = SavedActivations(store, context.workload.blocks(context.model))
 
         @contextmanager
         def forward() -> Iterator[None]:
@@ -153,7 +158,6 @@ class OffloadedActivations(Mechanism):
                 yield
 
         context.forward = forward
-        context.meters["activations"] = meter.read
 
 
 def place(context: Build) -> tuple[Path, str]:
@@ -191,4 +195,5 @@ def choose_parameters(recipe: Recipe, plan: Plan) -> Mechanism | None:
 def choose_activations(recipe: Recipe, plan: Plan) -> Mechanism | None:
     """Where the plan has them wait elsewhere."""
     tier = plan.offload.activations
-    return OffloadedActivations(tier) if tier in ("host", "disk") else None
+    window = plan.offload.parameters != "device"
+    return OffloadedActivations(tier, window) if tier in ("host", "disk") else None

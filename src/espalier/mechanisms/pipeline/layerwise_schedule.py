@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from espalier.kernels import accelerator
-from espalier.parallel.schedule import Loss, Window
+from espalier.parallel.schedule import Loss, TensorStore, Window
 from espalier.parallel.workload import Outcome, Pieces, Tagged
 from espalier.plan.compose import Claim
 from espalier.recipe.errors import UserError
@@ -29,7 +29,9 @@ if TYPE_CHECKING:
     from espalier.plan.base import Plan
     from espalier.recipe import Recipe
 
-CLAIM = Claim("vertical", question="stages", needs={"gradients are summed", "a window of layers"})
+CLAIM = Claim(
+    "vertical", question="stages", needs={"gradients are summed", "a window of layers"}, after={"activations"}
+)
 
 
 class _Captured(BaseException):
@@ -56,7 +58,8 @@ class _MicroBatchPass:
     Attributes:
         inputs, options: what the model's forward was given; given: what every piece takes beside `x`.
         x: what the piece before gave; gradient: of what the piece at work in backward gave.
-        kept: of each piece, its input and the generator's state before it, or the graph of a piece that keeps it.
+        saved: of each piece, its input (or where it waits) and the generator's state before it, or the graph of a piece
+            that keeps it.
     """
 
     inputs: tuple[Any, ...]
@@ -72,10 +75,11 @@ class Vertical(WholeSchedule):
 
     window: Window
     pieces: Pieces
+    store: TensorStore | None
 
-    def cover(self, model: nn.Module, pieces: Pieces, window: Window) -> Vertical:
-        """Runs `model`, also its forward passes without gradients, through `window`."""
-        self.window, self.pieces = window, pieces
+    def cover(self, model: nn.Module, pieces: Pieces, window: Window, store: TensorStore | None = None) -> Vertical:
+        """Runs `model`, also its forward passes without gradients, through `window`; inputs wait in `store`."""
+        self.window, self.pieces, self.store = window, pieces, store
         self._keeps: dict[int, bool] = {}
         self._shown = False
         self._model = _Forward(self._forward)
@@ -155,7 +159,10 @@ class Vertical(WholeSchedule):
             with self.context():
                 made = self._computed(piece, pass_)
         drawn = None if all(map(torch.equal, state, _generators())) else state
-        pass_.saved.append(("input", taken, drawn))
+        if self.store is not None and piece > 1:  # the table's graph has the first block's
+            pass_.saved.append(("stored", tree_map(self.store.put, taken), drawn))
+        else:
+            pass_.saved.append(("input", taken, drawn))
         pass_.x = _leaves(made)
 
     def _computed(self, piece: int, pass_: _MicroBatchPass) -> Any:
@@ -187,8 +194,10 @@ class Vertical(WholeSchedule):
         return losses, weights
 
     def _backward(self, piece: int, passes: Sequence[_MicroBatchPass]) -> None:
-        for pass_ in passes:
+        for number, pass_ in enumerate(passes):
             kind, taken, rest = pass_.saved.pop()
+            if kind == "stored":
+                taken = self._brought(taken, (passes[number + 1 :] or passes)[0].saved[-1])
             leaves = _floating(taken)
             if kind == "graph":
                 made = rest
@@ -205,6 +214,14 @@ class Vertical(WholeSchedule):
             if pairs:
                 torch.autograd.backward([output for output, _ in pairs], [gradient for _, gradient in pairs])
             pass_.gradient = [leaf.grad for leaf in leaves]
+
+    def _brought(self, stored: Any, following: tuple[str, Any, Any]) -> Any:
+        """An input that has waited; `following` is read from now on, if it waits too."""
+        assert self.store is not None
+        kind, then, _ = following
+        for saved in tree_leaves((stored, then if kind == "stored" else ())):
+            self.store.begin(saved)
+        return _leaves(tree_map(self.store.get, stored))
 
     def _complete(self, piece: int) -> None:
         """Sends the gradients that no piece before this one adds to."""
@@ -321,7 +338,7 @@ class VerticalModel(Mechanism):
         made = Vertical(
             context.workload.nominal_weight, context.sharding.accumulate, context.forward, shares, context.loss_scale
         )
-        context.schedule = made.cover(context.model, pieces, context.window)
+        context.schedule = made.cover(context.model, pieces, context.window, context.activations)
 
 
 def choose(recipe: Recipe, plan: Plan) -> Mechanism | None:

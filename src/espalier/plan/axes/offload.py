@@ -72,16 +72,17 @@ def ways(request: Request, cluster: Cluster) -> list[Offload]:
     if request.profile.heads and request.recompute in (None, "block") and not (cuda and pinned):
         places: tuple[Tier, ...] = ("device",) if pinned is None else ()
         made += [Offload(optimizer=place, activations=tier) for tier in tiers for place in (*places, tier)]
-    return [*made, *(Offload(optimizer=tier, parameters=tier) for tier in tiers), *nodes]
+    made += [Offload(optimizer=tier, parameters=tier) for tier in tiers]
+    if request.profile.heads:
+        made += [Offload(optimizer=tier, parameters=tier, activations=tier) for tier in tiers]
+    return [*made, *nodes]
 
 
 def pinned(request: Request, way: Offload) -> Pin:
     """What layouts are searched with. Ranks with a window of layers compute activations again, and hold no
     shards; activations wait where they are computed again."""
-    if way.activations != "device":
-        return request.pin.changed(recompute="block", pp=1)
     if not windowed(way):
-        return request.pin
+        return request.pin if way.activations == "device" else request.pin.changed(recompute="block", pp=1)
     mode = "block" if request.profile.heads else request.pin.recompute
     whole = ShardPin(params=1, grads=1, optimizer=1)
     return request.pin.changed(recompute=mode, algorithm="data", pp=1, shard=whole)

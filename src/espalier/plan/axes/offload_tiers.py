@@ -20,6 +20,9 @@ UNUSED = 0.5
 prediction."""
 PENDING = 2
 """Activations at once that are on their way to the disk."""
+BORDERS = 2
+"""Inputs of blocks of each micro-batch in memory where a window of layers is there: the first block's, and those of the
+block at work or their gradients."""
 HELD = PENDING + 2
 """Inputs of blocks in memory: the first block's, those on their way, and the one at work."""
 
@@ -90,9 +93,9 @@ def activations(block_bytes: Number, layers: Number) -> Number:
     return block_bytes * (layers - 1)
 
 
-def activations_held(block_bytes: Number, layers: Number) -> Number:
-    """Bytes of these in memory."""
-    return block_bytes * np.minimum(layers, HELD)
+def activations_held(block_bytes: Number, layers: Number, rounds: Number = 0) -> Number:
+    """Bytes of these in memory; `rounds`: micro-batches that are computed layer by layer."""
+    return block_bytes * (np.minimum(layers, HELD) + rounds * np.minimum(layers, BORDERS))
 
 
 def buffers(away: Terms) -> Number:
@@ -108,11 +111,11 @@ def seconds(away: Terms, speed: TierRate, hiding: HidingWork) -> Number:
     read, write = step.read / speed.read, step.written / speed.write
     pieces = np.maximum(1, np.ceil(step.read / CHUNK))
     taken = np.maximum(0.0, np.maximum(read, write) - hiding.optimizer) + (read + write) / pieces
+    out, back = activation_bytes.written / speed.write, activation_bytes.read / speed.read
     if "params" in away:
-        fetched = values.read / speed.read + values.written / speed.write
+        fetched = values.read / speed.read + values.written / speed.write + out + back
         taken = taken + np.maximum(fetched - hiding.forward - hiding.backward, fetched / hiding.layers)
-    if "activations" in away:
-        out, back = activation_bytes.written / speed.write, activation_bytes.read / speed.read
+    elif "activations" in away:
         layers = np.maximum(1, hiding.layers - 1)
         taken = taken + np.maximum(out - hiding.forward, 0.0) + np.maximum(back - hiding.backward, back / layers)
     return taken
