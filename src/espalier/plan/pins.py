@@ -111,7 +111,6 @@ def _check_experts(request: Request) -> None:
         raise _no_division("plan.pin.ep", ep, "ranks", pin.ranks)
     if pin.ranks and pin.ranks % (ep * (pin.tp or 1)):
         raise _no_division("plan.pin.ep x plan.pin.tp", ep * (pin.tp or 1), "ranks", pin.ranks)
-    _at_most("ep", ep, request.profile.global_batch, "samples of the global batch", "a larger train.batch_tokens")
 
 
 def _check_chunks(request: Request) -> None:
@@ -177,13 +176,11 @@ def expert_groups(request: Request, cluster: Cluster) -> list[int]:
     """Ranks over which experts may be spread, the fewest first, where nobody said over how many and that can run: 2, 4
     and so on, and all of a machine. Ranks of one processor gain nothing: one rank has its memory and threads."""
     pin = request.pin
-    cut = pin.shard is not None and max(pin.shard.params or 1, pin.shard.grads or 1) > 1
-    if pin.ep is not None or cut or request.recipe.train.compile or len(cluster.devices()) == 1:
+    if pin.ep is not None or request.recipe.train.compile or len(cluster.devices()) == 1:
         return []
-    most = min(request.experts.total, request.profile.global_batch)
     places = pin.ranks or gpus(cluster) or len(cluster.devices())
     counts = {2, 4, 8, 16, 32, 64, places, *(table.devices for table in cluster.nodes)}
-    return sorted(ranks for ranks in counts if 1 < ranks <= most and places % ranks == 0)
+    return sorted(ranks for ranks in counts if 1 < ranks <= request.experts.total and places % ranks == 0)
 
 
 def check_offload(request: Request, cluster: Cluster) -> None:

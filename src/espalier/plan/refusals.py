@@ -111,7 +111,8 @@ def _no_layout(request: Request, cluster: Cluster) -> UserError:
         )
         return UserError(
             f"plan.pin.{name} = {value!r} leaves no layout on this cluster, with the other options as they are.",
-            why="degrees multiply to the ranks, divide heads and sequence, and shards nest in dp x sp",
+            why="degrees multiply to the ranks, divide heads and sequence, and shards nest in dp x sp"
+            + ", which ep divides" * (request.expert_ranks > 1),
             do=f"plan.pin.{name}={near}, or leave it out",
         )
     for name, free in (("redundancy", 1), ("max_devices", None)):

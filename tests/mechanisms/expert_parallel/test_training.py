@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from tests.mechanisms.pipeline.runs import Trained, corpus, recipe_of, train
 from tests.plan import asked
 
+import espalier
 from espalier import recipe as config
 from espalier.language import gpt, hf, moe
 from espalier.mechanisms.expert_parallel.state import ExpertParallelState
@@ -100,11 +101,11 @@ def test_a_bias_and_a_z_loss_over_ranks_train_as_on_one(folder):
 
 
 @pytest.mark.slow
-def test_a_checkpoint_goes_on_with_experts_elsewhere(folder, alone, tmp_path):
-    maps = [(2, even(2)), (3, even(3)), (1, ()), (4, even(2))]
+def test_a_checkpoint_goes_on_with_experts_and_shards_elsewhere(folder, alone, tmp_path):
+    maps = [(2, even(2), (1, 2, 2)), (3, even(3), (1, 1, 1)), (1, (), (1, 1, 1)), (4, even(2), (2, 4, 4))]
     recipe, losses = moe_recipe(folder, steps=4), []
-    for step, (ranks, experts) in enumerate(maps, start=1):
-        found = train(recipe, plan_of(ranks, experts), tmp_path, until=step)
+    for step, (ranks, experts, shard) in enumerate(maps, start=1):
+        found = train(recipe, plan_of(ranks, experts, shard), tmp_path, until=step)
         losses += found[0].losses
     whole = train(recipe, plan_of(1, ()))[0]
     assert losses == pytest.approx(whole.losses, rel=TOLERANCE)
@@ -162,6 +163,15 @@ def test_experts_over_ranks_that_share_sequences(folder, alone, replicas, heads,
     )
     plan = plan_of(4, even(ep), shard, ranks=ranks, stages=(stage,))
     same(train(moe_recipe(folder), plan), alone)
+
+
+@pytest.mark.parametrize("degrees", [{"dp": 1, "cp": 4}, {"dp": 1, "hp": 2, "cp": 2}, {"dp": 2, "hp": 2}], ids=str)
+def test_the_planner_spreads_experts_over_more_ranks_than_replicas(folder, alone, degrees):
+    recipe, shard = moe_recipe(folder), {"params": 1, "grads": 4, "optimizer": 4}
+    plan = espalier.make_plan(recipe, asked.processor(cores=4), ranks=4, ep=4, tp=1, pp=1, shard=shard, **degrees)
+    assert (plan.executable, plan.layout.ep, plan.layout.dp) == (True, 4, degrees["dp"])
+    assert any("Experts are spread over groups of 4 ranks" in why for why in plan.why)
+    same(train(recipe, plan), alone)
 
 
 def test_experts_of_which_ranks_also_share_the_matrices(folder, alone, tmp_path):
