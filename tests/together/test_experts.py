@@ -33,12 +33,14 @@ def recipe(corpus, steps, **more):
 
 
 def staged(asked):
-    """Two stages of two ranks each, which share the experts of their layer; blocks are recomputed."""
+    """Two stages of two ranks each, which share the experts of their layer and shard all other states; blocks are
+    recomputed."""
     halves = plan_of(asked, 2).ranks
     stages = tuple(plans.Stage(ranks=(2 * one, 2 * one + 1), layers=(one, one + 1)) for one in range(2))
     return plans.Plan(
         ranks=halves * 2,
         stages=stages,
+        units=(plans.Unit(params=(0, 1), grads=(0, 1), optimizer=(0, 1)),),
         choices={"expert_parallel": ExpertParallelState(experts=HELD)},
         micro_batch=2,
         recompute="block",
@@ -69,8 +71,7 @@ def test_stages_recomputation_rounds_and_a_kill_amid_a_dispatch_change_no_bit(co
     shares = [(0, 2), (2, 4)] * 2 + [(4, 6), (6, 8)] * 2
     outer = LocalRoundsState(replicas=((0, 1, 2, 3), (4, 5, 6, 7)), method="co2", steps=4, adapt=False)
     ranks = tuple(plans.Rank(share=share) for share in shares)
-    units = (plans.Unit(optimizer=(0, 1)),)
-    plan = msgspec.structs.replace(one, ranks=ranks, units=units, choices={"local_rounds": outer})
+    plan = msgspec.structs.replace(one, ranks=ranks, choices={**one.choices, "local_rounds": outer})
     whole = Struck(asked, 8, tmp_path / "whole", plan=plan).run()
     faults = (Fault(5, 6, "kill"),)
     run = Struck(asked, 8, tmp_path / "run", faults, memory=1 << 26, plan=plan, inside=(FlashMoeCall, "_answer")).run()
@@ -103,7 +104,8 @@ def test_replicas_with_experts_over_ranks_are_replicas_of_one_rank(corpus, metho
             replicas=(tuple(range(half)), tuple(range(half, ranks))), method=method, steps=3, adapt=False
         )
         of = plan_of(asked, ranks).ranks
-        units = (plans.Unit(optimizer=tuple(range(half)) if half > 1 else ()),)
+        shard = tuple(range(half)) if half > 1 else ()
+        units = (plans.Unit(params=shard, grads=shard, optimizer=shard),)
         return plans.Plan(
             ranks=of,
             units=units,
