@@ -14,7 +14,7 @@ from asked import decoder, gpus, processor
 
 from espalier.machine import cluster as clusters
 from espalier.machine.cluster import Cluster
-from espalier.plan import base, build_plan, collective_time, pins, refusals, search
+from espalier.plan import base, build_plan, coarse_search, collective_time, pins, refusals, search
 from espalier.plan.axes.sharding import StateBytes
 from espalier.plan.layout_estimate import grid
 from espalier.plan.layouts import ALGORITHMS, MODES, Layouts
@@ -182,7 +182,7 @@ def test_every_option_between_machines_counts_what_leaves_them_also_with_shares_
     assert any(one.shares is not None for one in found)
     assert any(one.shares is None and one.layout.dp == 8 for one in found)
     for one in found:
-        weak = search.weakest(request, one.on)
+        weak = coarse_search.weakest(request, one.on)
         (wanted,) = np.broadcast_to(search.leaving(request, weak, one.layout.at([0])), 1)
         assert one.leaving == pytest.approx(float(wanted))
         assert one.leaving > 0

@@ -108,12 +108,14 @@ def choose(resolved: Resolved, workload: Workload, cluster: Cluster, world: int 
     if plan is None:
         from espalier.plan.decide import decide
 
-        plan = decide(request, cluster, calibration, trials).taken
+        decision = decide(request, cluster, calibration, trials)
+        plan = decision.taken
         if trials is not None and trials.load > BUSY:
             what = f"other programs used {trials.load:.1f} cores while steps were tried"
             say_progress(f"Note: {what}: they are tried again when these have ended.")
         # Trials that ran decide the same for whoever asks next.
-        decision_cache.keep(key(None if trials is None else trials.known()), plan)
+        if not decision.cut_off:
+            decision_cache.keep(key(None if trials is None else trials.known()), plan)
     return plan
 
 

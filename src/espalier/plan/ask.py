@@ -47,6 +47,7 @@ class PlanDecision:
     Attributes:
         plan: the best, or where `fits` is False the one that lacks the fewest bytes.
         finished: every choice has added what it adds.
+        cut_off: the search stopped before its end, as `plan.seconds` were over.
         refuse: why nothing fits, of request, cluster and what the search found; None: the plan fits.
     """
 
@@ -56,6 +57,7 @@ class PlanDecision:
     plan: Plan
     fits: bool = True
     finished: bool = False
+    cut_off: bool = False
     refuse: Callable[[Request, Cluster, SearchResult], UserError] | None = None
 
     @property

@@ -1,4 +1,7 @@
-"""Coarse search: on many ranks, the cuts whose layouts are worth a price of their own. No torch.
+"""Coarse search: what is worth a price of its own. No torch.
+
+Of devices those kinds that can be the slowest or the fullest; of parts of a cluster those whose lower bound does not
+exceed what is known; on many ranks, cuts.
 
 A cut is all of a layout but the factors by which its states are split, of which thousands of ranks have hundreds. Every
 cut is priced with the factors that count most (one rank, a machine, all ranks) and with states as one length each; only
@@ -9,15 +12,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
+from espalier.machine.cluster import Device
+from espalier.plan import device_model
 from espalier.plan import layouts as space
-from espalier.plan.collective_time import Fleet
+from espalier.plan.base import RESIDENT
+from espalier.plan.collective_time import DeviceGroup, Fleet
+from espalier.plan.cost_inputs import CostInputs
 from espalier.plan.layout_estimate import fullness, slowest
 from espalier.plan.layouts import Layouts, Limits
 from espalier.plan.request import Request
+from espalier.plan.step_time import compute
+from espalier.recipe.cost import WHOLE
 
 EXHAUSTIVE = 64
 """Ranks up to which every layout is priced."""
@@ -27,6 +37,8 @@ LOSES = 1.25
 """So many times as long as a known plan, a part of the cluster loses also with the best factors."""
 OF_EACH = 2
 """Of each algorithm and recomputation at least, to say what they lose."""
+MUON = ("bf16", "fp32")
+"""Precisions that Muon's own products may take, whatever the model's."""
 CUT = tuple(name for name in space.ARRAYS if name not in ("params", "grads", "optimizer"))
 
 
@@ -71,3 +83,61 @@ def one_length(request: Request) -> Request:
     if "expert_parallel" in facts:
         facts = {**facts, "expert_parallel": request.experts._replace(tensors=None)}
     return request.changed(sizes=(), facts=facts)
+
+
+# --- bounds ------------------------------------------------------------------------------------------------------
+
+
+def weakest(request: Request, on: Fleet) -> Fleet:
+    """The fleet with only those kinds of device that can be the slowest or the fullest of equal shares: a kind goes
+    where another is in nothing better, since neither seconds nor bytes grow with a better device."""
+    if request.offload != RESIDENT:  # machines, too, are then fuller or slower
+        return on
+    kinds = [
+        kind
+        for index, kind in enumerate(on.kinds)
+        if not any(
+            _worse(request, other, kind) and not (at > index and _worse(request, kind, other))
+            for at, other in enumerate(on.kinds)
+            if at != index
+        )
+    ]
+    return replace(on, kinds=tuple(kinds))
+
+
+def _worse(request: Request, kind: DeviceGroup, other: DeviceGroup) -> bool:
+    """Whether `kind` is in nothing better than `other`; False where that cannot be told."""
+    devices = kind.table.device, other.table.device
+    if any(device.kind != "cuda" or device.rates or device.copies or not device.peak for device in devices):
+        return False
+    return kind.setting == other.setting and all(
+        value <= better for value, better in zip(*(_abilities(request, device) for device in devices), strict=True)
+    )
+
+
+def _abilities(request: Request, device: Device) -> tuple[float, ...]:
+    """Everything of a catalogue's device that seconds and bytes depend on, more being better."""
+    peak = device_model.peak(device, request.precision)
+    rates = [peak * device_model.share(device, what, request.precision) for what in ("product", "attention")]
+    if request.muon:
+        rates += [device.flops.get(name, 0.0) * device_model.share(device, "product", name) for name in MUON]
+    rates += [device.flops.get("fp32", 0.0), -device.multiprocessors, device.memory_bandwidth]
+    return (*rates, -device_model.issue_seconds(device), device.memory, -float(device.runtime))
+
+
+def least_seconds(request: Request, on: Fleet) -> tuple[float, float]:
+    """Seconds that no plan on this fleet can beat with equal shares, and with shares by speed: the model's products and
+    attention at the rates that its GPUs sustain, forward and backward once."""
+    each = [_sample(request, on, kind) for kind in on.kinds]
+    together = sum(kind.ranks / taken for kind, taken in zip(on.kinds, each, strict=True))
+    return request.profile.global_batch * max(each) / on.ranks, request.profile.global_batch / together
+
+
+def _sample(request: Request, on: Fleet, kind: DeviceGroup) -> float:
+    """Seconds of one sample on one device of this kind, products as large as can be; a probed device at its peak."""
+    device, batch = kind.table.device, request.profile.global_batch
+    if device.rates:
+        return request.model_flops / batch / device_model.peak(device, request.precision)
+    dense = replace(request.profile.anatomy(batch, "none", request.precision, WHOLE).whole, moved=0.0)
+    dense_pass = compute(CostInputs(request, on, kind, Layouts()), dense)
+    return float(dense_pass.forward + dense_pass.backward) / batch

@@ -10,7 +10,7 @@ import math
 from dataclasses import replace
 
 from espalier.machine.cluster import Cluster
-from espalier.plan import checkpoint_cost, choice, plan_summary
+from espalier.plan import checkpoint_cost, choice, plan_summary, search_budget
 from espalier.plan.ask import Ask, PlanDecision, Trials
 from espalier.plan.calibration import DATASHEET, Calibration
 from espalier.plan.layout_decision import best_layout
@@ -32,7 +32,15 @@ def decide(
     Raises:
         UserError: pins that cannot be met. (That nothing fits is said by `PlanDecision.taken`.)
     """
-    ask = Ask(request, cluster, calibration, trials, below)
+    with search_budget.started(request.recipe.plan.seconds) as budget:
+        decision = _decided(Ask(request, cluster, calibration, trials, below))
+    if budget is None or not (words := budget.words()):
+        return decision
+    return replace(decision, plan=decision.plan.changed(why=(*decision.plan.why, *words)), cut_off=True)
+
+
+def _decided(ask: Ask) -> PlanDecision:
+    request, cluster = ask.request, ask.cluster
     choices = choice.asked(request, cluster)
     best = next((alone for each in choices if (alone := each.alone(ask)) is not None), None) or best_layout(ask)
     if best.finished:

@@ -21,13 +21,13 @@ from typing import Any
 
 import numpy as np
 
-from espalier.machine.cluster import Cluster, Device, Node
-from espalier.plan import coarse_search, collective_time, device_model, executable, memory_model
+from espalier.machine.cluster import Cluster, Node
+from espalier.plan import coarse_search, collective_time, device_model, executable, memory_model, search_budget
 from espalier.plan import layouts as space
 from espalier.plan.axes import offload
 from espalier.plan.axes.sharding import exchanges, volumes
-from espalier.plan.base import RESIDENT
 from espalier.plan.calibration import DATASHEET, LEAST, Calibration
+from espalier.plan.coarse_search import least_seconds, weakest
 from espalier.plan.collective_time import gpus
 from espalier.plan.cost_inputs import CostInputs
 from espalier.plan.layout_estimate import Priced, Shares, fullness, price, samples_each, slowest
@@ -47,9 +47,6 @@ UNEQUAL = 8
 """Data-parallel layouts of each batch that are also priced with shares by speed, where devices differ."""
 KEPT = 64
 """Layouts kept of each batch for the runners-up, the front and the picture."""
-
-MUON = ("bf16", "fp32")
-"""Precisions that Muon's own products may take, whatever the model's."""
 
 
 @dataclass(frozen=True)
@@ -150,17 +147,22 @@ def search(
     closest: Option | None = None
     best, priced = float("inf"), 0
     known: dict[executable.Kind, bool] = {}
+    budget = search_budget.current()
+
+    def runnable(batches: Iterable[Layouts]) -> Iterator[Layouts]:
+        """What can run, of those that the budget allows: all until something fits."""
+        return _runnable(request, budget.allowed(batches, lambda: bool(selected) or below < math.inf), known)
+
     for part, on, threads, equal, unequal in _promising_first(request, cluster, calibration):
         many = on.ranks > coarse_search.EXHAUSTIVE
         if unequal > (min(best, below) if many else best) * (1 + tie):
             continue
         limits = _limits(request, on, threads)
-        batches = _grids(request, limits, on)
+        batches = runnable(_grids(request, replace(limits, few=many), on))
         if many:
-            few = _runnable(request, _grids(request, replace(limits, few=True), on), known)
-            cuts, count = coarse_search.cuts(request, weakest(request, on), few, min(best, below))
-            batches, priced = coarse_search.refined(cuts, on.per_node, limits), priced + count
-        for every in _runnable(request, batches, known):
+            cuts, count = coarse_search.cuts(request, weakest(request, on), batches, min(best, below))
+            batches, priced = runnable(coarse_search.refined(cuts, on.per_node, limits)), priced + count
+        for every in batches:
             slow = every.algorithm != "data" and equal > best * (1 + tie)
             batch = every.at(np.flatnonzero(in_one_ring(every, on.ranks))) if slow else every
             if not len(batch):
@@ -539,61 +541,3 @@ def points(result: SearchResult, chosen: Option | None, label: Callable[[Layouts
             Point(closest.seconds, closest.peak, closest.fits, label(closest.layout), closest.layout.algorithm, True)
         )
     return made
-
-
-# --- bounds ------------------------------------------------------------------------------------------------------
-
-
-def weakest(request: Request, on: collective_time.Fleet) -> collective_time.Fleet:
-    """The fleet with only those kinds of device that can be the slowest or the fullest of equal shares: a kind goes
-    where another is in nothing better, since neither seconds nor bytes grow with a better device."""
-    if request.offload != RESIDENT:  # machines, too, are then fuller or slower
-        return on
-    kinds = [
-        kind
-        for index, kind in enumerate(on.kinds)
-        if not any(
-            _worse(request, other, kind) and not (at > index and _worse(request, kind, other))
-            for at, other in enumerate(on.kinds)
-            if at != index
-        )
-    ]
-    return replace(on, kinds=tuple(kinds))
-
-
-def _worse(request: Request, kind: collective_time.DeviceGroup, other: collective_time.DeviceGroup) -> bool:
-    """Whether `kind` is in nothing better than `other`; False where that cannot be told."""
-    devices = kind.table.device, other.table.device
-    if any(device.kind != "cuda" or device.rates or device.copies or not device.peak for device in devices):
-        return False
-    return kind.setting == other.setting and all(
-        value <= better for value, better in zip(*(_abilities(request, device) for device in devices), strict=True)
-    )
-
-
-def _abilities(request: Request, device: Device) -> tuple[float, ...]:
-    """Everything of a catalogue's device that seconds and bytes depend on, more being better."""
-    peak = device_model.peak(device, request.precision)
-    rates = [peak * device_model.share(device, what, request.precision) for what in ("product", "attention")]
-    if request.muon:
-        rates += [device.flops.get(name, 0.0) * device_model.share(device, "product", name) for name in MUON]
-    rates += [device.flops.get("fp32", 0.0), -device.multiprocessors, device.memory_bandwidth]
-    return (*rates, -device_model.issue_seconds(device), device.memory, -float(device.runtime))
-
-
-def least_seconds(request: Request, on: collective_time.Fleet) -> tuple[float, float]:
-    """Seconds that no plan on this fleet can beat with equal shares, and with shares by speed: the model's products and
-    attention at the rates that its GPUs sustain, forward and backward once."""
-    each = [_sample(request, on, kind) for kind in on.kinds]
-    together = sum(kind.ranks / taken for kind, taken in zip(on.kinds, each, strict=True))
-    return request.profile.global_batch * max(each) / on.ranks, request.profile.global_batch / together
-
-
-def _sample(request: Request, on: collective_time.Fleet, kind: collective_time.DeviceGroup) -> float:
-    """Seconds of one sample on one device of this kind, products as large as can be; a probed device at its peak."""
-    device, batch = kind.table.device, request.profile.global_batch
-    if device.rates:
-        return request.model_flops / batch / device_model.peak(device, request.precision)
-    dense = replace(request.profile.anatomy(batch, "none", request.precision, WHOLE).whole, moved=0.0)
-    dense_pass = compute(CostInputs(request, on, kind, Layouts()), dense)
-    return float(dense_pass.forward + dense_pass.backward) / batch

@@ -293,7 +293,8 @@ class Planning(Options, frozen=True):
     """Where the plan comes from, and what it must obey.
 
     `memory`: bytes a rank may hold ("60GiB"); `redundancy`: ranks that hold each shard of the optimizer's state;
-    `max_devices`: devices to use at most; `calibration`: measured runs (a file, or a run's folder) to learn from.
+    `max_devices`: devices to use at most; `calibration`: measured runs (a file, or a run's folder) to learn from;
+    `seconds`: of one core that the search takes at most, once a plan fits.
     """
 
     cluster: str | None = None
@@ -302,6 +303,7 @@ class Planning(Options, frozen=True):
     redundancy: int = 1
     max_devices: int | None = None
     calibration: str | None = None
+    seconds: float = 120.0
     pin: Pin = Pin()
 
 

@@ -119,12 +119,12 @@ def arrange(pieces: Sequence[Piece], rule: Callable[[Any], BucketRule]) -> list[
     return sorted(done, key=lambda unit: -unit.indices[-1])
 
 
-class Stream:
+class PieceStream:
     """Pieces that may share a unit, the last first, as backward gives their gradients.
 
     Attributes:
         group, element_bytes, whole: as in `Piece`; numbers: of its pieces among all.
-        sizes, counts: elements of each parameter of a run of equal ones, and how many it has.
+        sizes: elements of each parameter of a run of equal ones.
     """
 
     def __init__(self, alike: tuple[Any, int, bool], pieces: Sequence[Piece], numbers: Sequence[int]) -> None:
@@ -132,8 +132,8 @@ class Stream:
         self.numbers = numbers
         merged = groupby((pieces[number] for number in numbers), lambda piece: piece.elements)
         equal = [(size, sum(piece.copies for piece in run)) for size, run in merged]
-        self.sizes, self.counts = zip(*equal, strict=True)
-        self._ends = list(accumulate(self.counts))
+        self.sizes = [size for size, _ in equal]
+        self._ends = list(accumulate(count for _, count in equal))
         self._filled = list(accumulate(size * count for size, count in equal))
 
     def cuts(self, law: BucketRule) -> Iterator[tuple[int, int, int, int]]:
@@ -151,8 +151,8 @@ class Stream:
                 end = self._tight(begin, end, law)
             end = min(end, every)
             length = _length(self.between(begin, end), self.whole, law)
-            alike = (self._ends[bisect_right(self._ends, begin)] - begin) // (end - begin) if begin else 1
-            times = max(1, alike)
+            run = self._ends[bisect_right(self._ends, begin)]  # where it ends
+            times = max(1, (run - begin) // (end - begin)) if begin else 1
             yield begin, end, length, times
             begin += times * (end - begin)
             limit = law.bucket_bytes
@@ -160,9 +160,8 @@ class Stream:
     def between(self, begin: int, end: int) -> list[tuple[int, int]]:
         """(elements, count) of the runs of the parameters from `begin` to `end`."""
         first, last = bisect_right(self._ends, begin), bisect_left(self._ends, end)
-        starts = [begin, *self._ends[first:last]]
-        each = zip(self.sizes[first : last + 1], starts, [*starts[1:], end], strict=True)
-        return [(size, stop - start) for size, start, stop in each]
+        each = zip(self.sizes[first : last + 1], [begin, *self._ends[first:last]], self._ends[first:], strict=False)
+        return [(size, min(stop, end) - start) for size, start, stop in each]
 
     def _before(self, index: int) -> int:
         """Elements of all parameters before one."""
@@ -193,13 +192,13 @@ class Stream:
         return end
 
 
-def streams(pieces: Sequence[Piece]) -> list[Stream]:
+def streams(pieces: Sequence[Piece]) -> list[PieceStream]:
     """The pieces that may share a unit: of one group, width and wholeness."""
     numbers: dict[tuple[Any, int, bool], list[int]] = {}
     for number in reversed(range(len(pieces))):
         piece = pieces[number]
         numbers.setdefault((piece.group, piece.element_bytes, piece.whole), []).append(number)
-    return [Stream(alike, pieces, members) for alike, members in numbers.items()]
+    return [PieceStream(alike, pieces, members) for alike, members in numbers.items()]
 
 
 def _length(unit: Sequence[tuple[int, int]], whole: bool, law: BucketRule) -> int:

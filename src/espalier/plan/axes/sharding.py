@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from espalier.plan.axes.flat_layout import BUCKET, Arranged, BucketRule, Piece, Stream, arrange, streams
+from espalier.plan.axes.flat_layout import BUCKET, Arranged, BucketRule, Piece, PieceStream, arrange, streams
 from espalier.plan.axes.placement import Placement, ShardFactors, inside, place
 from espalier.plan.axes.placement_plan import LOSSLESS, PIPED, groups
 from espalier.plan.axes.state_holders import nested
@@ -189,7 +189,7 @@ class Lengths:
     def __init__(self, sizes: Sequence[Sized], whole: bool) -> None:
         self.sizes, self.whole = sizes, whole
         self._known: dict[Rules, tuple[Units, ...]] = {}
-        self._streams: dict[tuple[bool, bool], list[Stream]] = {}
+        self._streams: dict[tuple[bool, bool], list[PieceStream]] = {}
 
     def of(self, rules: Rules) -> tuple[Units, ...]:
         if rules.owners > 1:  # whole pieces are dealt anew for other owners
