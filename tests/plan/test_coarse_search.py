@@ -9,9 +9,12 @@ import pytest
 from asked import decoder, gpus
 from test_search import random_case
 
+from espalier.machine import cluster as clusters
 from espalier.machine.cluster import Cluster
 from espalier.plan import coarse_search, search
 from espalier.plan.request import Request
+from espalier.recipe import Pin, defaults, recipe_file
+from espalier.train import request_from_recipe
 
 MOST_LOST = 0.01
 """Of the seconds of a step."""
@@ -38,6 +41,22 @@ def large_case(seed: int) -> tuple[Request, Cluster]:
     width, layers = draw.choice([2048, 4096, 8192]), draw.choice([16, 24, 60, 80])
     batch = 8 * machines * draw.choice([1, 2, 8]) + draw.choice([0, 0, 24])
     return decoder(width, layers, draw.choice([1024, 4096]), batch).changed(precision="bf16"), cluster
+
+
+def mixed_case(seed: int) -> tuple[Request, Cluster]:
+    """72 to 192 ranks on two kinds of devices, about a sample for each."""
+    draw = random.Random(seed)
+    machines = draw.choice([9, 12, 16, 24])
+    first = draw.randrange(1, machines)
+    kinds = draw.sample(["A100-80GB", "A100-40GB", "H100", "L40S"], 2)
+    tables = [
+        f'[[nodes]]\ndevice = "{kind}"\ndevices = 8\ncount = {count}\n'
+        for kind, count in zip(kinds, (first, machines - first), strict=True)
+    ]
+    links = f'[links]\nbetween = "{draw.choice([100, 400, 3200])}Gbit/s"\n'
+    batch = 8 * machines * draw.choice([1, 2]) + draw.choice([0, 0, 24])
+    request = decoder(draw.choice([2048, 3072]), draw.choice([16, 27]), draw.choice([2048, 8192]), batch)
+    return request.changed(precision="bf16"), clusters.loads("".join([*tables, links]))
 
 
 @pytest.mark.parametrize(
@@ -70,6 +89,36 @@ def test_on_many_ranks_it_loses_at_most_a_hundredth(searched: Any, first: int, c
         if every.options:
             assert coarse.options[0].seconds <= (1 + MOST_LOST) * every.options[0].seconds, seed
             assert coarse.best().seconds <= (1 + MOST_LOST) * every.best().seconds * (1 + every.tie), seed
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("first", "count"), [(1, 2), *(pytest.param(p.values[0], 24, marks=pytest.mark.slow) for p in SLOW)]
+)
+def test_where_devices_differ_it_loses_at_most_a_hundredth(searched: Any, first: int, count: int) -> None:
+    for seed in range(first, first + count):
+        request, cluster = mixed_case(seed)
+        every, coarse = searched(request, cluster, 10**9), searched(request, cluster, 64)
+        assert bool(every.options) == bool(coarse.options), seed
+        if every.options:
+            assert coarse.options[0].seconds <= (1 + MOST_LOST) * every.options[0].seconds, seed
+
+
+def test_shares_by_speed_are_found_among_many_ranks(searched: Any) -> None:
+    """No search of whole models alone finds a faster plan, though with equal shares they are not among the best."""
+    table = {
+        "model": {"width": 3072, "depth": 27, "heads": 24, "kv_heads": 4, "vocabulary": 32000, "context": 4096},
+        "data": {"path": "python:stdlib"},
+        "train": {"steps": 10, "sequence": 4096, "batch_tokens": 96 * 4096, "precision": "bf16"},
+    }
+    request = request_from_recipe.of_recipe(defaults.resolve(recipe_file.from_table(table))[0])
+    cluster = clusters.loads(
+        '[[nodes]]\ndevice = "H100"\ndevices = 8\ncount = 2\n[[nodes]]\ndevice = "L40S"\ndevices = 8\ncount = 10\n'
+        '[links]\nbetween = "3200Gbit/s"\n'
+    )
+    whole = searched(request.changed(pin=Pin(algorithm="data", pp=1)), cluster, 64).options[0]
+    assert whole.shares == (2, 1)
+    assert searched(request, cluster, 64).options[0].seconds <= (1 + MOST_LOST) * whole.seconds
 
 
 def test_up_to_64_ranks_every_layout_is_priced_and_beyond_few_of_them(searched: Any) -> None:

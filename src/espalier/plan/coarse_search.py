@@ -46,26 +46,44 @@ def cuts(
     request: Request, on: Fleet, batches: Iterable[Layouts], against: float = math.inf
 ) -> tuple[list[Layouts], int]:
     """The best cuts among layouts with few factors, the fastest first, then those that lack the fewest bytes; and how
-    many layouts these were. Only the best where all clearly lose `against` a step of so many seconds."""
-    plain, priced = one_length(request), 0
+    many layouts these were. Only the best where all clearly lose `against` a step of so many seconds; where devices
+    differ, also those that may have shares by speed."""
+    plain, weak, priced = one_length(request), weakest(request, on), 0
     ranked: list[tuple[float, float, bool, Layouts, int]] = []
     for batch in batches:
         priced += len(batch)
-        over = fullness(plain, on, batch)[1]
+        over = fullness(plain, weak, batch)[1]
         seconds, fits = np.full(len(batch), np.inf), np.flatnonzero(over <= 0)
         if len(fits):
-            seconds[fits] = slowest(plain, on, batch.at(fits))
-        order = np.lexsort((over, seconds))[: 4 * CUTS]
+            seconds[fits] = slowest(plain, weak, batch.at(fits))
+        by_speed = shares_by_speed(batch, on)
+        order = np.lexsort((over, seconds))
+        order = order[(np.arange(len(order)) < 4 * CUTS) | by_speed[order]]
         columns = [np.broadcast_to(getattr(batch, name), len(batch))[order].tolist() for name in CUT]
         first: dict[tuple[Any, ...], int] = {}
         for index, *cut in zip(order.tolist(), *columns, strict=True):
             first.setdefault(tuple(cut), index)
-        ranked += [(seconds[index], over[index], at < OF_EACH, batch, index) for at, index in enumerate(first.values())]
+        ranked += [
+            (seconds[index], over[index], at < OF_EACH or bool(by_speed[index]), batch, index)
+            for at, index in enumerate(first.values())
+        ]
     ranked.sort(key=lambda row: row[:2])
-    if ranked and ranked[0][0] > LOSES * against:
+    if ranked and len(on.kinds) == 1 and ranked[0][0] > LOSES * against:
         del ranked[1:]
     chosen = [*ranked[:CUTS], *(row for row in ranked[CUTS:] if row[2])]
     return [batch.at(index) for *_, batch, index in chosen], priced
+
+
+def shares_by_speed(layouts: Layouts, on: Fleet) -> Any:
+    """Boolean [layouts]: those that are also priced with shares by speed. Where devices differ, equal shares say little
+    of them."""
+    whole = (np.asarray(layouts.pp) == 1) & (layouts.algorithm == "data")
+    return (len(on.kinds) > 1) & (whole | (in_one_ring(layouts, on.ranks) & (layouts.algorithm == "isp")))
+
+
+def in_one_ring(layouts: Layouts, ranks: int) -> Any:
+    """Boolean [layouts]: those in which all ranks share each sequence along the context."""
+    return np.broadcast_to(np.asarray(layouts.cp) == ranks, len(layouts)) & (len(layouts) > 0)
 
 
 def refined(chosen: Iterable[Layouts], per_node: int, limits: Limits) -> Iterator[Layouts]:

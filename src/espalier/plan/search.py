@@ -27,7 +27,7 @@ from espalier.plan import layouts as space
 from espalier.plan.axes import offload
 from espalier.plan.axes.sharding import exchanges, volumes
 from espalier.plan.calibration import DATASHEET, LEAST, Calibration
-from espalier.plan.coarse_search import least_seconds, weakest
+from espalier.plan.coarse_search import in_one_ring, least_seconds, weakest
 from espalier.plan.collective_time import gpus
 from espalier.plan.cost_inputs import CostInputs
 from espalier.plan.layout_estimate import Priced, Shares, fullness, price, samples_each, slowest
@@ -160,7 +160,7 @@ def search(
         limits = _limits(request, on, threads)
         batches = runnable(_grids(request, replace(limits, few=many), on))
         if many:
-            cuts, count = coarse_search.cuts(request, weakest(request, on), batches, min(best, below))
+            cuts, count = coarse_search.cuts(request, on, batches, min(best, below))
             batches, priced = runnable(coarse_search.refined(cuts, on.per_node, limits)), priced + count
         for every in batches:
             slow = every.algorithm != "data" and equal > best * (1 + tie)
@@ -470,11 +470,6 @@ def by_speed(request: Request, part: Cluster, on: collective_time.Fleet, layouts
     wins = np.flatnonzero((exact.astype(int).min(axis=0) >= least) & (over <= 0) & (seconds < equal))
     values = (seconds[wins].tolist(), peak[wins].tolist(), over[wins].tolist(), map(tuple, shares[:, wins].T.tolist()))
     return [Option(layout, part, *known) for layout, *known in zip(layouts.each(wins), *values, strict=True)]
-
-
-def in_one_ring(layouts: Layouts, ranks: int) -> Any:
-    """Boolean [layouts]: those in which all ranks share each sequence along the context."""
-    return np.broadcast_to(np.asarray(layouts.cp) == ranks, len(layouts)) & (len(layouts) > 0)
 
 
 def slots_by_speed(
