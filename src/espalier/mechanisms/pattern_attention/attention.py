@@ -179,7 +179,7 @@ class _Attention(torch.autograd.Function):
         flat = [tensor.detach().reshape(len(tensor), -1).contiguous() for tensor in (q, k, v)]
         biases = q.new_empty(0, heads) if bias is None else bias.detach().contiguous()
         rows = _Rows(flat[0], flat[1], flat[2], biases, q.shape[2] ** -0.5)
-        out, logs = _forward(pattern.divided(plan.least), rows, heads)
+        out, logs = _forward(pattern, pattern.divided(plan.least).by_row, rows)
         ctx.how, ctx.biased = how, bias is not None
         ctx.save_for_backward(*flat, biases, out, logs)
         return out.view(q.shape)
@@ -194,62 +194,41 @@ class _Attention(torch.autograd.Function):
         gradient = gradients[0].reshape(len(q), -1).contiguous()
         weighted = (gradient * out).view(len(q), shape[1], -1).sum(-1)
         saved = _Saved(logs.masked_fill(logs.isneginf(), 0), weighted, gradient)
-        dq, dk, dv, dbias = _backward(pattern.divided(plan.least), rows, saved)
+        dq, dk, dv, dbias = _backward(pattern, pattern.divided(plan.least), rows, saved)
         return dq.view(shape), dk.view(shape), dv.view(shape), dbias if ctx.biased else None, None
 
 
-def _forward(divided: Divided, rows: _Rows, heads: int) -> tuple[Tensor, Tensor]:
+def _forward(pattern: Pattern, windows: Windows | None, rows: _Rows) -> tuple[Tensor, Tensor]:
     from espalier.mechanisms.pattern_attention import edge_kernels
 
-    q, k, v, _, scale = rows
-    bias = _taken(rows.bias, divided.entries)
+    assert pattern.matrix is not None
+    q, k, v, bias, scale = rows
+    heads = bias.shape[1]
     out, logs = torch.empty_like(q), q.new_empty(len(q), heads)
-    windows = divided.by_row
     if windows is None:
-        edge_kernels.edge_forward(out, logs, *_csr(divided.rest), q, k, v, bias, scale)
-    else:
-        from espalier.mechanisms.pattern_attention import window_kernels
+        edge_kernels.edge_forward(out, logs, *_csr(pattern.matrix), q, k, v, bias, scale)
+        return out, logs
+    from espalier.mechanisms.pattern_attention import window_kernels
 
-        window_kernels.window_forward(out, logs, *_arrays(windows), q, k, v, bias, scale)
-        if windows.rest.entries:
-            more, more_logs = torch.empty_like(out), torch.empty_like(logs)
-            bias = _taken(bias, windows.rest_entries)
-            edge_kernels.edge_forward(more, more_logs, *_csr(windows.rest), q, k, v, bias, scale)
-            merge(out.view(len(q), heads, -1), logs, more.view(len(q), heads, -1), more_logs)
-    for row, at in zip(divided.hubs.tolist(), divided.hub_entries, strict=True):
-        scores, values = _hub(divided, rows, row, at)
-        logs[row] = scores.logsumexp(1)
-        finite = logs[row].masked_fill(logs[row].isneginf(), 0)  # of a row that no entry is left of
-        out[row] = ((scores - finite[:, None]).exp()[:, None] @ values)[:, 0].flatten()
+    window_kernels.window_forward(out, logs, *_arrays(windows), q, k, v, bias, scale)
+    if windows.rest.entries:
+        more, more_logs = torch.empty_like(out), torch.empty_like(logs)
+        bias = _taken(bias, windows.rest_entries)
+        edge_kernels.edge_forward(more, more_logs, *_csr(windows.rest), q, k, v, bias, scale)
+        merge(out.view(len(q), heads, -1), logs, more.view(len(q), heads, -1), more_logs)
     return out, logs
 
 
-def _hub(divided: Divided, rows: _Rows, row: int, at: slice) -> tuple[Tensor, Tensor]:
-    """Scores [heads, entries] and values [heads, entries, width] of one dense row."""
-    heads = rows.bias.shape[1]
-    columns = divided.columns[at].long()
-    keys, values = (side[columns].view(len(columns), heads, -1).transpose(0, 1) for side in (rows.k, rows.v))
-    scores = (keys @ rows.q[row].view(heads, -1, 1))[..., 0] * rows.scale
-    return (scores + rows.bias[at].T if len(rows.bias) else scores), values
-
-
-def _backward(divided: Divided, rows: _Rows, saved: _Saved) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    q, k, v, _, scale = rows
-    bias = _taken(rows.bias, divided.entries)
+def _backward(pattern: Pattern, divided: Divided, rows: _Rows, saved: _Saved) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    assert pattern.matrix is not None
+    q, k, v, bias, scale = rows
     dq, dk, dv, dbias = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), torch.zeros_like(bias)
     how = saved.logs, saved.weighted, scale
     queries, keys = (q, saved.gradient), (k, v)
-    _backward_of((divided.by_row, divided.rest), (dq, dq[:0], dbias), (*queries, *keys, bias), (*how, 0))
-    turned, order = divided.rest.transpose
+    _backward_of((divided.by_row, pattern.matrix), (dq, dq[:0], dbias), (*queries, *keys, bias), (*how, 0))
+    turned, order = pattern.matrix.transpose
     bias = _taken(bias, order)
     _backward_of((divided.by_column, turned), (dk, dv, bias[:0]), (*keys, *queries, bias), (*how, 1))
-    if divided.entries is not None:
-        whole = torch.zeros_like(rows.bias)
-        if len(whole):
-            whole[divided.entries] = dbias
-        for row, at in zip(divided.hubs.tolist(), divided.hub_entries, strict=True):
-            _hub_backward(divided, rows, saved, (row, at), (dq, dk, dv, whole))
-        dbias = whole
     return dq, dk, dv, dbias
 
 
@@ -275,29 +254,8 @@ def _backward_of(
             dbias[windows.rest_entries] = rest_dbias
 
 
-def _hub_backward(
-    divided: Divided, rows: _Rows, saved: _Saved, hub: tuple[int, slice], made: tuple[Tensor, ...]
-) -> None:
-    """Adds what one dense row gives."""
-    row, at = hub
-    dq, dk, dv, dbias = made
-    heads = rows.bias.shape[1]
-    scores, values = _hub(divided, rows, row, at)
-    shares = (scores - saved.logs[row, :, None]).exp()
-    gradient = saved.gradient[row].view(heads, 1, -1)
-    slopes = shares * ((values @ gradient.transpose(1, 2))[..., 0] - saved.weighted[row, :, None])
-    columns = divided.columns[at].long()
-    keys = rows.k[columns].view(len(columns), heads, -1).transpose(0, 1)
-    dq[row] = (slopes[:, None] @ keys)[:, 0].flatten() * rows.scale
-    query = rows.q[row].view(heads, 1, -1)
-    dk.index_add_(0, columns, (slopes[..., None] * query * rows.scale).transpose(0, 1).flatten(1))
-    dv.index_add_(0, columns, (shares[..., None] * gradient).transpose(0, 1).flatten(1))
-    if len(dbias):
-        dbias[at] = slopes.T
-
-
-def _taken(values: Tensor, entries: Tensor | None) -> Tensor:
-    return values if entries is None or not len(values) else values[entries]
+def _taken(values: Tensor, entries: Tensor) -> Tensor:
+    return values[entries] if len(values) else values
 
 
 def _arrays(windows: Windows) -> tuple[Any, ...]:

@@ -33,8 +33,6 @@ KEPT, FORMAT = 1 << 21, 1
 """Entries from which on windows are kept on disk; another number where the same entries are divided otherwise."""
 ARRAYS = ("windows", "columns", "masks", "starts", "entries", "rest indptr", "rest indices", "rest entries")
 """Of kept windows."""
-HUB = 1024
-"""Entries of a row from which on it is computed by a dense product, as long as such rows are few."""
 
 
 class Windows(NamedTuple):
@@ -116,20 +114,8 @@ def offsets(rows: Any, count: int) -> Tensor:
 
 
 class Divided(NamedTuple):
-    """A pattern for one plan: rows computed densely, and for forward and backward the windows or all else as entries.
+    """A pattern for one plan: its windows and those of its transpose; None: entry by entry."""
 
-    Attributes:
-        hubs: int64, rows that are computed densely; hub_entries: where the entries of each stand in the pattern.
-        columns: int32, of all entries of the pattern.
-        rest: the other rows' entries; entries: int64, their numbers in the pattern.
-        by_row, by_column: windows of `rest` and of its transpose; None: entry by entry.
-    """
-
-    hubs: Tensor
-    hub_entries: tuple[slice, ...]
-    columns: Tensor
-    rest: CSR
-    entries: Tensor | None
     by_row: Windows | None
     by_column: Windows | None
 
@@ -183,13 +169,6 @@ class Pattern:
         return digest.hexdigest()
 
     @cached_property
-    def hubs(self) -> Tensor:
-        """int64: rows with so many entries that they are computed densely (an exact plan may do without)."""
-        assert self.matrix is not None
-        degrees = self.matrix.degrees
-        return torch.nonzero((degrees >= HUB) & (degrees * 4 >= self.tokens)).flatten()
-
-    @cached_property
     def _entries(self) -> dict[torch.device, Entries]:
         return {}
 
@@ -215,29 +194,12 @@ class Pattern:
             del self._divided[least]
 
     def divided(self, least: int) -> Divided:
-        """For a plan whose windows hold the columns that `least` of their rows read; 0: neither windows nor hubs."""
+        """For a plan whose windows hold the columns that `least` of their rows read; 0: no windows."""
         if least not in self._divided:
-            self._divided[least] = self._divide(least)
+            assert self.matrix is not None
+            both = (self.matrix, self.matrix.transpose.pattern) if 0 < least <= ROWS else (None, None)
+            self._divided[least] = Divided(*(None if csr is None else kept_windows(csr, least) for csr in both))
         return self._divided[least]
-
-    def _divide(self, least: int) -> Divided:
-        matrix = self.matrix
-        assert matrix is not None
-        hubs = self.hubs if least > 1 else torch.zeros(0, dtype=torch.int64)
-        slices = tuple(slice(int(matrix.indptr[hub]), int(matrix.indptr[hub + 1])) for hub in hubs)
-        rest, entries = matrix, None
-        if len(hubs):
-            remaining = torch.ones(matrix.entries, dtype=torch.bool)
-            for hub_slice in slices:
-                remaining[hub_slice] = False
-            degrees = matrix.degrees.clone()
-            degrees[hubs] = 0
-            indptr = torch.cat([torch.zeros(1, dtype=torch.int64), degrees.cumsum(0)])
-            rest, entries = CSR(indptr, matrix.indices[remaining], matrix.shape), torch.nonzero(remaining).flatten()
-        if not least or least > ROWS:
-            return Divided(hubs, slices, matrix.indices, rest, entries, None, None)
-        both = (kept_windows(csr, least) for csr in (rest, rest.transpose.pattern))
-        return Divided(hubs, slices, matrix.indices, rest, entries, *both)
 
     def dense_columns(self, least: int) -> tuple[int, int]:
         """How many columns of windows at least `least` rows read, and how many entries they hold; makes nothing."""

@@ -26,7 +26,7 @@ MEASURED = 1 << 20
 """Entries from which on plans are timed: below, a step is a matter of milliseconds whatever the plan."""
 CANDIDATES = {"edge": EDGE, "hybrid": HYBRID, "hybrid of 8 rows": AttentionPlan("hybrid", 8)}
 """`block` computes columns that a single row reads sixteen times: it is never the fastest of so large a pattern."""
-RUNS, FORMAT = 3, 1
+RUNS, FORMAT = 3, 2
 """Times that each is run, of which the median counts; another number where plans are computed otherwise."""
 
 
