@@ -247,7 +247,7 @@ def cpu_seconds(*command: str) -> float:
 
 def test_the_surface_grows_only_on_purpose() -> None:
     flags = re.findall(r"add_argument\(\s*\"(--[\w-]+)\"", (PACKAGE / "cli" / "main.py").read_text(encoding="utf-8"))
-    flags += [flag for _, flag, *_ in cli.ARGUMENTS if flag.startswith("--")]
+    flags += [argument["name"] for argument in cli.ARGUMENTS if argument["name"].startswith("--")]
     names = next(node for node in tree(PACKAGE / "__init__.py").body if "__all__" in ast.unparse(node))
     assert isinstance(names, ast.Assign)
     found = {
