@@ -5,9 +5,8 @@ The paper leaves the file open; ours is
     b"ESPKG3\\0\\0" | length of the header (u32) | XXH3 of length and header (u64) | header (JSON) | streams, each
     filled up to 8 bytes
 
-(numbers little-endian; files of version 2, `ESPKG2`, which had no hash of the header, are read too), with the streams
-`packages`, `occupied` (bitmap or lists), `index` (for every 256 rows where their first code is), `rows` (for each row
-the number of its pair) and `pairs` (width and step code, two bytes each).
+(numbers little-endian), with the streams `packages`, `occupied` (bitmap or lists), `index` (for every 256 rows where
+their first code is), `rows` (for each row the number of its pair) and `pairs` (width and step code, two bytes each).
 """
 
 from __future__ import annotations
@@ -26,10 +25,8 @@ from espalier.recipe.errors import UserError
 from espalier.recipe.foreign_files import parsing
 
 MAGIC = b"ESPKG3\0\0"
-UNCHECKED = b"ESPKG2\0\0"
-"""Begins files of version 2."""
 FIRST = len(MAGIC) + 4 + 8
-"""Bytes before the header; in version 2 8 less."""
+"""Bytes before the header."""
 STREAMS = ("packages", "occupied", "index", "rows", "pairs")
 
 
@@ -69,9 +66,8 @@ def _hash(length: bytes, header: bytes) -> bytes:
 
 def file_sizes(data: bytes) -> Sizes:
     """What the bits of a file are for: together 8 times its length."""
-    first = FIRST - 8 * data.startswith(UNCHECKED)
-    length = first + int.from_bytes(data[len(MAGIC) : len(MAGIC) + 4], "little")
-    sizes = [matrix["sizes"] for matrix in json.loads(data[first:length])["matrices"].values()]
+    length = FIRST + int.from_bytes(data[len(MAGIC) : len(MAGIC) + 4], "little")
+    sizes = [matrix["sizes"] for matrix in json.loads(data[FIRST:length])["matrices"].values()]
     total = Sizes(*(sum(parts) for parts in zip((0,) * 6, *sizes, strict=True)))
     filled = 8 * (len(data) - length) - total.total
     return replace(total, header=total.header + 8 * length, padding=total.padding + filled)
@@ -89,9 +85,9 @@ def from_bytes(data: bytes, name: str = "the package") -> tuple[dict[str, Packed
     def damaged(at: int, why: str) -> UserError:
         return UserError(f"{name} is damaged at byte {at:,}: {why}.", do="espalier export RUN --to packed")
 
-    first, body = _bounds(data, damaged)
+    body = _header_end(data, damaged)
     try:
-        table = json.loads(data[first:body])
+        table = json.loads(data[FIRST:body])
         wanted = body + int(table["length"])
         if len(data) != wanted:
             raise damaged(min(len(data), wanted), f"{len(data):,} bytes are there, and {wanted:,} were written")
@@ -100,25 +96,23 @@ def from_bytes(data: bytes, name: str = "the package") -> tuple[dict[str, Packed
             table["facts"],
         )
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise damaged(first, f"its header cannot be read ({error})") from None
+        raise damaged(FIRST, f"its header cannot be read ({error})") from None
 
 
-def _bounds(data: bytes, damaged: Callable[[int, str], UserError]) -> tuple[int, int]:
-    """Where the header begins, and where it ends."""
-    known = next((magic for magic in (MAGIC, UNCHECKED) if data.startswith(magic[: len(data)])), b"")
-    first = FIRST - 8 * (known == UNCHECKED)
-    if not known:
+def _header_end(data: bytes, damaged: Callable[[int, str], UserError]) -> int:
+    """Where the header ends, which is what was written."""
+    if not data.startswith(MAGIC[: len(data)]):
         other = data.startswith(MAGIC[:5])
         raise damaged(5 * other, "its version is not known" if other else "it does not begin as a package does")
-    if len(data) < first:
+    if len(data) < FIRST:
         raise damaged(len(data), "it ends there")
     length = data[len(MAGIC) : len(MAGIC) + 4]
-    body = first + int.from_bytes(length, "little")
+    body = FIRST + int.from_bytes(length, "little")
     if len(data) < body:
         raise damaged(len(data), f"it ends there, and its header at {body:,}")
-    if known == MAGIC and _hash(length, data[first:body]) != data[first - 8 : first]:
+    if _hash(length, data[FIRST:body]) != data[FIRST - 8 : FIRST]:
         raise damaged(len(MAGIC), f"its header, until {body:,}, is not what was written")
-    return first, body
+    return body
 
 
 def _matrix(
