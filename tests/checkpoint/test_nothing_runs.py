@@ -5,11 +5,9 @@ from __future__ import annotations
 import io
 import os
 import pickle
-import sys
-import types
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -75,55 +73,25 @@ def resealed(checkpoint: Path) -> None:
     (checkpoint / manifest.NAME).write_bytes(manifest.dumps(content))
 
 
-def refused(folder: Path, words: str, trust: bool = False) -> None:
-    checkpoints = Checkpoints(folder)
-    checkpoints.trust = trust
+def refused(folder: Path, words: str) -> None:
     box = Box()
     with pytest.raises(UserError, match=words):
-        checkpoints.load({"box": box})
+        Checkpoints(folder).load({"box": box})
     assert box.state == {}
 
 
 # --- the older format ------------------------------------------------------------------------------------------------
 
 
-class Hole(NamedTuple):
-    """What stood for a tensor in format 1."""
-
-    name: str
-
-
-def in_format_1(folder: Path, skeleton: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Writes a checkpoint as format 1 had it: a pickled skeleton, itself pickled by torch."""
-    then = types.ModuleType("espalier.checkpoint.tree")  # the module that format 1 names
-    Hole.__module__, Hole.__qualname__ = then.__name__, "Hole"
-    monkeypatch.setattr(then, "Hole", Hole, raising=False)
-    monkeypatch.setitem(sys.modules, then.__name__, then)
-    monkeypatch.setattr(dcp_planners.SavePlanner, "transform_object", DefaultSavePlanner.transform_object)
-    state = {"box/weights": torch.arange(6.0), "skeleton:box": pickle.dumps(skeleton)}
-    Write(open_place(folder), Coordinator(None), WriteJob(4, state, {"step": 4}, None)).run()
-    monkeypatch.undo()
-
-
-def test_format_1_is_refused_by_name_and_read_where_it_is_trusted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_pickled_skeleton_is_refused_by_name_and_does_not_run(
+    tmp_path: Path, mark: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    in_format_1(tmp_path, {"weights": Hole("box/weights"), "steps": {0: (1, "a")}}, monkeypatch)
-    refused(tmp_path, r"step-00000004 has the old format.*\n.*'box'.*pickled.*\n.*--trust")
-    checkpoints, box = Checkpoints(tmp_path), Box()
-    checkpoints.trust = True
-    loaded = checkpoints.load({"box": box})
-    assert loaded is not None
-    assert (loaded.step, loaded.meta) == (4, {"step": 4})
-    assert torch.equal(box.state["weights"], STATE["weights"])  # type: ignore[arg-type]
-    assert box.state["steps"] == STATE["steps"]
-    checkpoints.save(5, {"box": box}, {}, wait=True)
-    assert Checkpoints(tmp_path).load({"box": Box()})  # and is plain from then on
-
-
-def test_a_pickled_skeleton_does_not_run(tmp_path: Path, mark: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    in_format_1(tmp_path / "run", {"weights": Evil(mark)}, monkeypatch)
-    refused(tmp_path / "run", "has the old format")
+    """As format 1 had it: a pickled skeleton, itself pickled by torch."""
+    monkeypatch.setattr(dcp_planners.SavePlanner, "transform_object", DefaultSavePlanner.transform_object)
+    state = {"box/weights": torch.arange(6.0), "skeleton:box": pickle.dumps({"weights": Evil(mark)})}
+    Write(open_place(tmp_path / "run"), Coordinator(None), WriteJob(4, state, {"step": 4}, None)).run()
+    monkeypatch.undo()
+    refused(tmp_path / "run", r"step-00000004 has the old format.*\n.*'box'.*pickled")
     assert not mark.exists()
 
 
@@ -134,8 +102,7 @@ def test_a_pickle_for_a_skeleton_does_not_run(tmp_path: Path, mark: Path, monkey
     bare = pickle.dumps(Evil(mark))
     monkeypatch.setattr(serialization, "dumps", lambda *_: bare)
     saved(tmp_path / "run")
-    for trust in (False, True):  # nothing ever wrote it so: --trust does not read it either
-        refused(tmp_path / "run", "state of 'box' in .* cannot be decoded", trust)
+    refused(tmp_path / "run", "state of 'box' in .* cannot be decoded")
     assert not mark.exists()
 
 
@@ -146,8 +113,7 @@ def test_a_pickle_in_torchs_metadata_does_not_run(tmp_path: Path, mark: Path, fi
     setattr(metadata, field, Evil(mark))
     (checkpoint / ".metadata").write_bytes(pickle.dumps(metadata))
     resealed(checkpoint)
-    for trust in (False, True):
-        refused(tmp_path / "run", r"\.metadata is not read.\n.*posix.system", trust)
+    refused(tmp_path / "run", r"\.metadata is not read.\n.*posix.system")
     assert not mark.exists()
 
 

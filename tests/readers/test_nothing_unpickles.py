@@ -10,7 +10,6 @@ PACKAGE = Path(__file__).parents[2] / "src" / "espalier"
 
 ALLOWED = {
     "checkpoint/dcp_metadata.py": {"pickle"},  # an allow-list of names and opcodes
-    "checkpoint/legacy_pickle.py": {"pickle"},  # only with --trust
     "graph/data/numpy_pickle.py": {"pickle"},  # an allow-list of arrays
     "graph/data/pyg.py": {"torch.load"},  # weights only, unless graph.pickle = true
     "machine/measure.py": {"multiprocessing"},  # bytes between a process and those it forked

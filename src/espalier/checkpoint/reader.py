@@ -28,11 +28,9 @@ PICKLED = b"PK\x03\x04"
 """How torch's archive of a pickled skeleton begins (format 1)."""
 
 
-def restore(
-    place: Storage, name: str, files: Mapping[str, FileHash], parts: StatefulParts, trust: bool = False
-) -> list[str]:
+def restore(place: Storage, name: str, files: Mapping[str, FileHash], parts: StatefulParts) -> list[str]:
     """Reads checkpoint `name`, which has these `files`, into `parts`; names of the parts it does not have. This rank's
-    share only, no waiting. `trust`: pickled skeletons, of the older format, are read too.
+    share only, no waiting.
 
     Raises UserError when a file holds what this program does not write, or a part refuses what it is given.
     """
@@ -43,7 +41,7 @@ def restore(
     reader = place.reader(name)
     reader.set_up_storage_reader(metadata, True)
     present = [part for part in parts if state_tree.SKELETON + part in metadata.state_dict_metadata]
-    skeletons = _skeletons(reader, metadata, present, path, trust)
+    skeletons = _skeletons(reader, metadata, present, path)
     flat, _ = state_tree.flatten({part: parts[part] for part in present})
     tensors: dict[str, Any] = {}
     for skeleton in skeletons.values():
@@ -55,7 +53,7 @@ def restore(
     return [part for part in parts if part not in present]
 
 
-def _skeletons(reader: StorageReader, metadata: Metadata, present: list[str], path: str, trust: bool) -> dict[str, Any]:
+def _skeletons(reader: StorageReader, metadata: Metadata, present: list[str], path: str) -> dict[str, Any]:
     blobs: dict[str, Any] = {}
     for part in present:
         name = state_tree.SKELETON + part
@@ -63,20 +61,16 @@ def _skeletons(reader: StorageReader, metadata: Metadata, present: list[str], pa
             raise UserError(f"{name!r} in {path} is no skeleton.", do="use another checkpoint")
         blobs[name] = None
     _read(reader, metadata, blobs, path)
-    return {part: _skeleton(blobs[state_tree.SKELETON + part], part, path, trust) for part in present}
+    return {part: _skeleton(blobs[state_tree.SKELETON + part], part, path) for part in present}
 
 
-def _skeleton(blob: bytes, part: str, path: str, trust: bool) -> Any:
+def _skeleton(blob: bytes, part: str, path: str) -> Any:
     if not blob.startswith(PICKLED):
         return serialization.loads(blob, f"The state of {part!r} in {path}")
-    if trust:
-        from espalier.checkpoint import legacy_pickle
-
-        return legacy_pickle.skeleton(blob)
     raise UserError(
         f"The checkpoint {path} has the old format, which is not loaded.",
         why=f"the state of {part!r} in it is pickled, and unpickling can execute arbitrary code",
-        do="the same command with --trust (Checkpoints.trust = True) if you trust who wrote it; the next save is plain",
+        do="a checkpoint that this version of espalier wrote",
     )
 
 

@@ -4,7 +4,7 @@ The tensors and their resharding are `torch.distributed.checkpoint`'s (its plann
 stands round it: the CPU copy with kept buffers, the exchange between ranks (so that an error on one is an error on
 all), checksums, the manifest, the rename, and what to do about a damaged file.
 
-Loading runs nothing that a checkpoint holds (`reader`); `trust` lets pickles of the older format through.
+Loading runs nothing that a checkpoint holds (`reader`).
 """
 
 from __future__ import annotations
@@ -104,8 +104,6 @@ class Checkpoints:
         self._writer = ThreadPoolExecutor(1, "checkpoint", _step_back)
         self._writing: tuple[str, Future[None]] | None = None
         self._failure: EspalierError | None = None
-        self.trust = False
-        """Whether checkpoints of format 1 are read, whose pickles run whatever their author put there."""
         self.run: RunIdentity | None = None
         """Whose checkpoints these are: those of another run are neither loaded, counted nor deleted."""
         self.doubt = ""
@@ -236,7 +234,7 @@ class Checkpoints:
         from espalier.checkpoint.reader import restore
 
         content = read_manifest(self.place, name)
-        read = partial(restore, self.place, name, content.files, parts, self.trust)
+        read = partial(restore, self.place, name, content.files, parts)
         absent = self.team.agree("restoring", read, lambda each: each)
         self.doubt = run_identity.doubt(self.run, content.stamp, self.place.path(name))
         return Loaded(content.step, content.meta, skipped, absent)

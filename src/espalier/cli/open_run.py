@@ -113,7 +113,7 @@ class SavedRun:
     Attributes:
         folder: the run folder, which may have been copied here.
         recipe: that of the run, with the places that may be used.
-        trust: who made the run is trusted, see `Checkpoints.trust`.
+        trust: who made the run is trusted, see `cli.run_trust`.
         data: what of its data it is opened with.
     """
 
@@ -149,9 +149,7 @@ class SavedRun:
         """The saved states."""
         from espalier.train import phases
 
-        saved = phases.checkpoints(self.recipe, self.folder)
-        saved.trust = self.trust
-        return saved
+        return phases.checkpoints(self.recipe, self.folder)
 
     def trained(self, device: torch.device | None = None) -> Trained:
         """The newest good checkpoint, on `device` (None: the first accelerator, if there is one).

@@ -114,10 +114,7 @@ class RunStart:
             ],
         }
         peak = sum(device_model.peak(device, self.plan.precision) for device in used(self.cluster, self.plan))
-        return RankSetup(
-            recipe, self.plan, self.workload, place, self.folder.path, about=about, flops_per_second=peak,
-            trust=self.resolved.trust,
-        )  # fmt: skip
+        return RankSetup(recipe, self.plan, self.workload, place, self.folder.path, about=about, flops_per_second=peak)
 
     def identity(self) -> dict[str, str]:
         """What all ranks must have in common."""

@@ -34,8 +34,6 @@ class RankSetup:
     """What the run's first event says of it besides the step it starts from."""
     flops_per_second: float = 0.0
     """Peak (or best measured) of all devices together, for MFU."""
-    trust: bool = False
-    """See `Checkpoints.trust`."""
     new: bool = False
     """Whether all ranks know that there is no state to take up, and need not look for one."""
 

@@ -194,7 +194,6 @@ def _checkpoints(trainer: Trainer, folder: Path) -> Checkpoints:
         group=saving_group(trainer.mesh.trainers),
         on_event=setting.emit,
     )
-    saved.trust = setting.trust
     if options.rate is not None:  # of a machine, which its ranks share
         nodes = [rank.node for rank in setting.plan.ranks]
         saved.rate = units.rate(options.rate, "checkpoint.rate") / nodes.count(nodes[setting.place.rank])
