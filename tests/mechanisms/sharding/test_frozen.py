@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from espalier.comm import Channel
-from espalier.launch.testing import ranks, same
 from espalier.mechanisms.sharding.amsp import Amsp
 from espalier.mechanisms.sharding.sharded_state_dict import ModelState, whole_state_dict
 from espalier.optim import adamw
 from espalier.plan.axes.placement import ShardFactors
 from espalier.recipe import Adamw
+from many_ranks import ranks, same
 
 FROZEN = ("inner.weight", "gain")
 SHARDED = [factors for factors in triples(4) if factors.params > 1]
