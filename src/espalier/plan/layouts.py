@@ -370,9 +370,7 @@ class Limits:
 
     def factors(self, factors: NDArray[Any], ranks: int) -> NDArray[Any]:
         """Of nested factors those that pins and redundancy allow."""
-        keep = ranks // factors[:, 2] >= self.redundancy
-        if self.experts > 1:
-            keep = keep & (ranks % self.experts == 0)
+        keep = (ranks // factors[:, 2] >= self.redundancy) & (ranks % self.experts == 0)
         for column, name in enumerate(("params", "grads", "optimizer")):
             if (wanted := getattr(self.pin.shard, name, None)) is not None:
                 keep = keep & (factors[:, column] == wanted)

@@ -107,10 +107,9 @@ def _check_experts(request: Request) -> None:
             f"plan.pin.ep = {ep} spreads experts, and this model has none.", do='model.kind = "moe", or leave it out'
         )
     _at_most("ep", ep, request.experts.total, "experts of a layer")
-    if pin.ranks and pin.ranks % ep:
-        raise _no_division("plan.pin.ep", ep, "ranks", pin.ranks)
-    if pin.ranks and pin.ranks % (ep * (pin.tp or 1)):
-        raise _no_division("plan.pin.ep x plan.pin.tp", ep * (pin.tp or 1), "ranks", pin.ranks)
+    shared = ep * (pin.tp or 1)
+    if pin.ranks and pin.ranks % shared:
+        raise _no_division("plan.pin.ep" + " x plan.pin.tp" * (shared > ep), shared, "ranks", pin.ranks)
 
 
 def _check_chunks(request: Request) -> None:

@@ -10,8 +10,10 @@ from tests.plan import asked
 from espalier import recipe as config
 from espalier.machine import cluster as clusters
 from espalier.mechanisms.expert_parallel.state import ExpertParallelState
-from espalier.plan import decide
+from espalier.plan import collective_time, decide, step_time
 from espalier.plan.axes.experts import ExpertLoad, Routed, cost, expected, placed, sent_bytes
+from espalier.plan.cost_inputs import CostInputs
+from espalier.plan.layouts import Layouts
 from espalier.recipe.cost import ExpertSizes
 from espalier.recipe.errors import UserError
 
@@ -181,3 +183,40 @@ def test_rows_and_answers_in_turn_take_as_long_as_both() -> None:
 
     assert taken(True) == pytest.approx(sent_bytes(ExpertLoad(16, 2), others) * 4 / 3)
     assert 0.5 < taken(False) / taken(True) < 0.6
+
+
+@pytest.mark.parametrize("ep", [2, 4, 8])
+def test_states_of_experts_are_exchanged_among_the_ranks_that_share_them(ep):
+    """Of a layer, in a micro-batch: experts among every `ep`-th rank, all else among all eight."""
+    request = mixture().changed(ep=ep)
+    on = collective_time.fleet(asked.gpus(count=2, devices=4), 8)
+    step = CostInputs(request, on, on.kinds[0], Layouts(dp=8, params=8, grads=8, optimizer=8))
+    assert sum(float(states.layer) for states, _ in step.parts) == pytest.approx(request.layer_parameters)
+    assert sum(float(states.outside) for states, _ in step.parts) == request.profile.outside
+    experts = request.experts.parameters / ep
+    others = request.layer_parameters - experts
+
+    def taken(operation):
+        whole = step.wire(operation, step.storage.grads * others, 8, 1, "gradients")
+        return float(whole + step.wire(operation, step.storage.grads * experts, 8 // ep, ep, "gradients"))
+
+    seconds = step_time.weights(step)
+    assert float(seconds["reduce_scatter"]) == pytest.approx(taken("reduce_scatter"), rel=1e-6)
+    assert float(seconds["all_gather"]) == pytest.approx(taken("all_gather"), rel=1e-6)
+
+
+def test_memory_asks_for_shards_of_gradients_and_parameters_beside_experts():
+    pin = config.Pin(ranks=4, pp=1, tp=1, sp=1, ep=2, micro_batch=16, recompute="none")
+    request = mixture(batch=64, pin=pin)
+    layouts, peaks = [(1, 1, 4), (1, 4, 4), (4, 4, 4)], []
+    for params, grads, optimizer in layouts:
+        shard = config.ShardPin(params=params, grads=grads, optimizer=optimizer)
+        plan = decided(request.changed(pin=msgspec.structs.replace(pin, shard=shard)), count=4).plan
+        assert plan.layout.ep == 2
+        peaks.append(plan.predicted.memory_bytes["peak"])
+    assert peaks == sorted(peaks, reverse=True)
+    for before, least, shard in zip(peaks, peaks[1:], layouts[1:], strict=False):
+        found = decided(request.changed(memory=(before + least) / 2), count=4)
+        unit = found.plan.units[0]
+        assert found.fits
+        assert tuple(len(ranks) or 1 for ranks in (unit.params, unit.grads, unit.optimizer)) == shard

@@ -326,10 +326,7 @@ class Amsp:
         for flat in self.flats:
             pieces = flat.pieces()
             if pieces:
-                assert self._channel is not None
-                copies = self._channel.size() / flat.mesh.placement.factors.optimizer
-                copies *= 1 if flat.holders is None else flat.holders.copies
-                total += torch.stack(torch._foreach_norm(pieces)).double().square().sum() / copies
+                total += torch.stack(torch._foreach_norm(pieces)).double().square().sum() / flat.copies
         return float(total)
 
     def norm(self) -> float:

@@ -209,6 +209,12 @@ class FlatParameter(FlatUnit):
         return [stage(self.part, self.params) for stage in self.mesh.gather(self.length, "optimizer", "grads")]
 
     @property
+    def copies(self) -> float:
+        """Ranks that hold the same of what this rank's optimizer moves."""
+        ranks = self.mesh.placement.ranks / self.mesh.placement.factors.optimizer
+        return ranks if self.holders is None else ranks * self.holders.copies
+
+    @property
     def direct(self) -> bool:
         """The optimizer moves the parameters themselves, as all of the model is here."""
         return self.optimizer.length == self.length and self.masters is None and self.holders is None

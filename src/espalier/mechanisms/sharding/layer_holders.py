@@ -11,6 +11,7 @@ cuts will do. One small sum over all ranks steers a step: totals, and the norm o
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
@@ -55,6 +56,7 @@ class RaggedStates:
     ) -> None:
         self.model, self.spread, self._replica = model, spread, cut.replica
         self.cut: ModelCut | None = cut
+        self._idle = cut.idle
         if not cut.in_step and any(factors.grads > 1 for _, factors in spread.factors):
             raise UserError(
                 "Pipelines that are cut at different layers, and waves of tasks, shard optimizer states only.",
@@ -162,7 +164,7 @@ class RaggedStates:
     def _idle_in(self, block: nn.Module) -> None:
         inside = set(block.modules())
         with self._within(lambda part: part.gathered(block)):
-            for module, take_part in self.cut.idle if self.cut is not None else ():
+            for module, take_part in self._idle:
                 if module in inside:
                     take_part()
 
@@ -178,10 +180,9 @@ class RaggedStates:
             part.summon()
 
     def bytes_held(self) -> Mapping[str, int]:
-        sizes: dict[str, int] = {}
+        sizes = Counter[str]()
         for part in self.members:
-            for kind, size in part.bytes_held().items():
-                sizes[kind] = sizes.get(kind, 0) + size
+            sizes.update(part.bytes_held())
         return sizes
 
     def whole(self, flat: FlatUnit, local: Tensor) -> Tensor:

@@ -47,7 +47,7 @@ class UserLoop:
     def __init__(
         self, sharding: Amsp, optimizer: torch.optim.Optimizer, weight: float, channel: dist.ProcessGroup
     ) -> None:
-        self.sharding, self.channel = sharding, channel
+        self.sharding = sharding
         self._open = self._pending = False
         self._exchanges = True
         self._carried: dict[FlatParameter, Tensor] = {}
@@ -167,17 +167,15 @@ class UserLoop:
         return self._norms[order][name]
 
     def _all_norms(self, order: float) -> dict[str, Tensor]:
-        slots = [(flat, slot) for flat in self.sharding.flats if not flat.direct for slot in flat.slots]
-        place = {slot.name: index for index, (_, slot) in enumerate(slots)}
-        norms_by_slot = torch.zeros(len(slots), dtype=torch.float64, device=slots[0][0].full.device)
+        flats = [flat for flat in self.sharding.flats if not flat.direct]
+        slots = [slot for flat in flats for slot in flat.slots]
+        place = {slot.name: index for index, slot in enumerate(slots)}
+        norms_by_slot = torch.zeros(len(slots), dtype=torch.float64, device=flats[0].full.device)
         if order == float("-inf"):
             norms_by_slot.fill_(float("inf"))
         power = order if order and not math.isinf(order) else 1.0  # order 0 counts, infinite orders compare
-        for flat in dict.fromkeys(flat for flat, _ in slots):
-            copies_held = 1 if flat.holders is None else flat.holders.copies
-            copies = (
-                1.0 if math.isinf(order) else copies_held * self.channel.size() / flat.mesh.placement.factors.optimizer
-            )
+        for flat in flats:
+            copies = 1.0 if math.isinf(order) else flat.copies
             for slot, owned, _ in flat.moved:
                 if owned.tensor.grad is not None and owned.tensor.numel():
                     norm = torch.linalg.vector_norm(owned.tensor.grad.double(), order)
@@ -187,7 +185,7 @@ class UserLoop:
         with traffic(Traffic.CONTROL):
             self._among.allreduce([norms_by_slot], options).wait()
         norms = norms_by_slot ** (1.0 / power)
-        kinds = {slot.name: torch.promote_types(slot.parameter.dtype, torch.float32) for _, slot in slots}
+        kinds = {slot.name: torch.promote_types(slot.parameter.dtype, torch.float32) for slot in slots}
         return {name: norms[place[name]].to(kind) for name, kind in kinds.items()}
 
     def change(self, name: str, operation: Callable[[Tensor], Any]) -> None:
