@@ -79,7 +79,6 @@ class CheckpointWatcher:
             raise UserError(f"{run} is being evaluated by another process.", do="wait for it, or end it") from None
         self._saved = saved
         self._held = Checkpoints(folder / "held")
-        self._held.trust = saved.trust
         self._held.run = saved.run
         self._content = {name: task.content for name, task in tasks.items()}
         self._skipped: set[tuple[int, str]] = set()
