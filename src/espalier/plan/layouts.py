@@ -371,6 +371,8 @@ class Limits:
     def factors(self, factors: NDArray[Any], ranks: int) -> NDArray[Any]:
         """Of nested factors those that pins and redundancy allow."""
         keep = (ranks // factors[:, 2] >= self.redundancy) & (ranks % self.experts == 0)
+        if self.few and self.experts > 1:  # many degrees of experts are searched: gradients as one of the others
+            keep = keep & np.isin(factors[:, 1], (1, ranks)) & np.isin(factors[:, 0], (1, ranks))
         for column, name in enumerate(("params", "grads", "optimizer")):
             if (wanted := getattr(self.pin.shard, name, None)) is not None:
                 keep = keep & (factors[:, column] == wanted)

@@ -31,8 +31,8 @@ FIGURES = tuple(figure * 10.0**power / 8 for power in range(5, 13) for figure in
 """Bandwidths between which rounds begin to pay, bytes/s: 0.1 Mbit/s to 5 Tbit/s."""
 
 
-FRUGAL = Eager(), Eager(offload=True)
-"""Rounds that a plan may choose, the second where devices have no room for what the first keeps."""
+FRUGAL = Eager(offload=True), Eager()
+"""Rounds that a plan may choose, those that keep least on a device first: where they do not fit, no others do."""
 
 
 class LocalRoundsChoice(PlanChoice):
@@ -80,13 +80,17 @@ class LocalRoundsChoice(PlanChoice):
 
 
 def _fitting(ask: Ask) -> tuple[ByRounds, co2.Replicas, list[PlanDecision]]:
-    """The first of `FRUGAL` whose replicas all fit. Raises UserError: none does."""
+    """The last of `FRUGAL` whose replicas all fit. Raises UserError: none does."""
+    fitting = None
     for options in FRUGAL:
         made = co2.cut(ask.request, ask.cluster, options)
         apart = _apart(made, ask)
-        if all(replica.fits for replica in apart):
-            return options, made, apart
-    raise UserError("no machine can hold a replica by itself.")
+        if not all(replica.fits for replica in apart):
+            break
+        fitting = options, made, apart
+    if fitting is None:
+        raise UserError("no machine can hold a replica by itself.")
+    return fitting
 
 
 def _seconds(decision: PlanDecision) -> float:
