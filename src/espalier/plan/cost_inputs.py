@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial, reduce
 from operator import add
@@ -17,6 +17,7 @@ from espalier.plan.axes import offload_tiers as offload_cost
 from espalier.plan.axes.experts import ExpertLoad, expected
 from espalier.plan.axes.experts import cost as expert_cost
 from espalier.plan.axes.flat_layout import BUCKET, Sized
+from espalier.plan.axes.offload_layout import CHUNK, PAGE
 from espalier.plan.axes.sequence import SequenceGrid, SequenceLoad
 from espalier.plan.axes.sequence import cost as sequence_cost
 from espalier.plan.axes.sharding import Division, Lengths, StateBytes, StateSizes, Wire, cost, lengths, volumes
@@ -377,19 +378,31 @@ class CostInputs:
             sizes["window"] = optimizer_node.window_bytes(self.request) + sizes["params"]
         if way == offload.NODE:
             return sizes
-        if offload.windowed(way):
-            sizes = {**sizes, "gathered": self._gathering}
-        resident = offload.resident(self.waiting, sizes)
+        extent: Number = CHUNK
+        if layers := self._window_layers:
+            ahead = optimizer_node.WINDOW - 1
+            sizes = {**sizes, "gathered": _largest((ranks > 1) * ahead * size / ranks for size, ranks in layers)}
+            rows = len(offload_cost.STATES) + 1  # two moments
+            extent = _largest(rows * PAGE * np.ceil(size / ranks / PAGE) for size, ranks in layers)
+        resident = offload.resident(self.waiting, sizes, extent)
         return {**resident, "optimizer": resident["optimizer"] + self.resident_optimizer}
 
     @property
-    def _gathering(self) -> Number:
-        """Bytes of a layer while it is gathered for the window: what this rank has read, and what all have."""
+    def _window_layers(self) -> Sequence[tuple[float, Number]]:
+        """(bytes, ranks that have a share each) of a table, a layer, and its experts where they are spread; empty: no
+        window of layers comes from host memory or disk."""
         request, dp, ep = self.request, np.asarray(self.layouts.dp), self.request.expert_ranks
+        if request.offload.parameters not in ("host", "disk"):
+            return ()
         experts = request.experts.on_rank(ep) if ep > 1 else 0.0
         table = request.profile.outside / max(1, request.profile.tables)
-        shared = np.maximum(max(table, request.layer_parameters - experts), (dp > ep) * experts)
-        return (dp > 1) * (1 + 1 / dp) * request.bytes_each * shared
+        sizes = (table, dp), (request.layer_parameters - experts, dp), (experts, np.maximum(1, dp // ep))
+        return [(request.bytes_each * size, ranks) for size, ranks in sizes]
+
+    @property
+    def gathering(self) -> Number:
+        """Bytes of what all ranks have read of a layer, while it goes into the window."""
+        return _largest((ranks > 1) * size for size, ranks in self._window_layers)
 
     @cached_property
     def device_states(self) -> Terms:
@@ -418,6 +431,10 @@ class CostInputs:
         frozen."""
         parts = (cost(*part, rounds=rounds, wire=wire) for part in self.parts)
         return reduce(add, parts, replace(self.frozen(rounds, wire), memory_bytes={}))
+
+
+def _largest(sizes: Iterable[Number]) -> Number:
+    return reduce(np.maximum, sizes, 0.0)
 
 
 @lru_cache(maxsize=1024)

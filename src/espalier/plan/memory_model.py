@@ -77,7 +77,8 @@ def stage(step: CostInputs, anatomy: Anatomy, micro_batches: Number, is_first: b
     if has_window := request.offload.parameters != "device":  # all micro-batches of a layer, then the next
         waiting = micro_batches
     has_head = (pp == 1) | (not is_first)
-    inputs = waiting * step.stage_layers * anatomy.layer.saved
+    borders = has_window  # gradients of what the layer at work gave
+    inputs = waiting * (step.stage_layers + borders) * anatomy.layer.saved
     if request.offload.activations != "device":
         rounds = micro_batches if has_window else 0
         inputs = offload_cost.activations_held(anatomy.layer.saved, step.stage_layers, rounds)
@@ -86,6 +87,7 @@ def stage(step: CostInputs, anatomy: Anatomy, micro_batches: Number, is_first: b
     if np.any(np.asarray(layouts.cp) > 1):
         travelling = step.sequence(anatomy.layer.tokens).memory_bytes["keys_values"]
     transient = np.maximum(anatomy.layer.transient + travelling, has_head * anatomy.rest.transient)
+    transient = np.maximum(transient, step.gathering)
     temporaries = _temporaries(step) if request.system.storage is not None else 0.0
     update = np.maximum(orthogonal_bytes(request, layouts.tp), temporaries * step.owned)
     update = 0.0 * update if has_window else update

@@ -143,7 +143,8 @@ class StateFile:
         ring: list[tuple[Tensor, list[Future[None]]]] = [
             (buffer, []) for buffer in self._buffers if buffer.nbytes >= room
         ]
-        ring += [(aligned(room), []) for _ in range(BUFFERS - len(ring))]
+        count = min(BUFFERS, len(moving))
+        ring += [(aligned(room), []) for _ in range(count - len(ring))]
         coming: deque[tuple[list[Tensor], list[Future[None]]]] = deque()
         turn = begun = 0
         for job, moved in zip(jobs, away, strict=True):
@@ -151,7 +152,7 @@ class StateFile:
                 yield [self._resident[extent.offset] for extent in job]
                 continue
             for number, next_job in enumerate(moving[begun : turn + AHEAD + 1], begun):
-                at, begun = number % BUFFERS, number + 1
+                at, begun = number % count, number + 1
                 self._wait(ring[at][1])
                 views = job_views(next_job, ring[at][0])
                 coming.append((views, self._read(next_job, views)))
@@ -162,7 +163,7 @@ class StateFile:
                 by_offset[extent.offset] if extent.offset in by_offset else self._resident[extent.offset]
                 for extent in job
             ]
-            at, turn = turn % BUFFERS, turn + 1
+            at, turn = turn % count, turn + 1
             ring[at] = ring[at][0], self._write(moved, views)
         for _, writes in ring:
             self._wait(writes)

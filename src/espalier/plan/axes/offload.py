@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from espalier.plan.axes.offload_layout import CHUNK
 from espalier.plan.axes.offload_tiers import UNUSED, TierRate, buffers
 from espalier.plan.base import Offload, Tier
 from espalier.recipe import Pin, ShardPin
@@ -105,10 +106,11 @@ def again(request: Request) -> float:
     return 1.0 - (request.profile.tables > 1) * request.profile.outside / max(1, request.profile.trainable)
 
 
-def resident(away: Terms, sharded: Terms) -> Terms:
-    """Bytes of sharded states on the device, by kind: what does not wait elsewhere, and buffers of what does."""
+def resident(away: Terms, sharded: Terms, extent: Number = CHUNK) -> Terms:
+    """Bytes of sharded states on the device, by kind: what does not wait elsewhere, and buffers of what does, extents
+    of so many bytes at most."""
     on_device = {name: 0.0 * size if name in away else size for name, size in sharded.items()}
-    return {**on_device, "buffers": buffers(away)}
+    return {**on_device, "buffers": buffers(away, extent)}
 
 
 def lacking(over: Number, away: Terms, kind: DeviceGroup, request: Request) -> Number:

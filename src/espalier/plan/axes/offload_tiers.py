@@ -98,9 +98,9 @@ def activations_held(block_bytes: Number, layers: Number, rounds: Number = 0) ->
     return block_bytes * (np.minimum(layers, HELD) + rounds * np.minimum(layers, BORDERS))
 
 
-def buffers(away: Terms) -> Number:
-    """Bytes in memory through which states pass."""
-    return np.minimum(walked(away).read, BUFFERS * CHUNK)
+def buffers(away: Terms, extent: Number = CHUNK) -> Number:
+    """Bytes in memory through which states pass, in extents of so many bytes at most."""
+    return np.minimum(walked(away).read, BUFFERS * np.minimum(CHUNK, extent))
 
 
 def seconds(away: Terms, speed: TierRate, hiding: HidingWork) -> Number:
