@@ -277,9 +277,9 @@ def test_pins_that_cannot_be_met_are_refused(pin, cluster, said) -> None:  # typ
 
 
 def test_experts_that_leave_no_layout_are_refused_with_one_that_does() -> None:
-    pin = Pin(ep=2, shard=ShardPin(params=2))
+    pin = Pin(ep=2, dp=1, sp=1)
     request = decoder(pin=pin, facts={"expert_parallel": ExpertSizes(8, 2, 1000.0)})
-    with pytest.raises(UserError, match=r"plan\.pin\.ep = 2 leaves no layout[^!]*plan\.pin\.ep=1"):
+    with pytest.raises(UserError, match=r"leaves no layout[^!]*dp x sp, which ep divides[^!]*plan\.pin\.dp=2"):
         planned(request, gpus())
 
 

@@ -303,7 +303,8 @@ def _held_less(request: Request, cluster: Cluster) -> Iterator[Change]:
     if unknown and request.pin.offload is None:
         pin, meaning = request.pin.changed(offload="host"), "if the machines have the memory (nodes.memory)"
         yield other("plan.pin.offload", '"host"', meaning, pin=pin)
-    shorter = request.request_of is not None and isinstance(request.recipe.model, Decoder)
+    decodes = request.profile.heads > 0 or isinstance(request.recipe.model, Decoder)
+    shorter = request.request_of is not None and decodes
     for halved in range(1, HALVINGS + 1 if shorter else 0):
         length = int(request.profile.tokens_per_sample) >> halved
         if length > 1:

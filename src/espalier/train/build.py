@@ -16,7 +16,7 @@ from torch import nn
 
 from espalier.kernels import accelerator
 from espalier.plan.compose import Claim
-from espalier.recipe import Precision
+from espalier.recipe import Adapters, Precision
 from espalier.recipe.errors import Interrupted, UserError
 from espalier.train.mechanism import Build, Mechanism
 from espalier.train.wrap_policy import Membership
@@ -82,9 +82,10 @@ class BuildModel(Mechanism):
         self.precision = precision
 
     def wrap(self, context: Build) -> None:
-        """Makes it; frozen parameters of blocks wait in host memory until they are sharded, where they are."""
+        """Makes it; weights under adapters wait in host memory until they are sharded, where they are."""
         workload, device = context.workload, context.device
-        shards = device.type != "cpu" and any(len(unit.params) > 1 for unit in context.plan.units)
+        adapted = device.type != "cpu" and isinstance(context.recipe.tune, Adapters)
+        shards = adapted and any(len(unit.params) > 1 for unit in context.plan.units)
         model = workload.build(torch.device("cpu") if shards else device, DTYPES[self.precision])
         member = Membership(model, workload.blocks(model))
         for tensor in (*model.parameters(), *model.buffers()) if shards else ():
