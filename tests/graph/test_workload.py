@@ -3,6 +3,8 @@ answer as the plain forms, and what cannot be asked is refused by name."""
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 import pytest
 import torch
@@ -391,3 +393,19 @@ def test_a_measured_mfu_counts_what_the_planner_counts():
         begun = trainer.Trainer(setting, channel)
     assert begun.step_flops == request_from_recipe.of_recipe(recipe, lambda: workload).model_flops
     assert begun.step_tokens == workload.global_batch
+
+
+def test_a_trial_counts_what_a_step_waits_for_its_batch(monkeypatch):
+    recipe = recipe_of(graph={"fanout": [3, 3]}, steps=6, batch_tokens=32)
+    workload, drawn = GraphWorkload(recipe, made()), []
+    plan = plan_of(recipe, workload)
+    draw = workload.batches
+
+    def slowly(step, shard):
+        time.sleep(0.2)
+        drawn.append(step)
+        return draw(step, shard)
+
+    monkeypatch.setattr(workload, "batches", slowly)
+    assert worker.trial(RankSetup(recipe, plan, workload, launch.places(plan)[0]), 1.0) > 0.19
+    assert drawn[:4] == [0, 1, 2, 3], "each step has a batch of its own"

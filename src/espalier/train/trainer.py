@@ -126,7 +126,7 @@ class Trainer:
     def run(self, saved: checkpoints.Checkpoints | None = None) -> None:
         """Trains from `self.step` to the end, validating and saving on the way. Raises Interrupted after Ctrl-C."""
         signals = handling(self._stop, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-        with signals, self._profile() as profile, self._feed() as feed:
+        with signals, self._profile() as profile, self.feed() as feed:
             if self.level < self.step:
                 self._between(saved)  # a failure came in between
             first = self.step
@@ -176,7 +176,7 @@ class Trainer:
             return self.step == self.steps or self.pace.due(self.step, validated)
         return self._due(None if (every := self.setting.recipe.checkpoint.every) == "auto" else every)
 
-    def _feed(self) -> contextlib.AbstractContextManager[Iterator[tuple[Sequence[Any], float]]]:
+    def feed(self) -> contextlib.AbstractContextManager[Iterator[tuple[Sequence[Any], float]]]:
         """(batches, seconds waited for them) of each remaining step."""
         shard, device = self.setting.shard, self.setting.device
 
