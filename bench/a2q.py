@@ -143,7 +143,7 @@ def size_of(path: Path) -> tuple[int, int]:
         "train": {"steps": 1},
     }
     graph = open_graph(defaults.resolve(recipe_file.from_table(table))[0]).graph
-    return graph.nodes, graph.features.shape[1] if QuantizedGraph(graph).input_signed() is not None else 0
+    return graph.nodes, graph.features.shape[1] if QuantizedGraph(graph).input_signed is not None else 0
 
 
 def opened(case: Case, kind: str, seed: int) -> GraphWorkload:

@@ -343,7 +343,7 @@ def equip_layers(model: Gnn, quantizers: Quantization) -> None:
     dropout, elu = model.options.dropout or 0.0, model.options.activation in ("elu", "maxk")
     for at, layer in enumerate(model.layers):
         assert isinstance(layer, Layer)
-        signed = graph.input_signed() if at == 0 else elu
+        signed = graph.input_signed if at == 0 else elu
         if signed is not None:
             quantizer = quantizers.add(layer, at, layer.inputs, signed)
             dropped = dropout if at or model.drops_features else 0.0
@@ -415,25 +415,23 @@ def _after(module: nn.Module, inputs: tuple[Any, ...], result: Tensor) -> Tensor
 @dataclass(frozen=True)
 class StoredBytes:
     """Bytes of the rows of all layers: `codes`; `pairs`: widths and steps, 12 bits of each entry, and of each row where
-    it takes one of a bank; `floats`: what fp32 takes."""
+    it takes one of a bank. And how many `values` they have."""
 
     codes: float
     pairs: float
-    floats: float
     values: float
 
 
 def stored_bytes(quantizers: Quantization) -> StoredBytes:
     """As evaluation has it."""
-    codes = pairs = floats = values = 0.0
+    codes = pairs = values = 0.0
     shift = 0.0 if quantizers.target is None else quantizers.target.shift()
     for feature in quantizers.features:
         allocator, rows = feature.allocator, float(feature.allocator.counts.sum())
         codes += MemoryTarget.bytes_of(feature.layer, shift)
         pairs += (12 * len(allocator.counts) + allocator.side * rows) / 8
-        floats += 4 * rows * feature.columns
         values += rows * feature.columns
-    return StoredBytes(codes, pairs, floats, values)
+    return StoredBytes(codes, pairs, values)
 
 
 def sentence(quantizers: Quantization) -> str:
@@ -450,7 +448,7 @@ def sentence(quantizers: Quantization) -> str:
         aim += f" ({8 * target.target / counted.values:.3g} bits a value)"
     return (
         f"Quantization ({kind}): {aim}, widths and steps {units.show_size(counted.pairs)}, "
-        f"where fp32 takes {units.show_size(counted.floats)}; {', '.join(parts)}."
+        f"where fp32 takes {units.show_size(4 * counted.values)}; {', '.join(parts)}."
     )
 
 
@@ -522,7 +520,7 @@ def tables(quantizers: Quantization, stored: Packed | None = None) -> list[Table
     if not quantizers.features or quantizers.degrees is None:
         return []
     counted = stored_bytes(quantizers)
-    sizes = [("codes", counted.codes), ("widths and steps", counted.pairs), ("fp32", counted.floats)]
+    sizes = [("codes", counted.codes), ("widths and steps", counted.pairs), ("fp32", 4 * counted.values)]
     if stored is not None:
         figure = "" if stored.figure == "accuracy" else f"{stored.figure} "
         label = f"packages, everything counted ({figure}{stored.score:.1f} % from them)"

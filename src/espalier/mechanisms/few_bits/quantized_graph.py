@@ -76,12 +76,9 @@ class QuantizedGraph:
         mask[torch.from_numpy(self.hidden)] = False
         return mask
 
+    @cached_property
     def input_signed(self) -> bool | None:
         """See `data.signed`; also None, which leaves features as they are: they are on disk."""
-        return self._signed
-
-    @cached_property
-    def _signed(self) -> bool | None:
         if self.signs:
             return self.signs[0]
         if self.graph.partition is not None:

@@ -68,7 +68,7 @@ def built(model: nn.Module, options: Quant, graph: QuantizedGraph, batch: Subgra
 
 
 def _equip_other(model: nn.Module, quantizers: Quantization) -> None:
-    if (signed := quantizers.graph.input_signed()) is not None:
+    if (signed := quantizers.graph.input_signed) is not None:
         quantizers.entry = quantizers.add(model, 0, quantizers.graph.graph.features.shape[1], signed, "entry")
     if isinstance(model, GraphNetwork):
         _in_attention(model, quantizers)
@@ -89,10 +89,10 @@ def _in_attention(model: Any, quantizers: Quantization) -> None:
         inner.qkv.register_forward_pre_hook(partial(_read, quantizers, quantizer))
         if options.messages:
             inner.messages = _column(quantizers, inner.qkv.out_features, options.messages)
-            inner.qkv.register_forward_hook(partial(_made, quantizers, inner.messages))
+            inner.qkv.register_forward_hook(partial(_by_column, quantizers, inner.messages))
         if options.aggregates:
             inner.sums = _column(quantizers, inner.out.in_features, options.aggregates)
-            inner.out.register_forward_pre_hook(partial(_given, quantizers, inner.sums))
+            inner.out.register_forward_pre_hook(partial(_by_column, quantizers, inner.sums))
 
 
 def _column(quantizers: Quantization, columns: int, bits: int) -> ColumnQuantizer:
@@ -108,20 +108,18 @@ def _read(quantizers: Quantization, quantizer: FeatureQuantizer, module: nn.Modu
     return torch.cat([values, virtual]) if len(virtual) else values
 
 
-def _made(
-    quantizers: Quantization, quantizer: ColumnQuantizer, module: nn.Module, inputs: tuple[Tensor], out: Tensor
+def _by_column(
+    quantizers: Quantization,
+    quantizer: ColumnQuantizer,
+    module: nn.Module,
+    inputs: tuple[Tensor],
+    out: Tensor | None = None,
 ) -> Tensor:
-    return quantizer(out, shown=_shown(quantizers, out))
-
-
-def _given(quantizers: Quantization, quantizer: ColumnQuantizer, module: nn.Module, inputs: tuple[Tensor]) -> Tensor:
-    return quantizer(inputs[0], shown=_shown(quantizers, inputs[0]))
-
-
-def _shown(quantizers: Quantization, rows: Tensor) -> Tensor | None:
-    """Which of `rows` teach: of nodes, and of virtual tokens behind them."""
-    shown = quantizers.now.shown
-    return None if shown is None else torch.cat([shown, shown.new_ones(max(0, len(rows) - len(shown)))])[: len(rows)]
+    """What a layer reads, or, after it, what it makes. All virtual tokens, behind the nodes, teach."""
+    rows, shown = inputs[0] if out is None else out, quantizers.now.shown
+    if shown is not None:
+        shown = torch.cat([shown, shown.new_ones(max(0, len(rows) - len(shown)))])[: len(rows)]
+    return quantizer(rows, shown=shown)
 
 
 # --- networks of anybody's code --------------------------------------------------------------------------------------

@@ -62,7 +62,7 @@ class QuantizedRounding(Rounding):
 
     @property
     def signs(self) -> Signs:
-        return (self.graph.input_signed(),)
+        return (self.graph.input_signed,)
 
     @property
     def sentences(self) -> tuple[str, ...]:
