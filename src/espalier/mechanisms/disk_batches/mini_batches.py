@@ -27,7 +27,7 @@ from espalier.graph.networks.base import MessageBlocks
 from espalier.graph.networks.gnn import Gnn
 from espalier.graph.sampling import subgraphs
 from espalier.graph.sampling.batch_strategy import Drawn
-from espalier.graph.sampling.neighbor_sampler import ALL, NeighborSampling, Sampler, Style, named
+from espalier.graph.sampling.neighbor_sampler import ALL, Sampler, Style, named
 from espalier.graph.sampling.subgraphs import SubgraphBatch, View
 from espalier.graph.tasks.node_classification import NodeTask
 from espalier.mechanisms.disk_batches import cost, inference, manifest
@@ -49,7 +49,7 @@ from espalier.mechanisms.disk_batches.reader import (
     batch_order,
 )
 from espalier.mechanisms.disk_batches.rolling_pool import RollingFeatures, RollingPool
-from espalier.mechanisms.disk_batches.row_format import RowFormat
+from espalier.mechanisms.disk_batches.row_format import Kind, RowFormat
 from espalier.parallel.workload import ALONE, PackStart, Progress, Shard, to_device
 from espalier.recipe import units
 from espalier.recipe.cache_dir import cache_folder
@@ -131,37 +131,20 @@ class MemoryShare:
 # --- a packed set that is open ---------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, eq=False)
-class Packing:
-    """What is packed, where, and with which budgets; as `PackRequest`, memory divided by `share`."""
+def opened(
+    request: PackRequest, share: MemoryShare, resample: float, progress: Progress | None = None
+) -> TieredFeatures:
+    """Packs what is not packed yet, with memory divided by `share`, and opens it. Raises UserError."""
+    row, buffer = request.row, min(BUFFER, share.memory)
+    request = replace(request, memory=lambda pool: share.hot_bytes(LargestBatch.of(pool), row), buffer=buffer)
+    rolling = RollingPool(request, resample, progress, share.ranks) if resample else None
+    packed = rolling.first if rolling else pack(request, progress)
 
-    folders: tuple[Path, ...]
-    sampler: NeighborSampling
-    graph: Graph
-    features: Features
-    draws: Draws
-    share: MemoryShare
-    disk: int | None = None
-    rows: Any = "fp32"
-    resample: float = 0.0
-    waits: bool = False
+    def repair(name: str, error: DamagedExtent) -> None:
+        repack(packed, name, request.features)
 
-    def opened(self, progress: Progress | None = None) -> TieredFeatures:
-        """Packs what is not packed yet, and opens it. Raises UserError."""
-        request = PackRequest(
-            self.folders, self.sampler, manifest.graph_hash(self.graph), self.features, self.draws, 0, self.disk,
-            self.rows, min(BUFFER, self.share.memory), self.waits,
-        )  # fmt: skip
-        row = request.row
-        request = replace(request, memory=lambda pool: self.share.hot_bytes(LargestBatch.of(pool), row))
-        rolling = RollingPool(request, self.resample, progress, self.share.ranks) if self.resample else None
-        packed = rolling.first if rolling else pack(request, progress)
-
-        def repair(name: str, error: DamagedExtent) -> None:
-            repack(packed, name, self.features)
-
-        options = self.share.options(packed)
-        return RollingFeatures(rolling, options, repair) if rolling else TieredFeatures(packed, options, repair)
+    options = share.options(packed)
+    return RollingFeatures(rolling, options, repair) if rolling else TieredFeatures(packed, options, repair)
 
 
 def open_rows(graph: Graph) -> Features:
@@ -269,18 +252,17 @@ class RunBatches(Drawn):
         share = MemoryShare(self.memory, len(shards), max(many for _, many in self._cuts.values()), not alone)
         disk = None if self.store.disk is None else units.size(self.store.disk, "store.disk")
         key = xxhash.xxh3_64_hexdigest(repr((train.graph.origin, self.store, self.fanouts, self.seed, shards)).encode())
-        self.features = Packing(
+        request = PackRequest(
             set_folders(self.store.path, f"packed-{key}"),
             train.sampler,
-            train.graph,
+            manifest.graph_hash(train.graph),
             open_rows(train.graph),
             Draws(seeds, steps, self.fanouts, self.seed),
-            share,
-            disk,
-            self.store.rows,
-            self.store.resample,
-            packing.waits,
-        ).opened(packing.progress)
+            disk=disk,
+            rows=self.store.rows,
+            waits=packing.waits,
+        )
+        self.features = opened(request, share, self.store.resample, packing.progress)
 
     def targets(self, step: int, shard: Shard) -> Array:
         """Of the batch of the pool."""
@@ -434,7 +416,7 @@ class PrepareOptions:
     batch: int = 1024
     memory: str | int = "512MiB"
     disk: str | int | None = None
-    rows: str = "fp32"
+    rows: Kind = "fp32"
     resample: float = 0.0
     seed: int = 1
     style: Style = field(default_factory=lambda: Style(loops=False, scale="none"))
@@ -517,16 +499,15 @@ def prepare(
     if isinstance(features, str | Path):
         features = feature_files.open_features(features, nodes=graph.nodes)
     folders = [path] if isinstance(path, str | Path) else path
-    packing = Packing(
+    request = PackRequest(
         tuple(Path(folder) for folder in folders),
         Sampler(graph, options.style),
-        graph,
+        manifest.graph_hash(graph),
         open_rows(graph) if features is None else features,
         Draws(seeds, list(range(len(seeds))), options.fanout, options.seed),
-        MemoryShare(units.size(options.memory, "memory")),
-        None if options.disk is None else units.size(options.disk, "disk"),
-        options.rows,
-        options.resample,
+        disk=None if options.disk is None else units.size(options.disk, "disk"),
+        rows=options.rows,
     )
+    share = MemoryShare(units.size(options.memory, "memory"))
     labels = None if graph.labels is None else torch.from_numpy(np.asarray(graph.labels))
-    return MiniBatches(packing.opened(progress), labels, options.seed)
+    return MiniBatches(opened(request, share, options.resample, progress), labels, options.seed)

@@ -33,16 +33,21 @@ class Store(DiskOptions, frozen=True):
             raise UserError(f"store.memory = {self.memory!r} holds no batch.", do='store.memory = "512MiB"')
         if self.disk is not None:
             units.size(self.disk, "store.disk")
-        if not 0 <= self.resample <= 1:
-            raise UserError(
-                f"store.resample = {self.resample} is not possible.",
-                why="it is the share of the pool that is sampled anew in each epoch, between 0 and 1",
-                do="store.resample = 0.1",
-            )
+        check_share(self.resample)
         if self.path == () or (isinstance(self.path, tuple) and len(set(self.path)) < len(self.path)):
             raise UserError(
                 f"store.path = {list(self.path)} is not possible.", do="one folder for each disk, or leave it out"
             )
+
+
+def check_share(resample: float) -> None:
+    """Raises UserError where no share of a pool is so large."""
+    if not 0 <= resample <= 1:
+        raise UserError(
+            f"store.resample = {resample} is not possible.",
+            why="it is the share of the pool that is sampled anew in each epoch",
+            do="store.resample = 0.1; 0 keeps all batches, 1 replaces all",
+        )
 
 
 OPTIONS = Store

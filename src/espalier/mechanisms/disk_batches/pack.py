@@ -77,7 +77,7 @@ class PackRequest:
     graph: str
     features: Features
     draws: Draws
-    memory: int | Callable[[Pool], int] | Array
+    memory: int | Callable[[Pool], int] | Array = 0
     disk: int | None = None
     rows: Kind = "fp32"
     buffer: int = BUFFER

@@ -26,6 +26,7 @@ import numpy as np
 from espalier.graph.data.graph import Array
 from espalier.mechanisms.disk_batches import manifest
 from espalier.mechanisms.disk_batches.batch_pool import Draws
+from espalier.mechanisms.disk_batches.options import check_share
 from espalier.mechanisms.disk_batches.pack import PackedSet, PackRequest, pack
 from espalier.mechanisms.disk_batches.reader import ReaderOptions, Repair, TieredFeatures
 from espalier.parallel.workload import Progress
@@ -47,12 +48,7 @@ class ResampleSchedule:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not 0 <= self.share <= 1:
-            raise UserError(
-                f"store.resample = {self.share} is not possible.",
-                why="it is the share of the batches that is drawn anew for each epoch",
-                do="store.resample = 0.1; 0 keeps all batches, 1 replaces all",
-            )
+        check_share(self.share)
 
     def fresh(self, epoch: int) -> Array:
         """int64, ascending: the batches that are drawn anew for `epoch`; none for epoch 0."""
