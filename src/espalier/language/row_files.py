@@ -13,6 +13,7 @@ import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -363,7 +364,7 @@ def table_rows(entry: SourceFile) -> Iterator[Row]:
         stated = _EXCEL.fullmatch(first)
         first = text.readline() if stated else first
         delimiter = stated[1] if stated else "\t" if ending_of(entry.name) == ".tsv" else _delimiter(first)
-        lines = csv.reader(_with_first(first, text), delimiter=delimiter, strict=True)
+        lines = csv.reader(chain([first], text), delimiter=delimiter, strict=True)
         names = [name.strip() for name in next(lines, [])]
         _check_header(entry, names)
         for cells in filter(None, lines):
@@ -374,11 +375,6 @@ def table_rows(entry: SourceFile) -> Iterator[Row]:
                     do="put cells with the delimiter in quotes",
                 )
             yield dict(zip(names, [*cells, *[None] * (len(names) - len(cells))], strict=True))
-
-
-def _with_first(first: str, rest: Iterator[str]) -> Iterator[str]:
-    yield first
-    yield from rest
 
 
 def _delimiter(header: str) -> str:

@@ -102,7 +102,7 @@ def test_the_kernel_reads_what_the_plan_says(tmp_path):
         for index in range(len(made)):
             work = reader.ReadBatch(index, split=made.split(index))
             features.assemble(features.features(work))
-    planned = PAGE * sum(made.pages(index) for index in range(len(made)))
+    planned = PAGE * int(made.pages[:, 1].sum())
     extra = sum(made.plan.bytes(f"split/{index}") + PAGE for index in range(len(made)))  # positions, read beside them
     assert planned * 0.98 <= read() - before <= planned * 1.02 + extra
 
@@ -129,7 +129,7 @@ def test_bytes_read_are_those_of_the_plan(tmp_path, disk):
         for index in range(len(made)):
             before = features.stats.packed + features.stats.disk_cache
             features.read(index)
-            assert features.stats.packed + features.stats.disk_cache - before == PAGE * made.pages(index)
+            assert features.stats.packed + features.stats.disk_cache - before == PAGE * made.pages[index, 1]
     assert features.stats.page_cache == 0
     assert bool(features.stats.disk_cache) == (disk is not None)
 
@@ -188,7 +188,7 @@ def test_no_more_buffers_are_held_than_allowed(tmp_path, monkeypatch):
     with PackedBatches(TieredFeatures(made, ReaderOptions(buffers=1, ahead=1)), range(len(made))) as batches:
         for one in batches:
             one.features.add_(1)
-    largest, most = PAGE * max(made.pages(index) for index in range(len(made))), 4 * 5 * made.pool.most_inputs
+    largest, most = PAGE * int(made.pages[:, 1].max()), 4 * 5 * made.pool.most_inputs
     # of features: the one in the loop's hands, the next, one that waits, one being assembled
     assert sizes[0] == largest
     assert set(sizes[1:]) == {most}

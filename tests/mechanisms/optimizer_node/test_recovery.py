@@ -123,12 +123,12 @@ def test_a_worker_that_has_not_read_the_totals_of_a_committed_step_gets_them_of_
 def test_nodes_of_one_run_go_back_to_the_same_step(tmp_path: Path) -> None:
     """One of two has lost a step that the other has committed."""
     one, port = job(), free_port()
-    parts = [replace(one, layers=tuple(one.layers[place] for place in places)) for places in one.part(2)]
+    parts = [part for _, part in one.parts(2)]
     addresses = [[("127.0.0.1", port)], [("127.0.0.1", free_port())]]
     plain = expected(one, 6)
 
     def fill(place: int) -> Callable[[int, Tensor], None]:
-        numbers = one.part(2)[place]
+        numbers, _ = one.parts(2)[place]
         return lambda number, out: filler(one)(numbers[number], out)
 
     def start(place: int) -> OptimizerNode:

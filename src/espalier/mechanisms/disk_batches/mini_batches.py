@@ -105,8 +105,7 @@ class MemoryShare:
 
     def options(self, packed: PackedSet) -> ReaderOptions:
         """The longest queues that fit beside the hot rows; what is left holds pages. Raises UserError."""
-        most = max(map(packed.pages, range(len(packed))), default=0)
-        cached = any(packed.shared_pages(batch) for batch in range(len(packed)))
+        cached, most = packed.pages.max(0, initial=0).tolist()
         largest = LargestBatch.of(packed.pool)
         left = self.memory - packed.hot_rows * packed.row.row_bytes
         sizes = {queues: self.taken(most * PAGE, largest, packed.row.width, queues) for queues in QUEUES}

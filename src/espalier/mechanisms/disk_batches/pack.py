@@ -391,16 +391,9 @@ class PackedSet:
         """Where the rows of a batch come from."""
         return _parted(self.plan.read(f"split/{batch}").numpy())
 
-    def pages(self, batch: int) -> int:
-        """4 KiB pages that a batch reads: of its segment's cache, and of its own extent."""
-        return int(self._pages[batch, 1])
-
-    def shared_pages(self, batch: int) -> int:
-        """4 KiB pages that a batch reads of its segment's cache."""
-        return int(self._pages[batch, 0])
-
     @cached_property
-    def _pages(self) -> Array:
+    def pages(self) -> Array:
+        """int64 [batches, 2]: 4 KiB pages that a batch reads of its segment's cache, and with those of its own extent."""
         return self.plan.read("pages").numpy()
 
     def load_hot(self) -> Tensor:

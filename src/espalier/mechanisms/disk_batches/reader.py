@@ -321,7 +321,7 @@ class TieredFeatures(Closing):
         if self._queue is not None:
             return
         options, pool = self.options, self.packed.pool
-        size = PAGE * max((self.packed.pages(batch) for batch in range(len(pool))), default=0)
+        size = PAGE * int(self.packed.pages[:, 1].max(initial=0))
         assembled = 4 * self.packed.row.width * pool.most_inputs
         largest = LargestBatch.of(pool)
         overhead = largest.beside(options.buffers, options.ahead, options.in_use)

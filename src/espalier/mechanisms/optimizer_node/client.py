@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
 from typing import Any
@@ -68,7 +68,7 @@ class Client:
     Args:
         addresses: of each node: its own, and behind it those of its standbys.
         rank: of this worker.
-        job: all layers; those of each node are `job.part(len(addresses))`.
+        job: all layers; those of each node are `job.parts(len(addresses))`.
         token: of the run.
         times: seconds of the protocol.
 
@@ -96,9 +96,11 @@ class Client:
         self.name = f"worker {rank}"
         self.ledger = Ledger()
         self._addresses, self.token = addresses, token
-        self._parts = job.part(len(addresses))
+        self._parts = job.parts(len(addresses))
         self._place = {
-            number: (node, local) for node, numbers in enumerate(self._parts) for local, number in enumerate(numbers)
+            number: (node, local)
+            for node, (numbers, _) in enumerate(self._parts)
+            for local, number in enumerate(numbers)
         }
         self.residuals = PushResiduals(job)
         self._disk = (0, 0)
@@ -132,10 +134,6 @@ class Client:
             self._connections[-1].start()
         self.step = max(connection.joins for connection in self._connections)
         self._ended = [status["totals"] for status in statuses]
-
-    def part(self, node: int) -> NodeJob:
-        """The job of a node."""
-        return replace(self.job, layers=tuple(self.job.layers[number] for number in self._parts[node]))
 
     # What a worker does with layers
 
@@ -193,7 +191,7 @@ class Client:
 
     def _joined(self, answers: Sequence[dict[str, Any]]) -> tuple[Tensor, Tensor]:
         norms: list[list[float]] = [[] for _ in self.job.layers]
-        for numbers, answer in zip(self._parts, answers, strict=True):
+        for (numbers, _), answer in zip(self._parts, answers, strict=True):
             rest = iter(answer["norms"])
             for number in numbers:
                 norms[number] = [next(rest) for _ in self.job.layers[number].tensors]
@@ -218,7 +216,7 @@ class Client:
 
     def settle(self, step: int) -> None:
         """Returns when all nodes have committed `step` steps: they answer pulls then."""
-        for numbers in self._parts:
+        for numbers, _ in self._parts:
             sizes = {number: self.job.layers[number].numel for number in numbers}
             smallest = min(numbers, key=sizes.__getitem__)
             self.wait(self.pull(smallest, step, torch.empty(sizes[smallest])))
@@ -277,7 +275,7 @@ class _NodeConnection(Session):
     """
 
     def __init__(self, client: Client, node: int, address: Address, run: wire.Greeting) -> None:
-        self.client, self.job = client, client.part(node)
+        self.client, self.job = client, client._parts[node][1]
         addresses = client._addresses[node]
         self._standby = len(addresses) > 1
         greeting, place = run | {"rank": client.rank, "workers": 1}, (address, client.token)

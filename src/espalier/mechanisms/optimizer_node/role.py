@@ -175,11 +175,9 @@ def job_of(recipe: Recipe, plan: Plan, layers: Sequence[FlatLayer]) -> NodeJob:
     return NodeJob(tuple(layers), options, push, workers=len(plan.trainers), outer=outer)
 
 
-def jobs_of(recipe: Recipe, plan: Plan, layers: Sequence[FlatLayer]) -> list[tuple[tuple[int, ...], NodeJob]]:
+def jobs_of(recipe: Recipe, plan: Plan, layers: Sequence[FlatLayer]) -> list[tuple[list[int], NodeJob]]:
     """Of each node the numbers of its layers, and its job."""
-    whole = job_of(recipe, plan, layers)
-    parts = whole.part(len(ranks_of(plan, "optimizer")))
-    return [(part, replace(whole, layers=tuple(layers[number] for number in part))) for part in parts]
+    return job_of(recipe, plan, layers).parts(len(ranks_of(plan, "optimizer")))
 
 
 # --- processes that serve --------------------------------------------------------------------------------------------

@@ -8,7 +8,6 @@ multiples of 64 elements, so that AdamW runs the same vector instructions on a p
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -128,15 +127,16 @@ class NodeJob:
         """Elements of the largest chunk."""
         return max((chunk.elements for chunk in self.all_chunks), default=0)
 
-    def part(self, nodes: int) -> list[tuple[int, ...]]:
-        """Numbers of the layers of each of so many nodes: every layer goes to the node with the fewest elements."""
+    def parts(self, nodes: int) -> list[tuple[list[int], NodeJob]]:
+        """Of each of so many nodes the numbers of its layers, and its job: every layer goes to the node with the fewest
+        elements."""
         parts: list[list[int]] = [[] for _ in range(nodes)]
         elements = [0] * nodes
         for number, layer in enumerate(self.layers):
             node = min(range(nodes), key=elements.__getitem__)
             parts[node].append(number)
             elements[node] += layer.numel
-        return [tuple(part) for part in parts]
+        return [(part, replace(self, layers=tuple(self.layers[number] for number in part))) for part in parts]
 
 
 def _chunks(number: int, layer: FlatLayer, most: int) -> tuple[LayerChunk, ...]:
@@ -153,7 +153,7 @@ def _chunks(number: int, layer: FlatLayer, most: int) -> tuple[LayerChunk, ...]:
         pieces.clear()
 
     for place, (_, shape) in enumerate(layer.tensors):
-        size = math.prod(shape)
+        size = prod(shape)
         for length in _cut(size, most):
             if at - start + length > most:
                 close()
