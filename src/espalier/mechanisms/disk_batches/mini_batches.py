@@ -89,10 +89,7 @@ class MemoryShare:
     def taken(self, read: int, largest: LargestBatch, width: int, queues: tuple[int, int]) -> int:
         """Bytes of what all ranks read into, and hold of batches on their way: `read` bytes of each, `largest`, of rows
         of `width` values."""
-        buffers, ahead = queues
-        in_use = HELD * self.cuts
-        rows = buffers * read + (in_use + ahead + 1) * 4 * largest.inputs * width
-        return self.ranks * (rows + largest.beside(buffers, ahead, in_use))
+        return self.ranks * sum(ReaderOptions(*queues, HELD * self.cuts).sizes(largest, read, width).values())
 
     def hot_bytes(self, largest: LargestBatch, row: RowFormat) -> int:
         """What is left for hot rows beside batches on their way, which take half of all at most. Raises UserError."""

@@ -393,7 +393,7 @@ class PackedSet:
 
     @cached_property
     def pages(self) -> Array:
-        """int64 [batches, 2]: 4 KiB pages that a batch reads of its segment's cache, and with those of its own extent."""
+        """int64 [batches, 2]: 4 KiB pages that a batch reads of its segment's cache, and with its own extent."""
         return self.plan.read("pages").numpy()
 
     def load_hot(self) -> Tensor:

@@ -82,12 +82,6 @@ class LargestBatch(NamedTuple):
         """Bytes of where the rows of so many batches come from, as it lies on disk."""
         return 8 * self.inputs * batches
 
-    def beside(self, buffers: int, ahead: int, in_use: int) -> int:
-        """Bytes that batches on their way hold beside their rows: blocks, whose int32 is widened, from the first stage
-        until training has ended; positions, which are widened when rows are read."""
-        blocks = 2 * self.blocks * (in_use + buffers + 3 * (ahead + 1))
-        return blocks + self.positions(1 + ahead) + 3 * self.positions(buffers)
-
 
 @dataclass(frozen=True)
 class ReaderOptions:
@@ -109,6 +103,23 @@ class ReaderOptions:
     device_rows: int = 0
     memory: int | None = None
     shared: bool = False
+
+    def sizes(self, largest: LargestBatch, read: int, width: int) -> dict[str, int]:
+        """Bytes that batches on their way take at most, by what they are. `read`: bytes of the buffer of each; `width`:
+        values of a row.
+
+        Blocks, whose int32 is widened, are there from the first stage until training has ended; positions are widened
+        when rows are read.
+        """
+        waiting = self.in_use + self.ahead + 1
+        blocks = 2 * largest.blocks * (self.in_use + self.buffers + 3 * (self.ahead + 1))
+        positions = 1 + self.ahead + 3 * self.buffers + (WINDOW if self.cache_pages else 0)
+        return {
+            "blocks and positions of batches": blocks + largest.positions(positions),
+            f"{self.buffers} batches that are read": self.buffers * read,
+            f"{waiting} batches that are assembled": waiting * 4 * largest.inputs * width,
+            "pages of disk caches": self.cache_pages * PAGE,
+        }
 
 
 @dataclass
@@ -320,24 +331,14 @@ class TieredFeatures(Closing):
         """Takes the memory that batches are read into, and starts the threads that read."""
         if self._queue is not None:
             return
-        options, pool = self.options, self.packed.pool
+        options, width, largest = self.options, self.packed.row.width, LargestBatch.of(self.packed.pool)
         size = PAGE * int(self.packed.pages[:, 1].max(initial=0))
-        assembled = 4 * self.packed.row.width * pool.most_inputs
-        largest = LargestBatch.of(pool)
-        overhead = largest.beside(options.buffers, options.ahead, options.in_use)
-        overhead += largest.positions(WINDOW) if options.cache_pages else 0
-        waiting = options.in_use + options.ahead + 1
-        for taken, what in (
-            (overhead, "blocks and positions of batches"),
-            (options.buffers * size, f"{options.buffers} batches that are read"),
-            (waiting * assembled, f"{waiting} batches that are assembled"),
-            (options.cache_pages * PAGE, "pages of disk caches"),
-        ):
+        for what, taken in options.sizes(largest, size, width).items():
             self._open.enter_context(self.budget.take(taken, what))
         self._queue = self._open.enter_context(IoQueue())
         self._free, self._cache = BoundedQueue(options.buffers), PageCache(options.cache_pages)
         self._near.rows = self._near.rows.to(options.device)
-        self._buffers = FeatureBuffers(assembled)
+        self._buffers = FeatureBuffers(4 * largest.inputs * width)
         for _ in range(options.buffers):
             self._free.put(aligned(size))
 
