@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import threading
+import weakref
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -356,3 +358,30 @@ def test_ranks_of_two_machines_share_memory_with_their_own_only(monkeypatch):
     assert seen == {rank: frozenset({(rank + 2) % 4}) for rank in range(4)}
     assert not shared_memory._reads(f"/proc/{os.getpid()}/fd/0 token machine 0")
     assert not shared_memory._reads("nowhere")
+
+
+def test_rows_are_free_after_the_backward_pass_without_the_garbage_collector():
+    rows, feeds = made(3, [12, 12], 4, 2)
+    inputs = []
+
+    class Watched(Feed):
+        def forward(self, x):
+            hidden = torch.tanh(self.up(x))
+            inputs.extend([weakref.ref(x), weakref.ref(hidden)])
+            return self.down(hidden)
+
+    watched = [Watched(torch.float64) for _ in feeds]
+
+    def life(channel):
+        expert_map = ExpertMap(((0, 1), (2, 3)))
+        mine = [watched[expert] for expert in expert_map.ranks[channel.rank()]]
+        gradients(by_messages(channel, expert_map), rows[channel.rank()], mine)
+
+    gc.collect()
+    gc.disable()
+    try:
+        ranks(2, life)
+        free = [known() is None for known in inputs]
+    finally:
+        gc.enable()
+    assert free == [True] * 16  # two of each expert on each rank, and as many tiles of the other

@@ -65,7 +65,9 @@ class _LinearWithoutWeightGradient(torch.autograd.Function):
         (gradient,), (x,), weight = gradients, ctx.saved_tensors, ctx.weight
         of_x = (gradient @ weight.to(gradient.dtype)).to(x.dtype) if ctx.needs_input_grad[0] else None
         bias = gradient.flatten(0, -2).sum(0) if ctx.needs_input_grad[2] else None
-        ctx.late.late.append(Late(weight, gradient.flatten(0, -2), x.flatten(0, -2).to(gradient.dtype)))
+        # Without its graph, which would lead back to what is put off: a cycle that only the collector frees.
+        x = x.detach().flatten(0, -2).to(gradient.dtype)
+        ctx.late.late.append(Late(weight, gradient.flatten(0, -2), x))
         return of_x, None, bias, None
 
 
