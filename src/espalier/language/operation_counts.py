@@ -76,12 +76,16 @@ def decoder_work(setting: DecoderLoad, feed: Feed) -> Anatomy:
     # The worst moment is in the head (the log-softmax and two gradients of its size) or in the last layer, when the
     # head's share is gone, the stream's gradient has come, and what was not kept has been computed again.
     in_layer = saved["none"] - saved[setting.recompute] + (feed.working + size.width * whole - tail) / tensor
+    sides = sum(product.rows * (product.inner + product.columns * product.count) for product in products)
+    # Query, key and value have one input, and experts' answers are summed by no matrix.
+    sides = sides - tokens * size.width * (1 + (size.experts > 1))
     layer = Work(
         products=products,
         attention=core,
         moved=tokens * (2 * norms + residual + turns + feed.moved) / tensor,
         saved=tokens * saved[setting.recompute],
         transient=tokens * in_layer,
+        put_off=setting.compute * sides,
         again=again,
         samples=setting.micro_batch,
         tokens=tokens,

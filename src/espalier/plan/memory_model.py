@@ -18,7 +18,7 @@ from espalier.plan.axes import pipeline as pipeline_cost
 from espalier.plan.collective_time import Fleet
 from espalier.plan.cost_inputs import CostInputs
 from espalier.plan.request import Request
-from espalier.recipe.cost import Anatomy, Number, Terms
+from espalier.recipe.cost import Anatomy, Number, Terms, Work
 
 CUDA_RUNTIME = 800 * 2**20
 """Bytes on a GPU that hold nothing of the model: the context (300 MB with kernels loaded when needed, as CUDA does
@@ -82,11 +82,16 @@ def stage(step: CostInputs, anatomy: Anatomy, micro_batches: Number, is_first: b
     if request.offload.activations != "device":
         rounds = micro_batches if has_window else 0
         inputs = offload_cost.activations_held(anatomy.layer.saved, step.stage_layers, rounds)
-    activations = inputs + has_head * anatomy.rest.saved
+    late, growing = _put_off(step, anatomy.layer, micro_batches, 0 * pp if is_first else pp - 1)
+    crossing = _crossing(step, anatomy.layer, micro_batches, waiting)
+    activations = inputs + late + crossing + has_head * anatomy.rest.saved
     travelling: Number = 0.0
     if np.any(np.asarray(layouts.cp) > 1):
         travelling = step.sequence(anatomy.layer.tokens).memory_bytes["keys_values"]
-    transient = np.maximum(anatomy.layer.transient + travelling, has_head * anatomy.rest.transient)
+    in_layer = anatomy.layer.transient + travelling + growing
+    if request.system.storage is None:  # its work counts on room that the head's share leaves
+        in_layer = in_layer + (~has_head) * anatomy.rest.saved
+    transient = np.maximum(in_layer, has_head * anatomy.rest.transient)
     transient = np.maximum(transient, step.gathering)
     temporaries = _temporaries(step) if request.system.storage is not None else 0.0
     update = np.maximum(orthogonal_bytes(request, layouts.tp), temporaries * step.owned)
@@ -105,6 +110,26 @@ def stage(step: CostInputs, anatomy: Anatomy, micro_batches: Number, is_first: b
     sizes["runtime"] = libraries + (0 if step.cuda else request.profile.loaded)
     zero = 0.0 * np.asarray(micro_batches)
     return {name: value + zero for name, value in sizes.items()}
+
+
+def _put_off(step: CostInputs, layer: Work, micro_batches: Number, place: Number) -> tuple[Number, Number]:
+    """Bytes that zero bubble keeps at a place of the pipeline, where gradients of weights are as many micro-batches
+    behind: of these, and of the one at work when its first layer comes, beyond what its layers have kept."""
+    layouts, layers = step.layouts, step.stage_layers
+    each = ((np.asarray(layouts.schedule) == "zero_bubble") & (np.asarray(layouts.pp) > 1)) * layer.put_off
+    behind = np.minimum(place, np.maximum(0, np.asarray(micro_batches) - 1)) / layouts.chunks
+    return behind * layers * each, (layers - 1) * np.maximum(0.0, each - layer.saved)
+
+
+def _crossing(step: CostInputs, layer: Work, micro_batches: Number, waiting: Number) -> Number:
+    """Bytes of what stages send and receive: kept until its gradient comes, with gloo until the step ends, and then
+    there is room for the next one as well."""
+    layouts = step.layouts
+    if step.request.system.storage is not None:
+        return 0.0
+    messages = waiting if step.cuda else np.asarray(micro_batches) + 1
+    size = layer.tokens * step.request.profile.width * step.stream_bytes / layouts.tp
+    return (np.asarray(layouts.pp) > 1) * messages * layouts.chunks * size
 
 
 def _temporaries(step: CostInputs) -> Number:

@@ -71,6 +71,7 @@ class Work:
         moved: bytes read and written in the forward pass by everything else (norms, elementwise, softmax of the head).
         saved: bytes of activations kept until backward.
         transient: further bytes at the worst moment (logits and their gradient).
+        put_off: bytes kept where gradients of weights come later than those of inputs: both sides of their products.
         again: products and attention run once more in backward because of recomputation, as a share of forward (0..1).
         samples: samples (sequences) in the micro-batch; tokens: tokens (or nodes, rays) in it.
         issued: operations the host issues in an eager forward pass; 0 when not counted.
@@ -92,6 +93,7 @@ class Work:
     issued: Number = 0.0
     moved_again: Number = None
     moved_back: Number = None
+    put_off: Number = 0.0
     length: Number = 0
     head_size: Number = 0
     reading: Number = 0.0

@@ -231,12 +231,14 @@ def work(anatomy: Anatomy, load: DecoderLoad, options: Adapters) -> Anatomy:
         for name in targets
         for sides in ((matrices[name][1], options.rank), (options.rank, matrices[name][0]))
     ]
+    sides = sum(product.inner + product.columns for product in thin)
     moved = layer.moved + values * (CODED if codes else CAST * cast)
     fuller = replace(
         layer,
         products=(*(replace(product, frozen=True) for product in layer.products), *thin),
         saved=layer.saved + more * (load.recompute == "none"),
         transient=layer.transient + more * (load.recompute != "none") + largest * made,
+        put_off=tokens * sides * load.compute,
         moved=moved,
         issued=ISSUED + 4 * len(targets),  # two products, a scale and an addition
         moved_back=2 * layer.moved + values * CODED * codes,
