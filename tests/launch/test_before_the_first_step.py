@@ -1,7 +1,7 @@
 """What a run executes before its first step, counted in the process of rank 0 and before it was forked.
 
 Of the first run of a recipe, which builds the corpus and decides the plan by estimates, and of the same begun again.
-The second finds shards and plan in the cache: of 637 functions `train` has 113, which put the model together and
+The second finds shards and plan in the cache: of 646 functions `train` has 113, which put the model together and
 join the ranks; `language` 90, which open the corpus and build the model; `recipe` and `cli` 141; `plan` 56; `comm` 55;
 `mechanisms`, `parallel` and `optim` 56, which lay states, groups and the optimizer on the ranks. The first has
 296 more: it cuts the corpus into shards, searches the layouts of all mechanisms, prices them (of those that share
@@ -52,7 +52,7 @@ def train_step(self, *arguments):
 trainer.Trainer.train_step = train_step
 sys.exit(main(sys.argv[2:]))
 """
-FIRST, REPEATED, RESILIENCE = 933, 637, 4
+FIRST, REPEATED, RESILIENCE = 958, 646, 4
 """Functions of the package before rank 0's first step, in a first run and in another of the same recipe; and of what is
 there for failures."""
 
