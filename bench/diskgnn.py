@@ -40,7 +40,7 @@ from espalier.mechanisms.disk_batches.batch_pool import Draws, Pool
 from espalier.mechanisms.disk_batches.features import open_features
 from espalier.mechanisms.disk_batches.mini_batches import HELD, QUEUES, MemoryShare
 from espalier.mechanisms.disk_batches.pack import PackedSet, PackRequest, pack
-from espalier.mechanisms.disk_batches.reader import WINDOW, LargestBatch
+from espalier.mechanisms.disk_batches.reader import LargestBatch, ReaderOptions
 from espalier.store.direct_io import DirectFile, aligned
 from table import Row, arguments, compare, publish, save
 
@@ -112,8 +112,9 @@ class World:
 
     def memory(self, largest: LargestBatch) -> int:
         """What ours may hold: as the others, the batches that training holds, and blocks and positions."""
-        beside = largest.beside(*QUEUES[0], HELD) + largest.positions(WINDOW)
-        return self.size.memory + 5 * largest.inputs * WIDTH * 4 + beside
+        sizes = ReaderOptions(*QUEUES[0], HELD, cache_pages=1).sizes(largest, 0, WIDTH)
+        rows = 5 * largest.inputs * WIDTH * 4
+        return self.size.memory + rows + sizes["blocks and positions of batches"]
 
     @property
     def writing(self) -> float:

@@ -15,6 +15,7 @@ Features are hashed into 512 columns, TF-IDF, rows of length one.
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -124,21 +125,49 @@ def wordnet(folder: Path) -> dict[str, Any]:
     return arrays(names, edges, texts, [synset.label for synset in every])
 
 
+ABSENT = "neither installed nor to be had"
+
+
+def dumped() -> str:
+    """What apt says of all packages it knows. Exits where there is no apt, or its lists are empty."""
+    if shutil.which("apt-cache") is None:
+        raise SystemExit("There is no apt-cache here.")
+    dump = subprocess.run(["apt-cache", "dumpavail"], capture_output=True, check=True).stdout
+    if not dump.strip():
+        raise SystemExit("apt knows no packages; try: apt-get update")
+    return dump.decode(errors="replace")
+
+
+def fetched(folder: Path) -> Path:
+    """The folder of WordNet's database, unpacked below `folder`. Exits where apt does not have it."""
+    if shutil.which("apt-get") is None:
+        raise SystemExit(f"WordNet is {ABSENT}: there is no apt-get here.")
+    asked = ["apt-get", "download", "wordnet-base"]
+    done = subprocess.run(asked, cwd=folder, capture_output=True, check=False, timeout=300)
+    if done.returncode:
+        raise SystemExit(f"WordNet is {ABSENT}: {done.stderr.decode(errors='replace').strip()}")
+    package = next(folder.glob("*.deb"))
+    subprocess.run(["dpkg-deb", "-x", package, folder], check=True, timeout=300)
+    return folder / INSTALLED.relative_to("/")
+
+
+def read(folder: Path) -> dict[str, Any]:
+    """`wordnet` of the database in `folder`. Exits where a file is not what it should be."""
+    try:
+        return wordnet(folder)
+    except (OSError, ValueError, IndexError, KeyError) as error:
+        raise SystemExit(f"The database in {folder} cannot be read: {error!r}") from error
+
+
 def written(name: str, file: Path) -> None:
-    """Writes the graph `name`, packages or wordnet. What is not installed is fetched, and stays so."""
+    """Writes the graph `name`, packages or wordnet. WordNet is fetched by apt where it is not installed."""
     if name == "packages":
-        dump = subprocess.run(["apt-cache", "dumpavail"], capture_output=True, check=True).stdout
-        if not dump.strip():
-            raise SystemExit("apt knows no packages; try: apt-get update")
-        np.savez(file, **packages(dump.decode(errors="replace")))
+        np.savez(file, **packages(dumped()))
     elif (INSTALLED / "data.noun").exists():
-        np.savez(file, **wordnet(INSTALLED))
+        np.savez(file, **read(INSTALLED))
     else:
         with tempfile.TemporaryDirectory() as folder:
-            subprocess.run(["apt-get", "download", "wordnet-base"], cwd=folder, check=True, timeout=300)
-            package = next(Path(folder).glob("*.deb"))
-            subprocess.run(["dpkg-deb", "-x", package, folder], check=True, timeout=300)
-            np.savez(file, **wordnet(Path(folder) / INSTALLED.relative_to("/")))
+            np.savez(file, **read(fetched(Path(folder))))
 
 
 if __name__ == "__main__":

@@ -229,9 +229,12 @@ def test_seventy_billion_are_cut_by_layers_or_states_and_use_every_device(title:
 def test_a_mixture_says_that_its_experts_are_divided() -> None:
     plan, predicted = planned("A mixture of eight 7B experts")
     assert len(plan.ranks) == 16
-    assert plan.layout.shard["optimizer"] * plan.layout.pp * plan.layout.tp >= 8
+    assert plan.layout.shard["optimizer"] * plan.layout.pp * plan.layout.tp * plan.layout.ep >= 8
     title = "A mixture of eight 7B experts"
     assert said(title, "States sharded") or said(title, "Experts are spread over groups")
+    # No card holds more than an eighth of 46.7 billion parameters, in bf16 and fp32 copies of the optimizer's.
+    assert predicted.memory_bytes["params"] <= 46.7e9 * 4 / 8
+    assert predicted.memory_bytes["optimizer"] <= 46.7e9 * 12 / 8
     assert predicted.mfu > 0.15
 
 

@@ -29,14 +29,6 @@ TOO_LARGE = 2.0**30
 """A factor with which gradients of these models overflow fp16: some halvings later they do not."""
 
 
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("corpus")
-    for number in range(9):
-        (folder / f"{number}.txt").write_text("".join(f"{number} plus {i} is {number + i}\n" for i in range(80)))
-    return folder
-
-
 def recipe_of(corpus, steps=STEPS, **train):
     table = {
         "model": {"depth": 2, "width": 32, "heads": 4, "feed_forward": 64},

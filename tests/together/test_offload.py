@@ -25,14 +25,6 @@ STEPS = 5
 DISK = plans.Offload(optimizer="disk")
 
 
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("corpus")
-    for number in range(9):
-        (folder / f"{number}.txt").write_text("".join(f"{number} plus {i} is {number + i}\n" for i in range(80)))
-    return folder
-
-
 def recipe_of(corpus, **train):
     table = {
         "model": train.pop("model", {"depth": 2, "width": 32, "heads": 4, "feed_forward": 64}),

@@ -11,14 +11,6 @@ MODEL = {"kind": "moe", "experts": 4, "active": 2, "depth": 3, "width": 32, "hea
 SPREAD = {2: ((0, 2, 3), (1,)), 4: ((0,), (1,), (2,), (3,))}
 
 
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("corpus")
-    for number in range(9):
-        (folder / f"{number}.txt").write_text("".join(f"{number} plus {i} is {number + i}\n" for i in range(80)))
-    return folder
-
-
 def plan(offload, ranks, ep):
     spread = {"expert_parallel": ExpertParallelState(experts=SPREAD[ep])} if ep > 1 else {}
     return plan_of(offload, ranks, micro_batch=2, choices=spread)

@@ -110,14 +110,6 @@ RUNS = arrays()
 
 
 @pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("corpus")
-    for number in range(9):
-        (folder / f"{number}.txt").write_text("".join(f"{number} plus {i} is {number + i}\n" for i in range(80)))
-    return folder
-
-
-@pytest.fixture(scope="module")
 def curves():
     """Curves of references already run, by their [train] table."""
     return {}

@@ -26,14 +26,6 @@ STEPS = 14
 METHODS = ("local_sgd", "slowmo", "diloco", "streaming_diloco", "co2", "eager")
 
 
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("corpus")
-    for number in range(9):
-        (folder / f"{number}.txt").write_text("".join(f"{number} plus {i} is {number + i}\n" for i in range(80)))
-    return folder
-
-
 def recipe_of(corpus, precision="fp64", steps=STEPS, depth=1, **train):
     table = {
         "model": {"depth": depth, "width": 32, "heads": 2, "feed_forward": 64},
