@@ -1,3 +1,5 @@
+from collections.abc import Callable
+
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -76,3 +78,62 @@ def test_training_with_muon_lowers_the_loss_and_resumes_bit_for_bit():
     second.load_state_dict({key: value.clone() for key, value in optimizer.state_dict().items()})
     assert run(net, optimizer, 10) == run(other, second, 10)
     assert losses[-1] < losses[0]
+
+
+SHAPES = [(6, 6), (12, 4), (4, 12), (6, 6)]
+
+
+def gradients(steps: int) -> list[list[torch.Tensor]]:
+    generator = torch.Generator().manual_seed(5)
+    return [[torch.randn(shape, generator=generator, dtype=torch.float64) for shape in SHAPES] for _ in range(steps)]
+
+
+def moved_by_the_paper(matrix: torch.Tensor, moves: list[torch.Tensor], options: Muon) -> torch.Tensor:
+    """Jordan et al. (2024), matrix by matrix: momentum of Nesterov's form, five quintic steps, sqrt(rows/columns)."""
+    rows, columns = matrix.shape
+    velocity = torch.zeros_like(matrix)
+    for gradient in moves:
+        velocity = options.momentum * velocity + (1 - options.momentum) * gradient
+        ahead = options.momentum * velocity + (1 - options.momentum) * gradient
+        update = ahead / (ahead.square().sum().sqrt() + 1e-7)
+        for _ in range(5):
+            square = update @ update.T
+            update = 3.4445 * update - 4.7750 * square @ update + 2.0315 * square @ square @ update
+        matrix = matrix - options.learning_rate * options.weight_decay * matrix
+        matrix = matrix - options.learning_rate * max(1, rows / columns) ** 0.5 * update
+    return matrix
+
+
+def moved_by(make: Callable[[list[nn.Parameter]], torch.optim.Optimizer], steps: int = 6) -> list[torch.Tensor]:
+    torch.manual_seed(2)
+    matrices = [nn.Parameter(torch.randn(shape, dtype=torch.float64)) for shape in SHAPES]
+    optimizer = make(matrices)
+    for moves in gradients(steps):
+        for matrix, gradient in zip(matrices, moves, strict=True):
+            matrix.grad = gradient
+        optimizer.step()
+    return [matrix.detach() for matrix in matrices]
+
+
+def ours(matrices: list[nn.Parameter]) -> torch.optim.Optimizer:
+    optimizer = muon.MuonStep(matrices, OPTIONS)
+    for matrix in matrices:
+        optimizer.state[matrix]["momentum"] = torch.zeros_like(matrix)
+    return optimizer
+
+
+def test_matrices_move_as_the_paper_says():
+    torch.manual_seed(2)
+    starts = [torch.randn(shape, dtype=torch.float64) for shape in SHAPES]
+    for index, ended in enumerate(moved_by(ours)):
+        expected = moved_by_the_paper(starts[index], [moves[index] for moves in gradients(6)], OPTIONS)
+        torch.testing.assert_close(ended, expected, rtol=1e-9, atol=1e-9)
+
+
+def test_matrices_move_as_by_torchs_muon():
+    """torch.optim.Muon orthogonalizes in bfloat16, so the ways are equal to within its rounding."""
+    options = {"lr": OPTIONS.learning_rate, "momentum": OPTIONS.momentum, "weight_decay": OPTIONS.weight_decay}
+    theirs = moved_by(lambda matrices: torch.optim.Muon(matrices, **options))
+    still = moved_by(lambda matrices: torch.optim.Muon(matrices, **(options | {"lr": 0.0})))
+    for ended, other, start in zip(moved_by(ours), theirs, still, strict=True):
+        assert (ended - other).norm() < 0.02 * (other - start).norm()
