@@ -18,7 +18,7 @@ COPY pyproject.toml constraints.txt README.md LICENSE ./
 COPY src src
 RUN python3 -m venv .venv \
  && if [ "$TORCH" = gpu ]; then grep -v '^torch==' constraints.txt > chosen.txt; else cp constraints.txt chosen.txt; fi \
- && .venv/bin/pip install -c chosen.txt '.[llm,gguf,graph,track,hub]'
+ && .venv/bin/pip install -c chosen.txt '.[graph,track,hub]'
 ENV PATH=/opt/espalier/.venv/bin:$PATH
 RUN useradd --create-home user
 USER user

@@ -9,7 +9,7 @@ chooses there. Bytes: the interface's payload and the ledger's. MPI: the same be
 under its mpiexec, with the codecs on a Channel and round mpi4py; and what of an MPI_Iallreduce is still to be waited
 for after 0.5 s of computing. Fast: the same hosts with no limit. Sites: a ring of 4 machines at two sites, ranks
 numbered by the measured links beside ranks numbered in turn. DDP: steps of a perceptron with 16 MiB of gradients. All
-hosts share this machine's cores. All but codecs need root (see bench/netlab.py), MPI also `espalier[mpi]`.
+hosts share this machine's cores. All but codecs need root (see bench/netlab.py), MPI also `espalier-train[mpi]`.
 """
 
 from __future__ import annotations

@@ -272,7 +272,7 @@ def data_folder() -> Path:
 @pytest.fixture(scope="session")
 def mpiexec() -> str:
     """The mpiexec beside this Python, or on the path; a test that needs it is skipped where it or mpi4py is missing."""
-    pytest.importorskip("mpi4py", reason="espalier[mpi] is not installed")
+    pytest.importorskip("mpi4py", reason="espalier-train[mpi] is not installed")
     found = shutil.which("mpiexec", path=str(Path(sys.executable).parent)) or shutil.which("mpiexec")
     if found is None:
         pytest.skip("there is no mpiexec")

@@ -18,6 +18,8 @@ import pytest
 from doc_pages import PAGES
 from programs import environment, known
 
+from espalier.recipe.errors import DISTRIBUTION
+
 ROOT = Path(__file__).parents[1]
 
 
@@ -40,7 +42,7 @@ def run(*command: str | Path, folder: Path = ROOT, **variables: str) -> str:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
-    pytest.importorskip("hatchling", reason="espalier[dev] is not installed")
+    pytest.importorskip("hatchling", reason="espalier-train[dev] is not installed")
     folder = tmp_path_factory.mktemp("dist")
     run(sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", folder)
     (made,) = folder.glob("*.whl")
@@ -53,13 +55,13 @@ def test_the_wheel_is_one_package_with_its_tables_and_nothing_else(wheel):
     tracked = run("git", "ls-files", "src").splitlines()
     assert packaged == {Path(name).relative_to("src") for name in tracked}
     assert {path.parts[0] for path in names - packaged} == {
-        f"espalier-{importlib.metadata.version('espalier')}.dist-info"
+        f"espalier_train-{importlib.metadata.version(DISTRIBUTION)}.dist-info"
     }
 
 
 def test_the_wheel_passes_the_checks_of_the_package_index(wheel):
-    pytest.importorskip("twine", reason="espalier[dev] is not installed")
-    pytest.importorskip("check_wheel_contents", reason="espalier[dev] is not installed")
+    pytest.importorskip("twine", reason="espalier-train[dev] is not installed")
+    pytest.importorskip("check_wheel_contents", reason="espalier-train[dev] is not installed")
     assert "PASSED" in run(sys.executable, "-m", "twine", "check", "--strict", wheel)
     run(sys.executable, "-m", "check_wheel_contents", wheel)
 
@@ -73,7 +75,7 @@ def test_the_wheel_trains_in_an_empty_environment(wheel, tmp_path):
     recipe = '[model]\ndepth = 1\n[data]\npath = "python:stdlib"\n[train]\nsteps = 3\nbatch_tokens = 1024\n'
     (tmp_path / "recipe.toml").write_text(recipe)
     program = python.with_name("espalier")
-    assert importlib.metadata.version("espalier") in run(program, "--version", folder=tmp_path)
+    assert importlib.metadata.version(DISTRIBUTION) in run(program, "--version", folder=tmp_path)
     run(program, "train", "recipe.toml", folder=tmp_path)
     losses = [json.loads(line) for line in (tmp_path / "runs/recipe/events.jsonl").read_text().splitlines()]
     assert [event["step"] for event in losses if event["event"] == "step"] == [1, 2, 3]
@@ -101,7 +103,7 @@ def test_uvx_runs_the_wheel_without_installing_it(wheel, tmp_path):
     }
     given = {name: value for name, value in settings.items() if value}
     command = (uv, "tool", "run", "--from", wheel, "espalier")
-    assert importlib.metadata.version("espalier") in run(*command, "--version", folder=tmp_path, **given)
+    assert importlib.metadata.version(DISTRIBUTION) in run(*command, "--version", folder=tmp_path, **given)
     assert "Acme" in run(*command, "explain", "acme", folder=tmp_path, **given)
 
 
@@ -164,7 +166,7 @@ class Links(HTMLParser):
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
     """The site; a warning, which a link that leads nowhere is one of, ends the build."""
-    pytest.importorskip("material", reason="espalier[docs] is not installed")
+    pytest.importorskip("material", reason="espalier-train[docs] is not installed")
     folder = tmp_path_factory.mktemp("site")
     run(sys.executable, "-m", "mkdocs", "build", "--quiet", "--site-dir", folder, NO_MKDOCS_2_WARNING="1")
     return folder
@@ -198,9 +200,9 @@ def test_the_site_is_searched_and_shown_in_light_and_dark_and_asks_nobody_else(s
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_the_notebook_runs_from_its_first_cell_to_its_last(tmp_path, machine, monkeypatch):
-    nbclient = pytest.importorskip("nbclient", reason="espalier[dev] is not installed")
-    nbformat = pytest.importorskip("nbformat", reason="espalier[dev] is not installed")
-    pytest.importorskip("ipykernel", reason="espalier[dev] is not installed")
+    nbclient = pytest.importorskip("nbclient", reason="espalier-train[dev] is not installed")
+    nbformat = pytest.importorskip("nbformat", reason="espalier-train[dev] is not installed")
+    pytest.importorskip("ipykernel", reason="espalier-train[dev] is not installed")
     known(tmp_path, machine)
     monkeypatch.setenv("XDG_CACHE_HOME", environment(tmp_path)["XDG_CACHE_HOME"])
     notebook = nbformat.read(ROOT / "examples" / "notebook.ipynb", as_version=4)
@@ -208,3 +210,21 @@ def test_the_notebook_runs_from_its_first_cell_to_its_last(tmp_path, machine, mo
         cell.source = cell.source.replace("!espalier", f"!{sys.executable} -m espalier")
     nbclient.NotebookClient(notebook, timeout=500, resources={"metadata": {"path": str(tmp_path)}}).execute()
     assert notebook.cells[-1].outputs[0]["data"]["text/html"]
+
+
+def test_every_hint_names_this_distribution_and_an_extra_that_it_has():
+    """`pip install espalier` would bring a stranger's program."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["name"] == DISTRIBUTION
+    names = [name for name in run("git", "ls-files").splitlines() if not name.startswith(("docs/measured/", "tests/"))]
+    texts = {name: (ROOT / name).read_text(errors="ignore") for name in names if (ROOT / name).is_file()}
+    for name, text in texts.items():
+        hints = re.findall(r"pip install [^\n]*?\b(espalier(?:-train)?)(?:\[([\w,-]+)\])?(?=['\"` ),;\n])", text)
+        hints += re.findall(r"\b(espalier(?:-train)?)\[([\w,-]+)\]", text)
+        for distribution, extras in hints:
+            assert distribution == DISTRIBUTION, name
+            assert {extra for extra in extras.split(",") if extra} <= set(project["optional-dependencies"]), name
+    assert sum(f"{DISTRIBUTION}[" in text for text in texts.values()) > 5
+    wanted = re.findall(r"missing_extra\([^,]+, \"([\w-]+)\"", "".join(texts.values()))
+    assert len(set(wanted)) > 3
+    assert set(wanted) <= set(project["optional-dependencies"])

@@ -85,7 +85,6 @@ def test_ids_in_training_after_a_resume_in_predict_and_of_every_export_are_those
 @pytest.mark.parametrize("template", TEMPLATES)
 @pytest.mark.parametrize("kind", ["byte level", "begun with bos", "without bos"])
 def test_a_gguf_file_says_the_special_tokens_of_the_base(kind: str, template: str, tmp_path: Path) -> None:
-    pytest.importorskip("gguf")
     base = base_of(tmp_path / "base", kind, TEMPLATES[template])
     workload = workload_of(base, open_tokenizer(str(base)), None, config.Full())
     theirs = theirs_of(base)
@@ -121,7 +120,6 @@ def model_of(folder: Path) -> gpt.GPT:
 
 
 def test_a_plain_gguf_file_of_the_builder_is_read(tmp_path: Path) -> None:
-    pytest.importorskip("gguf")
     assert model_of(gguf_of(tmp_path / "m.gguf", PLAIN, TENSORS)).size.feed_forward == 16
 
 
@@ -157,7 +155,6 @@ ODD: dict[str, tuple[Any, str]] = {
 
 @pytest.mark.parametrize("key", ODD)
 def test_an_odd_field_of_a_gguf_file_is_one_sentence(key: str, tmp_path: Path) -> None:
-    pytest.importorskip("gguf")
     value, words = ODD[key]
     file = gguf_of(tmp_path / "m.gguf", {**PLAIN, key: value}, TENSORS)
     with pytest.raises(UserError, match=words):
@@ -166,7 +163,6 @@ def test_an_odd_field_of_a_gguf_file_is_one_sentence(key: str, tmp_path: Path) -
 
 @pytest.mark.parametrize("shape", [(3, 8, 0), (2**40, 2**40), (3, 9), (8, 3)])
 def test_an_odd_shape_of_a_tensor_is_one_sentence(shape: tuple[int, ...], tmp_path: Path) -> None:
-    pytest.importorskip("gguf")
     file = tmp_path / "m.gguf"
     gguf_of(file, PLAIN, TENSORS)
     content = file.read_bytes()
@@ -179,7 +175,6 @@ def test_an_odd_shape_of_a_tensor_is_one_sentence(shape: tuple[int, ...], tmp_pa
 def test_a_gguf_file_larger_than_memory_is_refused_before_it_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("gguf")
     file = gguf_of(tmp_path / "m.gguf", PLAIN, TENSORS)
     for name in ("free_memory", "memory"):
         monkeypatch.setattr(resource_limits, name, lambda: 1000)
@@ -189,7 +184,6 @@ def test_a_gguf_file_larger_than_memory_is_refused_before_it_is_read(
 
 def test_tensors_of_a_gguf_file_that_overlap_are_refused(tmp_path: Path) -> None:
     """Each of them alone lies in the file."""
-    pytest.importorskip("gguf")
     file = gguf_of(tmp_path / "m.gguf", PLAIN, TENSORS, overlapping=True)
     with pytest.raises(UserError, match="is cut off, or its tensors overlap"):
         model_of(file)
@@ -201,7 +195,6 @@ def test_tensors_of_a_gguf_file_that_overlap_are_refused(tmp_path: Path) -> None
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A small file of each kind, with all that is read together with it."""
-    pytest.importorskip("gguf")
     home = tmp_path_factory.mktemp("folders")
     model = made(256)
     hf.export(model, ByteTokenizer(), home / "hf")

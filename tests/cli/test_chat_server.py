@@ -78,4 +78,4 @@ def test_without_the_extra_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "uvicorn", None)
     with pytest.raises(UserError) as told:
         chat_server.serve("mine", reply, Sampling(), 0)
-    assert "espalier[serve]" in str(told.value)
+    assert "espalier-train[serve]" in str(told.value)

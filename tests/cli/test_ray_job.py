@@ -221,7 +221,7 @@ def test_what_the_driver_refuses_is_said(folder, monkeypatch, capsys):
 def test_without_ray_the_extra_is_named(folder, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "ray", None)
     assert cli.main(["train", "recipe.toml", "--ray"]) == 2
-    assert "espalier[ray]" in capsys.readouterr().err
+    assert "espalier-train[ray]" in capsys.readouterr().err
 
 
 def test_a_program_s_output_is_followed(tmp_path, capsys):

@@ -190,7 +190,6 @@ def test_states_of_adapters_are_divided_over_ranks_and_a_run_goes_on_from_adapte
 
 @pytest.mark.parametrize("form", ["gguf", "gguf-q8_0", "peft"])
 def test_a_run_is_exported_for_other_programs(home: Path, form: str) -> None:
-    pytest.importorskip("gguf")
     recipe(home, "small", "lora", "rank = 2", steps=1)
     ran(home, "train", "small.toml")
     said = ran(home, "export", "runs/small", "--to", form)

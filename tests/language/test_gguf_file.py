@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
+import gguf
 import numpy as np
 import pytest
 import torch
@@ -17,7 +18,6 @@ from espalier.language.tokenizer import ByteTokenizer, Tokenizer, open_tokenizer
 from espalier.recipe import decoder_shapes, defaults
 from espalier.recipe.errors import UserError
 
-gguf = pytest.importorskip("gguf")
 TEXT = "def f(x): return 12 + x  # naïve 你好\n\n" * 4
 
 
@@ -42,7 +42,8 @@ def made(vocabulary: int = 256, **changes: object) -> gpt.GPT:
 @pytest.fixture(scope="module")
 def words(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     """A byte-pair tokenizer that splits as SmolLM's does."""
-    tokenizers = pytest.importorskip("tokenizers")
+    import tokenizers
+
     inner = tokenizers.Tokenizer(tokenizers.models.BPE())
     splits = tokenizers.pre_tokenizers
     inner.pre_tokenizer = splits.Sequence(

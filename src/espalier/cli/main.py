@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 from espalier.comm import store_client
 from espalier.recipe import cache_dir, process_environment, terminal
 from espalier.recipe.data_table import data_table
-from espalier.recipe.errors import EspalierError, nearest
+from espalier.recipe.errors import DISTRIBUTION, EspalierError, nearest
 from espalier.recipe.terminal import say
 
 _TABLES = data_table(__file__)
@@ -121,9 +121,9 @@ def _versions() -> str:
     from importlib.metadata import PackageNotFoundError, version
 
     options = []
-    for name in ("espalier", "torch", "numpy"):
+    for name in (DISTRIBUTION, "torch", "numpy"):
         try:
-            options.append(f"{name} {version(name)}")
+            options.append(f"{name.removesuffix('-train')} {version(name)}")
         except PackageNotFoundError:
             options.append(f"{name} (not installed)")
     return "  ".join(options)

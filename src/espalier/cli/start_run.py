@@ -32,7 +32,7 @@ from espalier.plan.collective_time import used
 from espalier.plan.request import AUTO
 from espalier.recipe import Constant, Recipe, cache_dir, graphs, model_kinds, recipe_file
 from espalier.recipe.base import Derivation
-from espalier.recipe.errors import UserError
+from espalier.recipe.errors import DISTRIBUTION, UserError
 from espalier.recipe.graphs import Batches
 from espalier.recipe.terminal import line
 from espalier.track import events
@@ -96,7 +96,7 @@ class RunStart:
             "versions": {
                 "python": platform.python_version(),
                 "torch": str(torch.__version__),
-                "espalier": version("espalier"),
+                "espalier": version(DISTRIBUTION),
             },
             "host": {
                 "name": socket.gethostname(),

@@ -1,7 +1,8 @@
 """The codecs round mpi4py's collectives, for arrays, without torch.distributed: `allreduce(comm, array, codec="int8")`.
 
 The exchanges are those of `compressed_collectives`: each contribution is encoded once, added up in full precision by
-the owner of its part, and the sum encoded once more, so that all ranks end with the same bits. Needs `espalier[mpi]`.
+the owner of its part, and the sum encoded once more, so that all ranks end with the same bits. Needs
+`espalier-train[mpi]`.
 """
 
 from __future__ import annotations

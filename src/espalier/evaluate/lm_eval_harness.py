@@ -1,7 +1,7 @@
 """EleutherAI's lm-evaluation-harness over our decoder: its LM class, and one of its tasks as one of ours.
 
-The harness (https://github.com/EleutherAI/lm-evaluation-harness, `pip install espalier[lm-eval]`) is imported when it
-is used. Its base class asks for three methods; requests are its `Instance`s, whose `args` are read.
+The harness (https://github.com/EleutherAI/lm-evaluation-harness, `pip install 'espalier-train[lm-eval]'`) is imported
+when it is used. Its base class asks for three methods; requests are its `Instance`s, whose `args` are read.
 """
 
 from __future__ import annotations

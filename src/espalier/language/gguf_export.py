@@ -96,7 +96,9 @@ def _order(size: DecoderSizes) -> gguf_file.Order:
 
 def _exported(model: gpt.GPT, kind: str) -> dict[str, tuple[NDArray[Any], Any]]:
     """GGUF's name to (the values as stored, their type)."""
-    library, size = gguf_file.library(), model.size
+    import gguf as library
+
+    size = model.size
     types, named = library.GGMLQuantizationType, hf_config.kind_of(size)
     given = {hf.renamed(name, named): value.float().cpu().numpy() for name, value in model.state_dict().items()}
     arrays = _order(size).joined(given)
@@ -160,7 +162,9 @@ def _write(
     template: str | None,
     tensors: Mapping[str, tuple[NDArray[Any], Any]],
 ) -> None:
-    size, writer = model.size, gguf_file.library().GGUFWriter(file, architecture(model.size))
+    import gguf
+
+    size, writer = model.size, gguf.GGUFWriter(file, architecture(model.size))
     writer.add_block_count(size.layers)
     writer.add_context_length(size.context)
     writer.add_embedding_length(size.width)
@@ -198,9 +202,11 @@ def _write(
 
 def _write_variants(writer: Any, size: DecoderSizes) -> None:
     """Fields of positions, experts, and Gemma 2."""
+    import gguf
+
     if size.rope is not None:
         if size.rope.kind != "llama3":  # whose rates are a tensor
-            writer.add_rope_scaling_type(gguf_file.library().RopeScalingType(size.rope.kind))
+            writer.add_rope_scaling_type(gguf.RopeScalingType(size.rope.kind))
             writer.add_rope_scaling_factor(size.rope.factor)
         if size.rope.original is not None:
             writer.add_rope_scaling_orig_ctx_len(size.rope.original)
@@ -221,7 +227,8 @@ def _write_variants(writer: Any, size: DecoderSizes) -> None:
 @torch.no_grad()
 def _compare(file: Path, model: gpt.GPT, wanted: Mapping[str, tuple[NDArray[Any], Any]]) -> float:
     """Reads the file back. Raises OSError where logits are not those of what was written."""
-    library = gguf_file.library()
+    import gguf as library
+
     _, tensors = gguf_file.opened(file)
     given = {name: library.quants.dequantize(value, kind) for name, (value, kind) in wanted.items()}
     for name, value in tensors:

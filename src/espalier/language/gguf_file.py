@@ -27,7 +27,7 @@ from espalier.language.tokenizer import prefix_processor
 from espalier.machine.resource_limits import refuse_large
 from espalier.recipe import cache_dir
 from espalier.recipe.data_table import data_table
-from espalier.recipe.errors import UserError, missing_extra
+from espalier.recipe.errors import UserError
 from espalier.recipe.foreign_files import parsing, printable, unused
 
 SUFFIX = ".gguf"
@@ -69,15 +69,6 @@ _LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, 
 SPLITS: Mapping[str, dict[str, Any]] = _TABLES["splits"]
 
 
-def library() -> Any:
-    """The `gguf` package. Raises UserError naming the extra where it is not installed."""
-    try:
-        import gguf
-    except ImportError:
-        raise missing_extra("gguf", "gguf", "a .gguf file") from None
-    return gguf
-
-
 # --- in ----------------------------------------------------------------------------------------------------------
 
 
@@ -110,32 +101,33 @@ def _convert(file: Path, folder: Path) -> None:
 
 def opened(file: Path) -> tuple[Mapping[str, Any], list[tuple[str, NDArray[Any]]]]:
     """The fields of a file, and its tensors as float32. Raises UserError."""
-    package = library()
+    import gguf
+
     header = gguf_header.read(file)
     refuse_large(printable(file), sum(math.prod(place.shape) for place in header.tensors) * 8)
-    if sum(_stored_size(place, package) for place in header.tensors) > len(header.content):
+    if sum(_stored_size(place, gguf) for place in header.tensors) > len(header.content):
         raise UserError(f"{printable(file)} is cut off, or its tensors overlap.", do=AGAIN)
-    return header.fields, [(place.name, _values(file, place, header.content, package)) for place in header.tensors]
+    return header.fields, [(place.name, _values(file, place, header.content, gguf)) for place in header.tensors]
 
 
-def _stored_size(place: TensorPlace, package: Any) -> int:
+def _stored_size(place: TensorPlace, library: Any) -> int:
     """Bytes that a tensor has in its file; 0 for a type that is not known."""
-    block, size = package.GGML_QUANT_SIZES.get(place.kind, (1, 0))
+    block, size = library.GGML_QUANT_SIZES.get(place.kind, (1, 0))
     return math.prod(place.shape) // block * size
 
 
-def _values(file: Path, place: TensorPlace, content: NDArray[np.uint8], package: Any) -> NDArray[Any]:
-    kinds = {int(kind): kind for kind in package.GGMLQuantizationType}
+def _values(file: Path, place: TensorPlace, content: NDArray[np.uint8], library: Any) -> NDArray[Any]:
+    kinds = {int(kind): kind for kind in library.GGMLQuantizationType}
     kind = kinds.get(place.kind)
     try:
         if kind is None:
             raise RuntimeError("of no known type")
         rows, columns = math.prod(place.shape[:-1]), place.shape[-1]
-        wanted = _stored_size(place, package)
-        if columns % package.GGML_QUANT_SIZES[kind][0] or place.start + wanted > len(content):
+        wanted = _stored_size(place, library)
+        if columns % library.GGML_QUANT_SIZES[kind][0] or place.start + wanted > len(content):
             raise UserError(f"{file} is cut off: {printable(place.name)} ends after it.", do=AGAIN)
         stored = content[place.start : place.start + wanted].reshape(rows, -1)
-        value = package.quants.dequantize(stored, kind)
+        value = library.quants.dequantize(stored, kind)
     except RuntimeError:  # a type without a reader
         raise UserError(
             f"{file} holds tensors of type {kind.name if kind else place.kind}, which is not read.",

@@ -24,7 +24,7 @@ from espalier.language import tokenizer_files
 from espalier.language.tokenizer_files import CONFIG, TOKENIZER, TokenizerFiles, formatted
 from espalier.recipe import cache_dir
 from espalier.recipe.cache_dir import write_atomic
-from espalier.recipe.errors import UserError, missing_extra, nearest
+from espalier.recipe.errors import UserError, nearest
 from espalier.recipe.foreign_files import decoded, printable
 
 Ids = NDArray[np.unsignedinteger[Any]]
@@ -417,11 +417,9 @@ def _reading(path: str | Path, fault: str = "is not a tokenizer.json") -> Iterat
 
 
 def _library() -> Any:
-    try:
-        import tokenizers
-        from tokenizers import decoders, models, pre_tokenizers, trainers  # noqa: F401
-    except ImportError:
-        raise missing_extra("tokenizers", "llm", "data.tokenizer other than 'bytes'") from None
+    import tokenizers
+    from tokenizers import decoders, models, pre_tokenizers, trainers  # noqa: F401
+
     return tokenizers
 
 

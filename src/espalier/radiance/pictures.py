@@ -137,7 +137,7 @@ def _opened(path: Path) -> Iterator[Image]:
     try:
         from PIL import Image
     except ImportError:
-        raise UserError("Images are read with Pillow.", do='pip install "espalier[scenes]"') from None
+        raise UserError("Images are read with Pillow.", do='pip install "espalier-train[scenes]"') from None
     do = "a PNG or JPEG that is whole, of at most 178 million pixels"
     with parsing(path, do), warnings.catch_warnings():
         warnings.simplefilter("ignore")

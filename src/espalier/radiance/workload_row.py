@@ -143,7 +143,7 @@ class SceneRow(Row, Freezes, Predicts, Renders, CountsEnergy):
         try:
             from PIL import Image
         except ImportError:
-            raise UserError("Animations are written with Pillow.", do='pip install "espalier[scenes]"') from None
+            raise UserError("Animations are written with Pillow.", do='pip install "espalier-train[scenes]"') from None
         if file.suffix.lower() != ".gif":
             raise UserError(f"--turntable {file} is no GIF.", do=f"--turntable {file.with_suffix('.gif')}")
         scene = workload.scene

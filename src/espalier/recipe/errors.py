@@ -5,6 +5,9 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Sequence
 
+DISTRIBUTION = "espalier-train"
+"""What package indexes and pip call Espalier."""
+
 RESUME = "run the same command again; it goes on from the newest checkpoint, where there is one"
 """What to do about most failures. A run that broke down before it was saved begins anew."""
 
@@ -115,5 +118,5 @@ def missing_extra(library: str, extra: str, purpose: str) -> UserError:
     """The error for an optional library that is not installed."""
     return UserError(
         f"{purpose} needs the library '{library}', which is not installed.",
-        do=f"pip install 'espalier[{extra}]'",
+        do=f"pip install '{DISTRIBUTION}[{extra}]'",
     )

@@ -22,7 +22,7 @@ from espalier.radiance import scenes
 from espalier.radiance.scenes import Scene
 from espalier.recipe import Data, GraphOptions, Recipe, TaskOptions
 from espalier.recipe.cache_dir import CACHE, cache_folder, writing
-from espalier.recipe.errors import UserError
+from espalier.recipe.errors import UserError, missing_extra
 from espalier.recipe.import_function import function
 
 Sample = dict[str, Tensor]
@@ -245,7 +245,7 @@ def _drawn(files: Sequence[Path]) -> Iterator[tuple[NDArray[Any], int]]:
     try:
         from PIL import Image, ImageDraw, ImageFont
     except ImportError:
-        raise UserError("data = 'python:glyphs' needs Pillow to draw them.", do="pip install espalier[tasks]") from None
+        raise missing_extra("Pillow", "tasks", "data = 'python:glyphs'") from None
     faces = [ImageFont.truetype(str(file), SIDE - 8) for file in files]
     absent = [bytes(face.getmask("\uffff")) for face in faces]
     for code in range(0x21, LAST + 1):

@@ -15,7 +15,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from espalier.recipe.errors import UserError
+from espalier.recipe.errors import DISTRIBUTION, UserError
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -26,7 +26,7 @@ def identity(**hashes: str) -> dict[str, str]:
     and the given hashes. Plus the host's name."""
     return {
         "host": socket.gethostname(),
-        "espalier": f"{_version('espalier')} ({code()})",
+        "espalier": f"{_version(DISTRIBUTION)} ({code()})",
         "python": f"{sys.version_info.major}.{sys.version_info.minor}",
         "torch": _version("torch").split("+")[0],
         **hashes,

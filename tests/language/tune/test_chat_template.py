@@ -87,7 +87,8 @@ def test_the_template_is_the_recipe_s_then_the_tokenizer_s_then_chatml(tmp_path:
 @pytest.fixture(scope="module")
 def marked(tmp_path_factory: pytest.TempPathFactory) -> HfTokenizer:
     """A byte-pair tokenizer with ChatML's tokens."""
-    tokenizers = pytest.importorskip("tokenizers")
+    import tokenizers
+
     inner = tokenizers.Tokenizer(tokenizers.models.BPE())
     inner.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = tokenizers.decoders.ByteLevel()

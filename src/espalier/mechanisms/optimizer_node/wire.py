@@ -27,7 +27,7 @@ import xxhash
 
 from espalier.plan.axes.flow_control import Pacing, ReceiveWindow, SendWindow
 from espalier.recipe import serialization
-from espalier.recipe.errors import EspalierError, PeerLost, RunFailed, UserError, from_words, words_of
+from espalier.recipe.errors import DISTRIBUTION, EspalierError, PeerLost, RunFailed, UserError, from_words, words_of
 
 VERSION = 1
 """Of the wire format. Both ends must have the same."""
@@ -548,7 +548,7 @@ def admit(connection: socket.socket, token: str, answer: Callable[[Greeting], Gr
 @cache
 def release() -> str:
     """The version of this package."""
-    return metadata.version("espalier")
+    return metadata.version(DISTRIBUTION)
 
 
 def _versions(what: str) -> UserError:
