@@ -10,7 +10,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from espalier import recipe as config
+from espalier.cli import main as cli
 from espalier.language import generate, gpt, hf, moe, tokenizer
+from espalier.machine import probe
 from espalier.recipe import decoder_shapes, defaults
 from espalier.recipe.errors import UserError
 
@@ -155,6 +157,15 @@ def test_an_export_that_reads_back_changed_is_refused(tmp_path, monkeypatch):
     with pytest.raises(UserError, match=r"model\.norm\.weight was read back changed"):
         hf.export(made(), Words(), tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_other_sizes_than_those_of_the_weights_are_refused_before_anything_is_measured(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    exported(tmp_path / "out")
+    (tmp_path / "recipe.toml").write_text('[model]\ninitial = "out"\ndepth = 1\n[data]\npath = "python:stdlib"\n')
+    monkeypatch.setattr(probe, "ready", lambda *_, **__: pytest.fail("the machine was measured"))
+    assert cli.main(["plan", "recipe.toml"]) == 2
+    assert "model.depth = 1, but 2 there" in capsys.readouterr().err
 
 
 def test_options_that_differ_from_the_weights_are_all_named(tmp_path):

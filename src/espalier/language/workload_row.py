@@ -71,6 +71,7 @@ def _with_initial(recipe: Recipe, initial: str) -> tuple[Recipe, Sequence[Deriva
     given = {name: getattr(model, name) for name in model.__struct_fields__}
     given_values = {name: value for name, value in given.items() if value != getattr(plain, name)}
     sized = recipe.changed(model=stored.changed(**given_values))
+    hf.require_same(_options(sized), stored, initial)
     spec = _initial_tokenizer(recipe, initial, stored.vocabulary or 0)
     if not any(source.tokenizer == "auto" for source in recipe.data):
         return sized, ()
