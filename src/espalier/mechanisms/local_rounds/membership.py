@@ -14,7 +14,7 @@ import math
 import queue
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -35,9 +35,6 @@ GRACE = 3.0
 """Seconds after the first sign of a failure in which survivors report."""
 LOOK = 0.02
 """Seconds between looks into the store while something is under way."""
-BEATS = 8
-"""Heartbeats in the time after which silence is death: a busy machine may delay some of them."""
-_GONE = b"gone"
 
 
 class MemberReport(NamedTuple):
@@ -85,8 +82,6 @@ class MemberGroup(NamedTuple):
         ledger: books what is sent; may be None.
         returns: this replica was lost, or takes the place of one that was, and asks the others to let it in.
         lost: asked who is known to be gone, by rank among all of all members; None: nobody knows more than they do.
-        silence: seconds without a sign of life (`MemberHeartbeats`) after which a rank counts as dead; 0: it is dead
-            when its connections close, or when a message does not come within `timeout`.
     """
 
     store: Any
@@ -98,7 +93,6 @@ class MemberGroup(NamedTuple):
     grace: float = GRACE
     ledger: Ledger | None = None
     returns: bool = False
-    silence: float = 0.0
     lost: Callable[[], Collection[int]] | None = None
 
 
@@ -180,71 +174,6 @@ class CommitVote:
             raise self.error
 
 
-class MemberHeartbeats:
-    """This rank's signs of life, and what it sees of the others'. Has state: a thread, and when each was last heard.
-
-    A stopped process sends no message and closes no connection, so its peers would wait for as long as a message may
-    take. A thread counts in the store for as long as its process runs and its main thread lives; who waits for the
-    others looks whether they still count. Seconds are those of the clock of who looks, so no two clocks are compared.
-
-    Args:
-        store: a connection of its own, as a thread writes to it.
-        rank: this rank's number among all ranks of all members.
-        silence: seconds after which a rank that gives no sign counts as dead.
-    """
-
-    def __init__(self, store: Any, rank: int, silence: float) -> None:
-        self.silence = silence
-        self._store, self._rank = store, rank
-        self._ended = threading.Event()
-        self._heard: dict[int, tuple[bytes, float]] = {}
-        self._looked = 0.0
-        self._beat(b"0")
-        # No daemon: one that is in the store when the interpreter ends would bring the process down.
-        threading.Thread(target=self._live, name="espalier-beats").start()
-
-    def silent(self, ranks: Iterable[int]) -> list[int]:
-        """Those of `ranks` that have ended, or gave no sign for `silence` seconds. Call it again and again while they
-        are waited for: what happened between two calls far apart is not held against them."""
-        now = time.monotonic()
-        fresh, self._looked = now - self._looked < self.silence, now
-        silent_ranks = []
-        for rank in ranks:
-            count = self._store.get(_key(rank)) if self._store.check([_key(rank)]) else b""
-            before, since = self._heard.get(rank, (None, now))
-            if count != before or not fresh:
-                self._heard[rank] = count, now
-            elif now - since > self.silence:
-                silent_ranks.append(rank)
-            if count == _GONE:
-                silent_ranks.append(rank)
-        return silent_ranks
-
-    def close(self) -> None:
-        """Says that this rank has ended."""
-        self._ended.set()
-        self._beat(_GONE)
-
-    def _live(self) -> None:
-        count = 0
-        while not self._ended.wait(self.silence / BEATS):
-            if not threading.main_thread().is_alive():  # it raised, and the process is on its way out
-                self.close()
-                return
-            count += 1
-            self._beat(str(count).encode())
-
-    def _beat(self, word: bytes) -> None:
-        try:
-            self._store.set(_key(self._rank), word)
-        except RuntimeError:  # the store is gone: whoever waits finds out by itself
-            self._ended.set()
-
-
-def _key(rank: int) -> str:
-    return f"outer/alive/{rank}"
-
-
 class Members:
     """The living members as this rank sees them, and their flights. Has state.
 
@@ -264,9 +193,6 @@ class Members:
     ) -> None:
         self.crew, self.codec, self.on_change = crew, codec, on_change
         self.store = store_client.clone(crew.store)
-        self._beats = (
-            MemberHeartbeats(store_client.clone(crew.store), self.rank, crew.silence) if crew.silence else None
-        )
         entry = rejoin.ask(self.store, crew.member, crew.shard) if crew.returns else rejoin.RejoinPoint(0, crew.members)
         self.epoch, self.members, self._number = entry
         self._closed = False
@@ -293,19 +219,18 @@ class Members:
                     if (broken := task.exception()) is not None:  # of one that never ran, too: another failed before it
                         outcome.failed(broken)
                     elif silent := self._silent(self.members):
-                        outcome.failed(RuntimeError(f"rank {silent[0]} is gone, or gave no sign of life for too long"))
+                        outcome.failed(RuntimeError(f"rank {silent[0]} is gone"))
                     time.sleep(LOOK)
             except RuntimeError as error:  # the store is gone
                 outcome.error = outcome.error or error
                 outcome.known.set()
 
     def _silent(self, members: Sequence[int]) -> list[int]:
-        """The other ranks of `members` that are dead by their signs of life."""
+        """The other ranks of `members` that are known to be gone."""
         shards = self.crew.shards
         ranks = [member * shards + shard for member in members for shard in range(shards)]
         others = [rank for rank in ranks if rank != self.rank]
-        known = [] if self.crew.lost is None else [rank for rank in others if rank in self.crew.lost()]
-        return known + ([] if self._beats is None else self._beats.silent(others))
+        return [] if self.crew.lost is None else [rank for rank in others if rank in self.crew.lost()]
 
     # --- the group -----------------------------------------------------------------------------------------------
 
@@ -495,8 +420,6 @@ class Members:
         """Ends the threads."""
         self._closed = True
         self._waiting.put(None)
-        if self._beats is not None:
-            self._beats.close()
         if self._coded is not None:
             self._coded.close()
 
