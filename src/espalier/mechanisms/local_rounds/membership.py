@@ -28,7 +28,6 @@ from espalier.comm.abort import apart
 from espalier.comm.base import Codec, Ledger, Spent, Traffic
 from espalier.comm.comm_thread import QueuedWork
 from espalier.comm.compressed_collectives import CodedCollectives
-from espalier.mechanisms.local_rounds import rejoin
 from espalier.recipe.errors import RESUME, PeerLost
 
 GRACE = 3.0
@@ -80,7 +79,6 @@ class MemberGroup(NamedTuple):
         timeout: seconds of any wait for a message.
         grace: seconds; see `GRACE`.
         ledger: books what is sent; may be None.
-        returns: this replica was lost, or takes the place of one that was, and asks the others to let it in.
         lost: asked who is known to be gone, by rank among all of all members; None: nobody knows more than they do.
     """
 
@@ -92,7 +90,6 @@ class MemberGroup(NamedTuple):
     timeout: float = 60.0
     grace: float = GRACE
     ledger: Ledger | None = None
-    returns: bool = False
     lost: Callable[[], Collection[int]] | None = None
 
 
@@ -180,26 +177,16 @@ class Members:
     Args:
         crew: see there.
         codec: of what travels.
-        on_change: called as `on_change(lost, members)` after members were lost, or came back (then none is lost).
-
-    Raises PeerLost: a member that returns was not let in.
     """
 
-    def __init__(
-        self,
-        crew: MemberGroup,
-        codec: Codec,
-        on_change: Callable[[tuple[int, ...], tuple[int, ...]], None] | None = None,
-    ) -> None:
-        self.crew, self.codec, self.on_change = crew, codec, on_change
+    def __init__(self, crew: MemberGroup, codec: Codec) -> None:
+        self.crew, self.codec = crew, codec
         self.store = store_client.clone(crew.store)
-        entry = rejoin.ask(self.store, crew.member, crew.shard) if crew.returns else rejoin.RejoinPoint(0, crew.members)
-        self.epoch, self.members, self._number = entry
+        self.epoch, self.members, self._number = 0, crew.members, 0
         self._closed = False
         self._heard = 0.0  # when the store last answered, by the monotonic clock
         self._past: list[Any] = []  # groups with messages under way, which must not be taken apart
         self._waiting: queue.SimpleQueue[tuple[CommitVote, QueuedWork] | None] = queue.SimpleQueue()
-        rejoin.announce(self.store, self.epoch)
         self._coded = self._joined()
         if self._coded is not None:
             threading.Thread(target=self._look, name="espalier-members", daemon=True).start()
@@ -235,7 +222,8 @@ class Members:
     # --- the group -----------------------------------------------------------------------------------------------
 
     def _space(self) -> Any:
-        return rejoin.space_of(self.store, self.epoch)
+        """The key space of this epoch."""
+        return PrefixStore(f"outer/{self.epoch}", self.store)
 
     def _joined(self) -> CodedCollectives | None:
         """The members' group of this epoch, of the ranks with this rank's shard; None where a replica is alone."""
@@ -335,7 +323,7 @@ class Members:
             self._past.append(self._coded)
             self._coded.lane.patience = self.crew.timeout  # it may still wait for messages that will not come
             self._coded.close()
-        space, crew, before = self._space(), self.crew, self.members
+        space, crew = self._space(), self.crew
         try:
             space.set(f"left/{self.rank}", "")
             survivors = self._survivors(space)
@@ -351,10 +339,7 @@ class Members:
                 do=f"a grace of more than {crew.grace:g} s, or a link that is not silent for so long",
             )
         self.epoch += 1
-        rejoin.announce(self.store, self.epoch)
         self._coded = self._joined()
-        if self.on_change is not None:
-            self.on_change(tuple(sorted(set(before) - set(self.members))), self.members)
 
     def _alone(self, why: object) -> PeerLost:
         return PeerLost(
@@ -378,43 +363,6 @@ class Members:
             if dead.issuperset(absent) or time.monotonic() > until:
                 return there
             time.sleep(LOOK)
-
-    # --- one more member -------------------------------------------------------------------------------------------
-
-    def coming(self, every: int) -> int | None:
-        """Who comes back before the next flight, as all agree; `every`: flights of a round. See `rejoin.coming`."""
-        absent = [member for member in self.crew.members if member not in self.members]
-        if not absent:
-            return None
-        return rejoin.coming(self._space(), self.crew.shards, absent, self._number + 1, every)
-
-    def take_in(self, member: int, state: Callable[[], dict[str, Any]]) -> None:
-        """Makes `member` one of them; the first of the living sends it what `state` gives. All call it alike, with no
-        flight under way."""
-        donor, limit = self.members[0], timedelta(seconds=self.crew.timeout)
-        entry = rejoin.RejoinPoint(self.epoch + 1, tuple(sorted((*self.members, member))), self._number)
-        rejoin.admit(self._space(), entry)
-        before = self._coded
-        self.epoch, self.members, _ = entry
-        try:
-            self._coded = self._joined()
-            assert self._coded is not None
-            if self.crew.member == donor:
-                rejoin.send(self._coded.inner, self.members.index(member), state(), limit)
-        except RuntimeError as error:  # it is gone again, or another is
-            self._regroup(error)
-        if before is not None:
-            self._past.append(before)
-            before.close()
-        rejoin.announce(self.store, self.epoch)
-        if self.on_change is not None:
-            self.on_change((), self.members)
-
-    def taken_in(self) -> dict[str, Any]:
-        """What the first of the others sends to this member, which has come back."""
-        assert self._coded is not None
-        donor = next(index for index, member in enumerate(self.members) if member != self.crew.member)
-        return rejoin.received(self._coded.inner, donor, timedelta(seconds=self.crew.timeout))
 
     def close(self) -> None:
         """Ends the threads."""
