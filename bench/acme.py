@@ -1,9 +1,9 @@
 """Failures, and what is done against them: how long they last, what is lost, and what saving costs.
 
-    python bench/acme.py [--part PART] [--quick] [--pairs N] [--json FILE] [--torchft PYTHON] [--minutes N]
+    python bench/acme.py [--part PART] [--quick] [--pairs N] [--json FILE] [--minutes N]
 
-PART is `recovery` (what follows here, and the default), `save` (acme_save.py), `replicas` (acme_replicas.py, beside the
-torchft that PYTHON has) or `soak` (acme_soak.py, for N minutes).
+PART is `recovery` (what follows here, and the default), `save` (acme_save.py) or `soak` (acme_soak.py, for
+N minutes).
 
 Recovery is our supervisor beside torchrun: from a failure of one rank to the next step, and steps done again. The same
 decoder, batch and checkpoints every 5 steps; 2 ranks, Gloo, a thread each. torchrun (`--max-restarts`,
@@ -26,7 +26,6 @@ from typing import NamedTuple
 import msgspec
 
 sys.path.insert(0, str(Path(__file__).parent))
-import acme_replicas
 import acme_save
 import acme_soak
 from acme_rank import Task
@@ -126,15 +125,12 @@ def recovery(rounds: int) -> list[Row]:
 def main() -> None:
     options = arguments(
         __doc__ or "",
-        part={"choices": ("recovery", "save", "replicas", "soak"), "default": "recovery"},
-        torchft={"metavar": "PYTHON", "help": "an interpreter that has torchft; without it those rows are left out"},
+        part={"choices": ("recovery", "save", "soak"), "default": "recovery"},
         minutes={"type": float, "default": 30.0, "help": "of the soak"},
     )
     quick, pairs = options.quick, options.pairs
     if options.part == "save":
         rows = acme_save.rows(pairs or (3 if quick else 15), quick)
-    elif options.part == "replicas":
-        rows = acme_replicas.rows(pairs or (1 if quick else 3), options.torchft)
     elif options.part == "soak":
         rows = acme_soak.rows(min(options.minutes, 3.0) if quick else options.minutes)
     else:

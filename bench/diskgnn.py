@@ -359,8 +359,6 @@ def cases(size: Size, folder: Path, python: str | None, pairs: int) -> dict[str,
     found: dict[str, Callable[[], list[Row]]] = {}
     found |= {f"load-{peer}": beside(size, "packed", peer, "features of the batches") for peer in LOADS}
     found |= {f"{peer}": beside(size, "epoch-packed", peer, "epoch") for peer in EPOCHS}
-    found["hyperbatch"] = beside(size, "hyperbatch", "lru", "sampled and loaded in hyperbatches")
-    found["hyperbatch-dgl-epoch"] = beside(size, "epoch-hyperbatch", "dgl-epoch", "epoch of hyperbatches")
     found |= {f"tiny-{peer}": beside(TINY, "epoch-packed", peer, "epoch") for peer in ("epoch-plain", "epoch-memory")}
     for peer in ("lru", "belady", "epoch-memory"):
         ours = "epoch-packed-budget" if "epoch" in peer else "packed-budget"

@@ -1,8 +1,8 @@
 """One contestant of bench/diskgnn.py in a process of its own: a line with a number of batches in, one measurement of
 the first so many out, as JSON.
 
-    python diskgnn_rank.py REQUEST.json mmap | lru | belady | packed | hyperbatch
-    python diskgnn_rank.py REQUEST.json epoch-packed | epoch-hyperbatch | epoch-memory | epoch-plain
+    python diskgnn_rank.py REQUEST.json mmap | lru | belady | packed
+    python diskgnn_rank.py REQUEST.json epoch-packed | epoch-memory | epoch-plain
 
 The first load the features of the same batches, the others train on them for an epoch. `lru` and `belady` read missing
 rows with the same O_DIRECT reader as ours (every page of a batch once, in the order of the file) and hold as many rows
@@ -32,8 +32,6 @@ from espalier.graph.networks import compiled_aggregate
 from espalier.graph.networks.gnn import Gnn
 from espalier.graph.sampling.neighbor_sampler import Sampler, Style
 from espalier.kernels.cross_entropy import cross_entropy
-from espalier.mechanisms.disk_batches.disk_sampler import DiskSampler, open_topology
-from espalier.mechanisms.disk_batches.hyperbatch import HyperbatchReader
 from espalier.mechanisms.disk_batches.mini_batches import MemoryShare
 from espalier.mechanisms.disk_batches.pack import PackedSet
 from espalier.mechanisms.disk_batches.reader import PackedBatches, TieredFeatures, TierStats
@@ -76,10 +74,6 @@ class World:
     def room(self) -> Tensor:
         return torch.zeros(max(map(len, self.batches)), self.mapped.shape[1])
 
-    def hyperbatches(self) -> HyperbatchReader:
-        sampler = DiskSampler(open_topology(self.graph_folder), STYLE)
-        return HyperbatchReader(sampler, self.features, tuple(self.request["fanouts"]), self.request["memory"])
-
 
 Run = Callable[[range], float]
 """Passes over these batches; the number that is to be the same."""
@@ -89,11 +83,6 @@ def loaded(world: World, what: str) -> Run:
     """Loads batches; the sum of one value of each row, which all contestants agree on."""
     if what == "packed":
         return packed(world)
-    if what == "hyperbatch":
-        reader = world.hyperbatches()
-        return lambda which: sum(
-            float(x[:, 0].sum()) for _, x in reader.batches([world.seeds[at] for at in which], which)
-        )
     if what == "mmap":
         return mapped(world)
     return cached(world, np.load(world.folder / f"{what}.npz"))
@@ -225,17 +214,6 @@ def from_packed(world: World) -> Callable[[range], Iterator[Batch]]:
     return batches
 
 
-def from_hyperbatches(world: World) -> Callable[[range], Iterator[Batch]]:
-    reader = world.hyperbatches()
-
-    def batches(which: range) -> Iterator[Batch]:
-        some = [world.seeds[at] for at in which]
-        for (drawn, features), seeds in zip(reader.batches(some, which), some, strict=True):
-            yield features, drawn.blocks, seeds
-
-    return batches
-
-
 def plain(world: World) -> Run:
     from plain_graph_loop import PlainLoop
 
@@ -247,7 +225,7 @@ def plain(world: World) -> Run:
 def epochs(world: World, what: str) -> Run:
     if what == "epoch-plain":
         return plain(world)
-    sources = {"epoch-memory": from_memory, "epoch-packed": from_packed, "epoch-hyperbatch": from_hyperbatches}
+    sources = {"epoch-memory": from_memory, "epoch-packed": from_packed}
     return trained(world, sources[what](world))
 
 

@@ -21,13 +21,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 from espalier import recipe as config
 from espalier.language.moe import MOE, Experts
-from espalier.mechanisms.expert_parallel.alltoall import AllToAll
 from espalier.mechanisms.expert_parallel.flashmoe import FlashMoE
 from espalier.mechanisms.expert_parallel.mechanism import keep
 from espalier.parallel.expert_map import ExpertMap
 from espalier.recipe import defaults
+from experts_by_alltoall import AllToAll
 from rank import late, run, stock
 
 CLOSE = 2e-4

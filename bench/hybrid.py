@@ -5,11 +5,10 @@
 Codecs: one thread, 4 MiB of normal float32 that lie in memory, encoded and decoded in turn; zfpy and blosc2 where they
 are installed. Links: an all-reduce of 64 MiB (--quick: 16 MiB) over 4 hosts with an uplink each, beside Gloo in float32
 and in half precision (what DDP's fp16 hook sends), in turn in the same processes; `auto` is what the break-even rule
-chooses there. Bytes: the interface's payload and the ledger's. MPI: the same beside MPI_Allreduce of the mpich wheel,
-under its mpiexec, with the codecs on a Channel and round mpi4py; and what of an MPI_Iallreduce is still to be waited
-for after 0.5 s of computing. Fast: the same hosts with no limit. Sites: a ring of 4 machines at two sites, ranks
-numbered by the measured links beside ranks numbered in turn. DDP: steps of a perceptron with 16 MiB of gradients. All
-hosts share this machine's cores. All but codecs need root (see bench/netlab.py), MPI also `espalier-train[mpi]`.
+chooses there. Bytes: the interface's payload and the ledger's. MPI: int8 beside MPI_Allreduce of the mpich wheel,
+under its mpiexec. Fast: the same hosts with no limit. Sites: a ring of 4 machines at two sites, ranks numbered by the
+measured links beside ranks numbered in turn. DDP: steps of a perceptron with 16 MiB of gradients. All hosts share this
+machine's cores. All but codecs need root (see bench/netlab.py), MPI also `espalier-train[mpi]`.
 """
 
 from __future__ import annotations
@@ -88,16 +87,9 @@ def mpi(turns: int, quick: bool) -> list[Row]:
         return []
     rows, size = [], 2**24 if quick else 2**26
     for rate in RATES:
-        names = ["mpi", "int8", "mpi4py int8", "mpi4py int4"]
-        task = {"what": "all_reduce", "contestants": names, "bytes": size, "turns": turns}
+        task = {"what": "all_reduce", "contestants": ["mpi", "int8"], "bytes": size, "turns": turns}
         found = over_links(task, shaped(rate), mpiexec)
-        rows += [beside(case_of(size, rate), found["seconds"], ours, "mpi", MPI) for ours in names[1:]]
-    task = {"what": "progress", "bytes": 2**20, "seconds": 0.5, "turns": 3 * turns}
-    found = over_links(task, Shape(nodes=2, hosts=1, rate=100e6), mpiexec)
-    case = "MPI_Iallreduce of 1 MiB behind 0.5 s of products, 2 hosts, 100 Mbit/s, with Progress"
-    for what, unit, better in (("waits", "ms", False), ("products", "products", True)):
-        pairs = list(zip(found[what]["progress"], found[what]["plain"], strict=True))
-        rows.append(compare(f"{case}: {what}", "without", unit, pairs, higher_is_better=better))
+        rows.append(beside(case_of(size, rate), found["seconds"], "int8", "mpi", MPI))
     return rows
 
 

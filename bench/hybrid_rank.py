@@ -1,9 +1,8 @@
-"""One host of bench/hybrid.py: all-reduces by several contestants in turn, steps of DistributedDataParallel, waits of
-MPI with and without progress, rings through two sites."""
+"""One host of bench/hybrid.py: all-reduces by several contestants in turn, steps of DistributedDataParallel, rings
+through two sites."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import statistics
 import sys
@@ -19,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from espalier.comm import Traffic, connect, ddp_hook, disconnect, mpi, traffic
+from espalier.comm import Traffic, connect, ddp_hook, disconnect, traffic
 from espalier.comm.codecs import codec
 from espalier.launch.launchers import detect_launcher
 from espalier.machine import link
@@ -46,8 +45,8 @@ def wire_bytes() -> int:
 def all_reducer(name: str) -> Callable[[torch.Tensor], None]:
     """Sums a tensor over the ranks, in place."""
     limit = timedelta(seconds=TIMEOUT)
-    if name.startswith("mpi"):
-        return by_mpi(name.partition(" ")[2])
+    if name == "mpi":
+        return by_mpi()
     if name in ("gloo", "gloo again", "fp16"):
         group: Any = dist.new_group(backend="gloo", timeout=limit)
 
@@ -70,8 +69,8 @@ def all_reducer(name: str) -> Callable[[torch.Tensor], None]:
     return coded
 
 
-def by_mpi(name: str) -> Callable[[torch.Tensor], None]:
-    """MPI's own all-reduce, or codec `name` round mpi4py."""
+def by_mpi() -> Callable[[torch.Tensor], None]:
+    """MPI's own all-reduce."""
     from mpi4py import MPI
 
     comm = MPI.COMM_WORLD
@@ -79,10 +78,7 @@ def by_mpi(name: str) -> Callable[[torch.Tensor], None]:
     def plain(x: torch.Tensor) -> None:
         comm.Allreduce(MPI.IN_PLACE, x.numpy())
 
-    def coded(x: torch.Tensor) -> None:
-        x.copy_(torch.from_numpy(mpi.allreduce(comm, x.numpy(), codec=name)))
-
-    return coded if name else plain
+    return plain
 
 
 def chosen_here() -> tuple[str, str]:
@@ -136,33 +132,6 @@ def reduce(task: dict[str, Any]) -> dict[str, Any]:
         "auto": why,
         "chosen": taken,
     }
-
-
-def progress(task: dict[str, Any]) -> dict[str, Any]:
-    """Milliseconds that are still to be waited for a sum after so many seconds of products, and the products, of each
-    turn with and without Progress."""
-    from mpi4py import MPI
-
-    comm = MPI.COMM_WORLD
-    values, a = torch.zeros(task["bytes"] // 4), torch.eye(256)
-    found: dict[str, dict[str, list[float]]] = {what: {"plain": [], "progress": []} for what in ("waits", "products")}
-    for turn in range(-1, task["turns"]):
-        for label in ("plain", "progress"):
-            dist.barrier()
-            products = 0
-            with mpi.MpiProgress(comm) if label == "progress" else contextlib.nullcontext():
-                request = comm.Iallreduce(MPI.IN_PLACE, values.numpy())
-                end = time.perf_counter() + task["seconds"]
-                while time.perf_counter() < end:
-                    a = a @ a
-                    products += 1
-                begin = time.perf_counter()
-                request.Wait()
-                took = time.perf_counter() - begin
-            if turn >= 0:
-                found["waits"][label].append(1e3 * took)
-                found["products"][label].append(products)
-    return found
 
 
 def sites(task: dict[str, Any]) -> dict[str, Any]:
@@ -229,7 +198,7 @@ def train(task: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-TASKS = {"all_reduce": reduce, "progress": progress, "sites": sites, "ddp": train}
+TASKS = {"all_reduce": reduce, "sites": sites, "ddp": train}
 
 
 def main() -> None:

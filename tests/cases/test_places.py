@@ -229,10 +229,9 @@ def test_weights_are_exported_as_the_same_bytes(home: Path) -> None:
         assert len({(home / number / name).read_bytes() for number in "1234"}) == 1, name
 
 
-def test_a_run_of_an_earlier_version_is_read_with_one_line(home: Path) -> None:
+def test_a_run_without_an_identity_is_read_with_one_line(home: Path) -> None:
     (home / "one" / "run.json").unlink()
     hashes = json.loads((home / "one" / "data.json").read_text())["hashes"]
-    (home / "one" / "data.json").write_text(json.dumps(hashes))  # as earlier versions wrote it
     done = forked(home, "eval", "one")
     assert done.returncode == 0, done.stderr
     assert "note: the run folder has no run.json" in done.stderr

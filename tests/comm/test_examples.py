@@ -1,22 +1,14 @@
-"""The stand-alone uses run as they stand: a DDP hook, FSDP2, and MPI."""
+"""The stand-alone uses run as they stand: a DDP hook and FSDP2."""
 
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import programs
 import pytest
 
 ROOT = Path(__file__).parents[2]
-
-
-def run(*command: str) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, timeout=55, check=False, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 @pytest.mark.parametrize("name", ["ddp_hook.py", pytest.param("fsdp2.py", marks=pytest.mark.slow)])
@@ -28,14 +20,3 @@ def test_it_trains(name: str, tmp_path: Path) -> None:
     assert losses[-1] < 0.7 * losses[0]
     sent = re.search(r"sent ([\d.]+)", said)
     assert sent is None or float(sent[1]) < 0.28
-
-
-@pytest.mark.slow
-def test_mpi_ranks_get_the_same_sum(mpiexec: str) -> None:
-    said = run(mpiexec, "-n", "3", sys.executable, "examples/mpi_sum.py")
-    error = re.search(r"3 ranks, relative error ([\d.e-]+), all alike: True", said)
-    assert error is not None
-    assert 0 < float(error[1]) < 0.02
-    kept = re.search(r"kept for the next sum: ([\d.e-]+)", said)
-    assert kept is not None
-    assert float(kept[1]) < 1e-5

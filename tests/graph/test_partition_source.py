@@ -166,17 +166,6 @@ def test_quantized_layers_on_parts_that_were_cut_before_train_as_on_the_graph(tm
     assert workload.decisions()[1] == next(one for one in whole.decisions() if one.startswith("Quantization"))
 
 
-def test_parts_without_degrees_are_refused_for_few_bits_and_tell_what_to_do(tmp_path, monkeypatch):
-    given = partition_folder._nodes
-    monkeypatch.setattr(
-        partition_folder, "_nodes", lambda graph: {k: v for k, v in given(graph).items() if k != "degrees"}
-    )
-    cut(tmp_path / "parts")
-    open_graph(of_parts(tmp_path / "parts"))
-    with pytest.raises(UserError, match="has no degrees"):
-        open_graph(of_parts(tmp_path / "parts", quant={"kind": "a2q"}))
-
-
 def test_the_whole_graph_comes_back_from_its_parts(tmp_path):
     for at, (model, known) in enumerate([({"kind": "gcn"}, {"weights": np.linspace(0.5, 2, 240)}), (SAGE, {})]):
         graph = cut(tmp_path / str(at), model, **known)

@@ -1,9 +1,8 @@
-"""Plan files of versions 1 and 2, in which fields of single systems stood beside the rest, are read."""
+"""Plan files say what single systems decide in `choices`; those of another version are refused."""
 
 from __future__ import annotations
 
 import json
-from typing import Any
 
 import pytest
 
@@ -13,7 +12,7 @@ from espalier.mechanisms.halo_exchange.state import HaloAge, HaloExchangeState
 from espalier.mechanisms.local_rounds.state import LocalRoundsState
 from espalier.mechanisms.optimizer_node.state import OptimizerNodeState
 from espalier.mechanisms.task_waves.state import TaskWavesState, WaveSlice
-from espalier.plan.base import BEFORE_CHOICES, ChoiceState, Plan, Rank, check, dumps, loads
+from espalier.plan.base import ChoiceState, Plan, Rank, check, dumps, loads
 from espalier.recipe.errors import UserError
 from espalier.recipe.graphs import Batches
 
@@ -26,19 +25,6 @@ STATES = (
     DiskBatchesState(batches=Batches(fanout=(10, 5), batch_tokens=64, steps=7)),
     LocalRoundsState(replicas=((0,), (1,)), method="eager", settings={"codec": "int4"}, steps=9, adapt=False),
 )
-SINCE_VERSION_2 = ("task_waves", "halo_exchange", "optimizer_node")
-"""Whose fields lie in `choices` in version 2."""
-
-
-def older(plan: Plan, version: int) -> dict[str, Any]:
-    """The table of a plan as `version` had it: fields of single systems beside the rest."""
-    table: dict[str, Any] = json.loads(dumps(plan))
-    choices = table.pop("choices")
-    table["outer"] = choices.pop("local_rounds", None)
-    for name, fields in BEFORE_CHOICES.items():
-        if version == 1 or name not in SINCE_VERSION_2:
-            table |= fields | choices.pop(name, {})
-    return table | {"version": version} | ({"choices": choices} if version == 2 else {})
 
 
 def with_states(*states: ChoiceState) -> Plan:
@@ -48,15 +34,17 @@ def with_states(*states: ChoiceState) -> Plan:
     return plan
 
 
-@pytest.mark.parametrize("version", [1, 2])
 @pytest.mark.parametrize("states", [(), *((state,) for state in STATES), STATES])
-def test_older_versions_are_read_as_version_3(states: tuple[ChoiceState, ...], version: int) -> None:
+def test_what_is_written_is_read_again(states: tuple[ChoiceState, ...]) -> None:
     plan = with_states(*states)
-    table = older(plan, version)
-    assert {"outer", "experts", "batches"} <= set(table)
-    assert loads(json.dumps(table)) == plan
     assert loads(dumps(plan)) == plan
-    assert json.loads(dumps(plan))["version"] == 3
+
+
+@pytest.mark.parametrize("version", [1, 2, 4])
+def test_another_version_is_refused(version: int) -> None:
+    table = json.loads(dumps(with_states())) | {"version": version}
+    with pytest.raises(UserError, match=r"(?s)plan\.json cannot be read.*version.*it is then planned again"):
+        loads(json.dumps(table))
 
 
 def test_what_the_core_asks_of_states_is_answered_by_whoever_has_it() -> None:
@@ -78,4 +66,4 @@ def test_an_expert_that_is_held_twice_or_by_nobody_is_refused(experts: tuple[tup
 )
 def test_what_no_system_says_is_refused(choices: str) -> None:
     with pytest.raises(UserError, match=r"plan\.json cannot be read"):
-        loads(f'{{"choices": {choices}, "outer": {{"replicas": [[0], [1]]}}}}')
+        loads(f'{{"choices": {choices}}}')

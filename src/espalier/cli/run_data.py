@@ -8,10 +8,8 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-import os
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -34,7 +32,7 @@ if TYPE_CHECKING:
 
 class DataRecord(msgspec.Struct, frozen=True):
     """What `data.json` holds: a hash for each file of the data, and the notes of its readers (`Workload.notes`), as on
-    what they did not use. Earlier versions wrote the hashes alone."""
+    what they did not use."""
 
     hashes: Mapping[str, str]
     notes: tuple[str, ...] = ()
@@ -44,11 +42,8 @@ def read_record(folder: RunFolder) -> DataRecord | None:
     """What the run's `data.json` holds; None where there is none. Raises UserError for a damaged one."""
     if not folder.data.exists():
         return None
-    text = folder.data.read_bytes()
-    with suppress(msgspec.DecodeError):
-        return DataRecord(serialization.from_json(text, dict[str, str]))
     with parsing(folder.data, "remove it; the present data is then accepted"):
-        return serialization.from_json(text, DataRecord)
+        return serialization.from_json(folder.data.read_bytes(), DataRecord)
 
 
 @dataclass(frozen=True)
@@ -82,9 +77,9 @@ def data_of(folder: RunFolder, recipe: Recipe, workload: Workload) -> DataHashes
     before = record.hashes
     if recipe.tasks:  # each has data of its own, and may have come since
         both = before.keys() & now.keys()
-        changed = _changes({name: before[name] for name in both}, {name: now[name] for name in both})
+        changed = data_hash.differences({name: before[name] for name in both}, {name: now[name] for name in both})
     else:
-        changed = _changes(before, now)
+        changed = data_hash.differences(before, now)
     if not changed:
         return DataHashes(now)
     first = changed[0]
@@ -106,22 +101,16 @@ def _hashes(recipe: Recipe, workload: Workload) -> Mapping[str, str]:
     return workload_registry.row(recipe).contents(runs.located(recipe), workload)
 
 
-def _changes(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """See `recipe.data_hash.differences`. Earlier versions have relative paths."""
-    absolute = {path if (path := os.path.abspath(name)) in now else name: digest for name, digest in before.items()}
-    return data_hash.differences(absolute, now)
-
-
 def refuse_changed(folder: RunFolder, recipe: Recipe, workload: Workload) -> None:
     """Raises UserError where the data is not what a run was trained on that has kept nothing of its preprocessing: its
     tokenizer and its classes would be derived from other data."""
     record = read_record(folder)
     now = _hashes(recipe, workload)
-    changed = _changes(record.hashes, now) if record else []
+    changed = data_hash.differences(record.hashes, now) if record else []
     if changed:
         raise UserError(
             f"{changed[0]} since {folder.path} was begun, and the run does not keep what it made of its data.",
-            why="an earlier version began it; tokens and classes would be those of other data",
+            why="its folder preprocessing is gone; tokens and classes would be those of other data",
             do="bring the data back",
         )
 

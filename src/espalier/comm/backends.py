@@ -1,4 +1,4 @@
-"""Backends of a Channel: Gloo, NCCL, MPI, and host staging for ranks that compute on different kinds of device.
+"""Backends of a Channel: Gloo, NCCL, and host staging for ranks that compute on different kinds of device.
 
 Gloo carries host tensors for all operations and GPU tensors for few, and NCCL has no CPUs. So where CPUs and GPUs are
 in one group, a GPU's tensors are copied to the host, sent, and copied back when they are waited for; ranks on CPUs send
@@ -170,20 +170,8 @@ def _staged(asked: GroupRequest) -> dict[str, Any]:
     return {"cpu": inner, "cuda": HostStaged(inner)}
 
 
-def _mpi(asked: GroupRequest) -> dict[str, Any]:
-    if not dist.is_mpi_available():
-        raise UserError(
-            "inner = 'mpi' needs a PyTorch built with MPI.", do="use inner = 'gloo', or build PyTorch on the cluster"
-        )
-    from torch.distributed import ProcessGroupMPI
-
-    inner = ProcessGroupMPI.create(list(asked.members))
-    return {"cpu": inner, "cuda": inner}
-
-
 INNER: dict[str, Callable[[GroupRequest], dict[str, Any]]] = {
     "gloo": _gloo,
     "nccl": _nccl,
-    "mpi": _mpi,
     "staged": _staged,
 }

@@ -124,7 +124,7 @@ class Channel(_ProcessGroup):
     def _beside(self, kind: Traffic) -> Any:
         """A group of the same ranks for host tensors, for the encoded messages of one class: what has several phases in
         a thread of its own must not mix with what torch launches."""
-        made = INNER["gloo" if self.line.inner in ("nccl", "mpi", "staged") else self.line.inner]
+        made = INNER["gloo" if self.line.inner in ("nccl", "staged") else self.line.inner]
         name, reach = f"{self.group_name} {kind._value_}", self.line.watch.reach(self.timeout)
         store = PrefixStore(f"coded {kind._value_}", self._store)
         return made(GroupRequest(store, self._rank, self._size, reach, self.members, name))["cpu"]

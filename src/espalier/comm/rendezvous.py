@@ -58,7 +58,7 @@ def connect(store: Store, rank: int, world: int, *, timeout: float, inner: str =
         rank: this process, 0 <= rank < world.
         world: the number of ranks.
         timeout: seconds; the deadline of this call and of every later wait.
-        inner: `gloo`, `nccl` (CUDA tensors by NCCL, host tensors by Gloo), `mpi`, or `staged` (CUDA tensors through
+        inner: `gloo`, `nccl` (CUDA tensors by NCCL, host tensors by Gloo), or `staged` (CUDA tensors through
             host memory, for groups of CPUs and GPUs).
 
     Raises:

@@ -33,18 +33,6 @@ def local(
     return combined(answers, order, weights)
 
 
-def run(
-    rows: Float[Tensor, "rows width"], kinds: Int[Tensor, " rows"], experts: Sequence[nn.Module]
-) -> Float[Tensor, "rows width"]:
-    """What expert `kinds[i]` says of row i, of rows in any order."""
-    if not experts:
-        return rows
-    order = kinds.argsort(stable=True)
-    parts = rows.index_select(0, order).split(kinds.bincount(minlength=len(experts)).tolist())
-    answers = torch.cat([expert(part) for expert, part in zip(experts, parts, strict=True)])
-    return answers.index_select(0, inverse(order))
-
-
 def combined(
     answers: Float[Tensor, "rows width"], order: Int[Tensor, " rows"], weights: Float[Tensor, "tokens active"]
 ) -> Float[Tensor, "tokens width"]:

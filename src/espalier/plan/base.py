@@ -23,17 +23,6 @@ from espalier.recipe.serialization import Value
 if TYPE_CHECKING:
     from espalier.track.charts import TimetableBar
 
-VERSION = 3
-BEFORE_CHOICES: dict[str, dict[str, Any]] = {
-    "task_waves": {"waves": [], "nested": 1},
-    "halo_exchange": {"halo_ages": []},
-    "optimizer_node": {"layer_window": 0, "node_link": 0.0},
-    "expert_parallel": {"experts": []},
-    "disk_batches": {"batches": None},
-}
-"""Fields that plans had beside the rest (the first three systems' in version 1, all in version 2), by whose they are,
-and what they were where nothing was said. `outer` was all that `local_rounds` says."""
-
 Placement = Literal["head_first", "context_first", "interleaved"]
 Tier = Literal["device", "host", "disk", "node"]
 """Where bytes wait: in the memory that computes, in the machine's memory, on its disk, or on ranks with the role
@@ -331,7 +320,7 @@ class RunnerUp(PlanStruct, frozen=True):
 class Plan(PlanStruct, frozen=True):
     """Every decision about one run."""
 
-    version: int = VERSION
+    version: Literal[3] = 3
     planner: str = "search"
     ranks: tuple[Rank, ...] = (Rank(),)
     units: tuple[Unit, ...] = (Unit(),)
@@ -497,24 +486,8 @@ def loads(text: str | bytes, origin: str = "plan.json") -> Plan:
         table = serialization.from_json(text)
         if isinstance(table, dict):
             table = {key: value for key, value in table.items() if key not in ("layout", "what_if")}
-            if table.get("version") != VERSION:
-                _move_to_choices(table)
-            for stage in table.get("stages", ()):  # plans from before sequences were cut two ways
-                if isinstance(stage, dict) and "sequence" in stage:
-                    stage.setdefault("heads", stage.pop("sequence"))
         plan = msgspec.convert(table, Plan)
         return plan.changed(choices=_states(plan.choices)) if plan.choices else plan
-
-
-def _move_to_choices(table: dict[str, Any]) -> None:
-    """Makes a plan of version 1 or 2 one of version 3: fields of single systems go to `choices`, where they say
-    anything."""
-    states = {"local_rounds": table.pop("outer", None)}
-    for name, fields in BEFORE_CHOICES.items():
-        state = {field: table.pop(field) for field in fields if field in table}
-        states[name] = any(state[field] != fields[field] for field in state) and state
-    table["choices"] = {**table.get("choices", {}), **{name: state for name, state in states.items() if state}}
-    table["version"] = VERSION
 
 
 def _states(choices: dict[str, Any]) -> dict[str, Any]:

@@ -84,9 +84,8 @@ class Scene:
 
 def of_cameras(cameras: Mapping[str, Any]) -> Scene:
     """A scene without images from `Scene.cameras`."""
-    width, height, focal, center, *bent = cameras["lens"]  # runs of earlier versions lack `bent` and `placement`
-    aspect, distortion = bent or (1.0, ())
-    placement = cameras.get("placement")
+    width, height, focal, center, aspect, distortion = cameras["lens"]
+    placement = cameras["placement"]
     return Scene(
         Lens(width, height, focal, (center[0], center[1]), aspect, tuple(distortion)),
         torch.zeros(0, height, width, 3, dtype=torch.uint8),

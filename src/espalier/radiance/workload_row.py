@@ -68,15 +68,7 @@ def views_of(workload: RadianceWorkload, text: str | None) -> list[tuple[str, Le
 
 def _placed(scene: Scene, pose: Tensor) -> Tensor:
     """A pose in the coordinates of the scene's folder in those of the scene."""
-    if scene.placement is not None:
-        return scene.placement.of(pose.numpy())
-    if scene.forward:
-        raise UserError(
-            "The run does not say how the poses of its capture were centred.",
-            why="an earlier version trained it",
-            do="train it anew, or render test views by number",
-        )
-    return pose
+    return pose if scene.placement is None else scene.placement.of(pose.numpy())
 
 
 def _lens(lens: Lens, table: Mapping[str, Any], where: str) -> Lens:

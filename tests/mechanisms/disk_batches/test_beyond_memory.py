@@ -11,11 +11,11 @@ import torch
 from tests.mechanisms.disk_batches.conftest import read_whole
 
 from espalier.graph.data import synthetic
+from espalier.graph.data.graph import Graph
 from espalier.graph.sampling.neighbor_sampler import Drawn, Style
 from espalier.mechanisms.disk_batches.batch_pool import Draws
-from espalier.mechanisms.disk_batches.disk_sampler import DiskSampler, open_topology
-from espalier.mechanisms.disk_batches.features import open_features
-from espalier.mechanisms.disk_batches.hyperbatch import HyperbatchReader
+from espalier.mechanisms.disk_batches.disk_sampler import disk_sampler
+from espalier.mechanisms.disk_batches.features import open_features, rows_of
 from espalier.mechanisms.disk_batches.pack import PackRequest, pack
 from espalier.store.rows import RowFile, RowLayout
 
@@ -45,14 +45,15 @@ def test_a_batch_of_a_graph_of_half_a_tebibyte(tmp_path):
     rows = {node * WIDTH: np.full(WIDTH, node % 1013) for node in (NODES - 1, NODES - 2, *last.tolist(), 0)}
     offset = sparse(tmp_path / "features.npy", np.float32, NODES * WIDTH, rows)
     assert (tmp_path / "features.npy").stat().st_size > 512 << 30
-    sampler = DiskSampler(open_topology(tmp_path), Style(False, "mean"))
+    mapped = (np.load(tmp_path / f"{name}.npy", mmap_mode="c") for name in ("indptr", "indices"))
+    sampler = disk_sampler(Graph(*mapped, np.zeros((0, WIDTH), np.float32)), Style(False, "mean"), 1 << 20)
     assert sampler.nodes == NODES
     assert sampler.topology.edges > 1 << 31
     assert sampler.degrees(np.array([0, NODES - 2, NODES - 1])).tolist() == [0, HUB, 8]
     tracemalloc.start()
     with RowFile(tmp_path / "features.npy", RowLayout(NODES, torch.float32, (WIDTH,), offset)) as features:
-        reader = HyperbatchReader(sampler, features, (8, 4), memory=1 << 20)
-        ((drawn, x),) = reader.batches([np.array([NODES - 1, NODES - 2])], [0])
+        drawn = sampler.draw(np.array([NODES - 1, NODES - 2]), (8, 4))
+        x = rows_of(features, drawn.nodes)
     assert tracemalloc.get_traced_memory()[1] < 64 << 20
     tracemalloc.stop()
     assert set(drawn.nodes.tolist()) == {NODES - 1, NODES - 2, 0, *last.tolist()}  # the hub hears from node 0 alone

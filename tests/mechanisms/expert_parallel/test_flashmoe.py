@@ -17,7 +17,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from espalier.mechanisms.expert_parallel.alltoall import AllToAll
 from espalier.mechanisms.expert_parallel.flashmoe import FlashMoE, shared_memory
 from espalier.mechanisms.expert_parallel.flashmoe.shared_memory import SharedMemoryTransport, neighbours
 from espalier.mechanisms.expert_parallel.flashmoe.transport import PeerMessages, row_codec
@@ -25,6 +24,7 @@ from espalier.mechanisms.expert_parallel.mechanism import LoadMeter
 from espalier.parallel.expert_map import ExpertMap
 from espalier.parallel.local_experts import local
 from espalier.plan.axes.experts import ExpertLoad, Routed, sent_bytes
+from experts_by_alltoall import AllToAll
 from many_ranks import forks, ranks
 
 WIDTH = 6

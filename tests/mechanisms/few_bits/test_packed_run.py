@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from tests.graph.conftest import made
 from tests.mechanisms.few_bits.test_quantization import recipe, trained
 
@@ -72,13 +71,6 @@ def test_the_export_has_no_pairs_of_nodes_and_predicts_what_the_run_predicts(tmp
     assert (tmp_path / "twice" / packed_run.PACKED).read_bytes() == (
         tmp_path / "export" / packed_run.PACKED
     ).read_bytes()
-    if not inductive:  # as an earlier version has it
-        shutil.copytree(tmp_path / "export", tmp_path / "before")
-        pairs = {name: one for name, one in model.state_dict().items() if "allocator" in name}
-        save_file({**rest, **pairs}, tmp_path / "before" / packed_run.REST)
-        again, found = opened(tmp_path / "before", options)
-        assert torch.equal(infer(found, again.task.view), infer(model, workload.task.view))
-        assert quantization.equipped(found).target is not None
 
 
 @pytest.mark.parametrize("late", ["values", "negative"])

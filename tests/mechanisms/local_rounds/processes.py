@@ -19,17 +19,12 @@ FORK = multiprocessing.get_context("fork")
 class Member:
     """A member as a process that was forked. Has state: what it said."""
 
-    def __init__(self, *args: Any, returns: bool = False) -> None:
-        self.args = args
+    def __init__(self, *args: Any) -> None:
         reader, writer = FORK.Pipe(duplex=False)
-        self.process = FORK.Process(target=life, args=(*args, returns, writer.send), daemon=True)
+        self.process = FORK.Process(target=life, args=(*args, writer.send), daemon=True)
         self.process.start()
         writer.close()
         self.reader, self.said = reader, [""]
-
-    def again(self) -> Member:
-        """A new process in the place of this one, which was ended: it comes back."""
-        return Member(*self.args, returns=True)
 
     def reach(self, line: str) -> None:
         """Returns when it says `line`."""

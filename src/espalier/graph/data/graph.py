@@ -71,7 +71,7 @@ class Partition(NamedTuple):
     """A graph whose parts wait in `folder`: how many they are, and the edges of all of them.
 
     Attributes:
-        degrees: int64 [nodes], of all edges; None: they were not written.
+        degrees: int64 [nodes], of all edges.
         root: float32 [nodes], what GCN scales nodes by (`neighbor_sampler.symmetric_root`).
         signed: see `signed`.
     """
@@ -79,8 +79,8 @@ class Partition(NamedTuple):
     folder: Path
     ranks: int
     edges: int
-    degrees: Array | None = None
-    root: Array | None = None
+    degrees: Array
+    root: Array
     signed: bool | None = None
 
 

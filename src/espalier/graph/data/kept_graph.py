@@ -37,7 +37,7 @@ class KeptGraph:
     Attributes:
         links: of a run that predicts links.
         outputs: columns of the network's answer; widths: of features and of edge features; weighted: edges had weights.
-        signs: see `QuantizedGraph.signs`; empty too where an earlier version wrote it.
+        signs: see `QuantizedGraph.signs`.
     """
 
     graph: Graph
@@ -94,15 +94,14 @@ def read(folder: Path) -> KeptGraph:
     known: dict[str, Any] = {"indptr": np.zeros(nodes + 1, np.int64), "indices": np.zeros(0, np.int32)}
     known["features"] = np.zeros((nodes, 0), np.float32)
     known |= {name: arrays[name] for name in (*_LARGE, "labels", "numbers") if name in arrays}
-    table.setdefault("values", False)  # earlier versions trained on classes and tasks alone
     known |= {name: tuple(value) if isinstance(value := table[name], list) else value for name in _TABLE}
-    known["scale"] = Scale.from_table(table.get("scale"))
+    known["scale"] = Scale.from_table(table["scale"])
     graph = Graph(**known, names=() if names is None else names.tolist(), parts=_parts(arrays, "part"))
     pairs = arrays.get("link_pairs")
     parts = _parts(arrays, "link")
     links = None if pairs is None or parts is None else link_prediction.cut(graph, pairs, parts)
     widths = tuple(table["widths"])
-    signs = tuple(table.get("signs", ()))
+    signs = tuple(table["signs"])
     return KeptGraph(graph, links, table["whole"], table["outputs"], widths, table["weighted"], signs)
 
 

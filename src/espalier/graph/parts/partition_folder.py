@@ -158,12 +158,6 @@ def check(recipe: Recipe, partition: Partition, style: Style) -> None:
         raise UserError(f"{what}, and graph.halo.parts says how to cut one.", do='graph.halo.parts = ""')
     if recipe.plan.pin.ranks != ranks:
         raise UserError(f"{what}, for as many ranks.", do=f"plan.pin.ranks={ranks}, or the graph itself as data.path")
-    if "quant" in recipe.mechanisms and partition.degrees is None:
-        raise UserError(
-            f"{what}, and {NODES} has no degrees.",
-            why="widths of [quant] are of all nodes, and follow their degrees",
-            do=f"{AGAIN}, by this version of espalier",
-        )
     if style != there:
         raise UserError(
             f"{what} for networks whose loops and scales are others.",
@@ -265,8 +259,8 @@ def outlined(folder: Path) -> tuple[Graph, Style]:
             folder,
             len(manifest.checksums),
             manifest.edges,
-            nodes["degrees"].numpy() if "degrees" in nodes else None,
-            nodes["root"].numpy() if "root" in nodes else None,
+            nodes["degrees"].numpy(),
+            nodes["root"].numpy(),
             bool(nodes["signed"]) if "signed" in nodes else None,
         ),
     )

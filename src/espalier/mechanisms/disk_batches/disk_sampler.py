@@ -105,21 +105,6 @@ def disk_sampler(graph: Graph, style: Style, memory: int) -> DiskSampler:
     return DiskSampler(Topology(indptr, indices, weights, edge_features), style, root)
 
 
-def open_topology(folder: Path) -> Topology:
-    """The edges in `indptr.npy` and `indices.npy` of `folder`, as generated graphs have them, and their `weights.npy`
-    where it is there. Raises UserError."""
-    indptr, indices = (_open(folder / f"{name}.npy") for name in ("indptr", "indices"))
-    (edges,) = _values(indptr, np.array([len(indptr) - 1])).tolist()
-    if edges != len(indices):
-        raise UserError(
-            f"{folder / 'indices.npy'} has {len(indices):,} edges, and indptr.npy ends at {edges:,}.",
-            why="the two are not of one graph, or one of them was cut off",
-            do="write both again",
-        )
-    weights = folder / "weights.npy"
-    return Topology(indptr, indices, _open(weights) if weights.exists() else None)
-
-
 def _open(path: Path, queue: IoQueue | None = None, memory: int = MEMORY) -> Rows:
     """Numbers of an .npy file."""
     with path.open("rb") as file:

@@ -1,8 +1,7 @@
 """`espalier export RUN --to packed`: a folder that predicts by itself, with features and matrices in Adaptive-Packages.
 
-`packed.pkg` has the rows that layers read and the matrices, `model.safetensors` what else the model has (pairs of each
-node too, where an earlier version wrote it), `run.toml` the recipe, `preprocessing/` the graph without its features,
-which are in the package.
+`packed.pkg` has the rows that layers read and the matrices, `model.safetensors` what else the model has, `run.toml` the
+recipe, `preprocessing/` the graph without its features, which are in the package.
 """
 
 from __future__ import annotations
@@ -106,8 +105,7 @@ def with_features(kept_graph: KeptGraph, folder: Path) -> KeptGraph:
     scale = _rest(folder).get(_SCALE)
     features = (rows if scale is None else rows * scale[:, None]).numpy()
     graph = replace(kept_graph.graph, features=features, placed=True)
-    signs = kept_graph.signs or ((matrices[_INPUT].signed,) if scale is None else (None,))
-    return replace(kept_graph, graph=graph, widths=(features.shape[1], kept_graph.widths[1]), signs=signs)
+    return replace(kept_graph, graph=graph, widths=(features.shape[1], kept_graph.widths[1]))
 
 
 def load(model: nn.Module, folder: Path) -> bool:
@@ -117,7 +115,7 @@ def load(model: nn.Module, folder: Path) -> bool:
         return False
     matrices, _ = package_file.read(folder / PACKED)
     state = {name: tensor for name, tensor in _rest(folder).items() if name != _SCALE}
-    state |= _packed_pairs(model, matrices, state)
+    state |= _packed_pairs(model, matrices)
     for name, matrix in matrices.items():
         if name.endswith(".weight"):
             state[name.removesuffix(".weight") + _MATRIX] = _values(matrix)
@@ -140,14 +138,12 @@ def _by_node(model: nn.Module) -> dict[str, FeatureQuantizer]:
     }
 
 
-def _packed_pairs(
-    model: nn.Module, matrices: Mapping[str, PackedRows], state: Mapping[str, Tensor]
-) -> dict[str, Tensor]:
-    """Pairs of nodes that `state` lacks, from the rows of the package. `model` then rounds each row as it is there."""
+def _packed_pairs(model: nn.Module, matrices: Mapping[str, PackedRows]) -> dict[str, Tensor]:
+    """Pairs of nodes, from the rows of the package. `model` then rounds each row as it is there."""
     quantizers, pairs = quantization.equipped(model), dict[str, Tensor]()
     for start, quantizer in _by_node(model).items():
         allocator = quantizer.allocator
-        if isinstance(allocator, NodeBits) and f"{start}raw_bits" not in state:
+        if isinstance(allocator, NodeBits):
             rows = matrices[quantizers.name(quantizer)].decoded()
             allocator.take(rows.widths, rows.steps, quantizer.rule.signed)
             quantizer.shift, quantizers.target = float, None

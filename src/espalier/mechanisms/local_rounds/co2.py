@@ -47,15 +47,12 @@ class CO2:
         optimizer: of its parameters, any kind; keeps its own state through rounds.
         steps: local steps of a round; None: begins at 8 and follows the measured waits, for all ranks alike.
         method: a key of `optim.diloco_slowmo.METHODS`.
-        group: the ranks; None: torch's default group. A `Crew` for ranks that met in a store of their own; a replica
-            that was lost comes back by one with `returns=True`, at the end of a round, with the others' outer
-            parameters and an optimizer that begins anew.
+        group: the ranks; None: torch's default group. A `MemberGroup` for ranks that met in a store of their own.
         choices: settings of `optim.diloco_slowmo.OuterMethod` other than the method's.
 
     Raises:
         UserError: an unknown method or setting, a model that cannot be averaged, no process group.
-        PeerLost: (from `optimizer.step`, `finish`) this rank was given up by the others; it returns, and nobody let it
-            in.
+        PeerLost: (from `optimizer.step`, `finish`) this rank was given up by the others.
 
     >>> outer = CO2(model, optimizer, steps=24, codec="int4")  # doctest: +SKIP
     """
@@ -78,13 +75,9 @@ class CO2:
         still = [tensor.detach() for tensor in (*model.parameters(), *model.buffers()) if id(tensor) not in moving]
         crew = group if isinstance(group, MemberGroup) else _crew(group)
         members = None if crew is None else Members(crew, codec(chosen.codec))
-        returns = members is not None and members.crew.returns
-        if members is not None and not returns:
+        if members is not None:
             members.spread([*live, *still])
         self.engine = OuterSync(live, chosen, members, Rounds(steps or 8, adapt=steps is None))
-        self.engine.still = still
-        if returns:
-            self.engine.come_in(self.rate)
         self._hook = optimizer.register_step_post_hook(self._stepped)
 
     @property

@@ -14,7 +14,7 @@ import math
 import queue
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -28,16 +28,12 @@ from espalier.comm.abort import apart
 from espalier.comm.base import Codec, Ledger, Spent, Traffic
 from espalier.comm.comm_thread import QueuedWork
 from espalier.comm.compressed_collectives import CodedCollectives
-from espalier.mechanisms.local_rounds import rejoin
 from espalier.recipe.errors import RESUME, PeerLost
 
 GRACE = 3.0
 """Seconds after the first sign of a failure in which survivors report."""
 LOOK = 0.02
 """Seconds between looks into the store while something is under way."""
-BEATS = 8
-"""Heartbeats in the time after which silence is death: a busy machine may delay some of them."""
-_GONE = b"gone"
 
 
 class MemberReport(NamedTuple):
@@ -83,10 +79,7 @@ class MemberGroup(NamedTuple):
         timeout: seconds of any wait for a message.
         grace: seconds; see `GRACE`.
         ledger: books what is sent; may be None.
-        returns: this replica was lost, or takes the place of one that was, and asks the others to let it in.
         lost: asked who is known to be gone, by rank among all of all members; None: nobody knows more than they do.
-        silence: seconds without a sign of life (`MemberHeartbeats`) after which a rank counts as dead; 0: it is dead
-            when its connections close, or when a message does not come within `timeout`.
     """
 
     store: Any
@@ -97,8 +90,6 @@ class MemberGroup(NamedTuple):
     timeout: float = 60.0
     grace: float = GRACE
     ledger: Ledger | None = None
-    returns: bool = False
-    silence: float = 0.0
     lost: Callable[[], Collection[int]] | None = None
 
 
@@ -180,100 +171,22 @@ class CommitVote:
             raise self.error
 
 
-class MemberHeartbeats:
-    """This rank's signs of life, and what it sees of the others'. Has state: a thread, and when each was last heard.
-
-    A stopped process sends no message and closes no connection, so its peers would wait for as long as a message may
-    take. A thread counts in the store for as long as its process runs and its main thread lives; who waits for the
-    others looks whether they still count. Seconds are those of the clock of who looks, so no two clocks are compared.
-
-    Args:
-        store: a connection of its own, as a thread writes to it.
-        rank: this rank's number among all ranks of all members.
-        silence: seconds after which a rank that gives no sign counts as dead.
-    """
-
-    def __init__(self, store: Any, rank: int, silence: float) -> None:
-        self.silence = silence
-        self._store, self._rank = store, rank
-        self._ended = threading.Event()
-        self._heard: dict[int, tuple[bytes, float]] = {}
-        self._looked = 0.0
-        self._beat(b"0")
-        # No daemon: one that is in the store when the interpreter ends would bring the process down.
-        threading.Thread(target=self._live, name="espalier-beats").start()
-
-    def silent(self, ranks: Iterable[int]) -> list[int]:
-        """Those of `ranks` that have ended, or gave no sign for `silence` seconds. Call it again and again while they
-        are waited for: what happened between two calls far apart is not held against them."""
-        now = time.monotonic()
-        fresh, self._looked = now - self._looked < self.silence, now
-        silent_ranks = []
-        for rank in ranks:
-            count = self._store.get(_key(rank)) if self._store.check([_key(rank)]) else b""
-            before, since = self._heard.get(rank, (None, now))
-            if count != before or not fresh:
-                self._heard[rank] = count, now
-            elif now - since > self.silence:
-                silent_ranks.append(rank)
-            if count == _GONE:
-                silent_ranks.append(rank)
-        return silent_ranks
-
-    def close(self) -> None:
-        """Says that this rank has ended."""
-        self._ended.set()
-        self._beat(_GONE)
-
-    def _live(self) -> None:
-        count = 0
-        while not self._ended.wait(self.silence / BEATS):
-            if not threading.main_thread().is_alive():  # it raised, and the process is on its way out
-                self.close()
-                return
-            count += 1
-            self._beat(str(count).encode())
-
-    def _beat(self, word: bytes) -> None:
-        try:
-            self._store.set(_key(self._rank), word)
-        except RuntimeError:  # the store is gone: whoever waits finds out by itself
-            self._ended.set()
-
-
-def _key(rank: int) -> str:
-    return f"outer/alive/{rank}"
-
-
 class Members:
     """The living members as this rank sees them, and their flights. Has state.
 
     Args:
         crew: see there.
         codec: of what travels.
-        on_change: called as `on_change(lost, members)` after members were lost, or came back (then none is lost).
-
-    Raises PeerLost: a member that returns was not let in.
     """
 
-    def __init__(
-        self,
-        crew: MemberGroup,
-        codec: Codec,
-        on_change: Callable[[tuple[int, ...], tuple[int, ...]], None] | None = None,
-    ) -> None:
-        self.crew, self.codec, self.on_change = crew, codec, on_change
+    def __init__(self, crew: MemberGroup, codec: Codec) -> None:
+        self.crew, self.codec = crew, codec
         self.store = store_client.clone(crew.store)
-        self._beats = (
-            MemberHeartbeats(store_client.clone(crew.store), self.rank, crew.silence) if crew.silence else None
-        )
-        entry = rejoin.ask(self.store, crew.member, crew.shard) if crew.returns else rejoin.RejoinPoint(0, crew.members)
-        self.epoch, self.members, self._number = entry
+        self.epoch, self.members, self._number = 0, crew.members, 0
         self._closed = False
         self._heard = 0.0  # when the store last answered, by the monotonic clock
         self._past: list[Any] = []  # groups with messages under way, which must not be taken apart
         self._waiting: queue.SimpleQueue[tuple[CommitVote, QueuedWork] | None] = queue.SimpleQueue()
-        rejoin.announce(self.store, self.epoch)
         self._coded = self._joined()
         if self._coded is not None:
             threading.Thread(target=self._look, name="espalier-members", daemon=True).start()
@@ -293,24 +206,24 @@ class Members:
                     if (broken := task.exception()) is not None:  # of one that never ran, too: another failed before it
                         outcome.failed(broken)
                     elif silent := self._silent(self.members):
-                        outcome.failed(RuntimeError(f"rank {silent[0]} is gone, or gave no sign of life for too long"))
+                        outcome.failed(RuntimeError(f"rank {silent[0]} is gone"))
                     time.sleep(LOOK)
             except RuntimeError as error:  # the store is gone
                 outcome.error = outcome.error or error
                 outcome.known.set()
 
     def _silent(self, members: Sequence[int]) -> list[int]:
-        """The other ranks of `members` that are dead by their signs of life."""
+        """The other ranks of `members` that are known to be gone."""
         shards = self.crew.shards
         ranks = [member * shards + shard for member in members for shard in range(shards)]
         others = [rank for rank in ranks if rank != self.rank]
-        known = [] if self.crew.lost is None else [rank for rank in others if rank in self.crew.lost()]
-        return known + ([] if self._beats is None else self._beats.silent(others))
+        return [] if self.crew.lost is None else [rank for rank in others if rank in self.crew.lost()]
 
     # --- the group -----------------------------------------------------------------------------------------------
 
     def _space(self) -> Any:
-        return rejoin.space_of(self.store, self.epoch)
+        """The key space of this epoch."""
+        return PrefixStore(f"outer/{self.epoch}", self.store)
 
     def _joined(self) -> CodedCollectives | None:
         """The members' group of this epoch, of the ranks with this rank's shard; None where a replica is alone."""
@@ -410,7 +323,7 @@ class Members:
             self._past.append(self._coded)
             self._coded.lane.patience = self.crew.timeout  # it may still wait for messages that will not come
             self._coded.close()
-        space, crew, before = self._space(), self.crew, self.members
+        space, crew = self._space(), self.crew
         try:
             space.set(f"left/{self.rank}", "")
             survivors = self._survivors(space)
@@ -426,10 +339,7 @@ class Members:
                 do=f"a grace of more than {crew.grace:g} s, or a link that is not silent for so long",
             )
         self.epoch += 1
-        rejoin.announce(self.store, self.epoch)
         self._coded = self._joined()
-        if self.on_change is not None:
-            self.on_change(tuple(sorted(set(before) - set(self.members))), self.members)
 
     def _alone(self, why: object) -> PeerLost:
         return PeerLost(
@@ -454,49 +364,10 @@ class Members:
                 return there
             time.sleep(LOOK)
 
-    # --- one more member -------------------------------------------------------------------------------------------
-
-    def coming(self, every: int) -> int | None:
-        """Who comes back before the next flight, as all agree; `every`: flights of a round. See `rejoin.coming`."""
-        absent = [member for member in self.crew.members if member not in self.members]
-        if not absent:
-            return None
-        return rejoin.coming(self._space(), self.crew.shards, absent, self._number + 1, every)
-
-    def take_in(self, member: int, state: Callable[[], dict[str, Any]]) -> None:
-        """Makes `member` one of them; the first of the living sends it what `state` gives. All call it alike, with no
-        flight under way."""
-        donor, limit = self.members[0], timedelta(seconds=self.crew.timeout)
-        entry = rejoin.RejoinPoint(self.epoch + 1, tuple(sorted((*self.members, member))), self._number)
-        rejoin.admit(self._space(), entry)
-        before = self._coded
-        self.epoch, self.members, _ = entry
-        try:
-            self._coded = self._joined()
-            assert self._coded is not None
-            if self.crew.member == donor:
-                rejoin.send(self._coded.inner, self.members.index(member), state(), limit)
-        except RuntimeError as error:  # it is gone again, or another is
-            self._regroup(error)
-        if before is not None:
-            self._past.append(before)
-            before.close()
-        rejoin.announce(self.store, self.epoch)
-        if self.on_change is not None:
-            self.on_change((), self.members)
-
-    def taken_in(self) -> dict[str, Any]:
-        """What the first of the others sends to this member, which has come back."""
-        assert self._coded is not None
-        donor = next(index for index, member in enumerate(self.members) if member != self.crew.member)
-        return rejoin.received(self._coded.inner, donor, timedelta(seconds=self.crew.timeout))
-
     def close(self) -> None:
         """Ends the threads."""
         self._closed = True
         self._waiting.put(None)
-        if self._beats is not None:
-            self._beats.close()
         if self._coded is not None:
             self._coded.close()
 

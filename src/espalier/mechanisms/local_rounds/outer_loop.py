@@ -41,7 +41,6 @@ class OuterSync:
         on_moving, on_moved: called before and after live tensors are set.
         stopping: some replica asked to stop, and all know.
         summoned: asked whether this replica was called to begin anew with the others; leaving: one was, and all know.
-        still: what never moves, but who comes back must have like the others (buffers, frozen parameters).
     """
 
     def __init__(
@@ -60,7 +59,6 @@ class OuterSync:
         self.waited = self.flown = 0.0
         self.stopping = self.leaving = False
         self.summoned: Callable[[], bool] = _no
-        self.still: Sequence[Tensor] = ()
         self._asked = False
         self._total = total
         self._begun = time.perf_counter()
@@ -170,8 +168,6 @@ class OuterSync:
             sent.mul_(weight)
         if choices.delay == 1:
             self._use(fragment)
-        if fragment is self.fragments[-1]:
-            self._take_in()
         self._launch(fragment, (sent, weight), base, rate)
         if choices.delay == 1:
             fragment.own_change = own_values
@@ -260,41 +256,6 @@ class OuterSync:
         else:
             outer = views_of(fragment.x.to(device), fragment.live)
             torch._foreach_lerp_(fragment.live, outer, 1.0 - mixing)
-
-    # --- who comes back ----------------------------------------------------------------------------------------------
-
-    def _take_in(self) -> None:
-        """Lets in a replica that was lost and asks to come back, at the end of a round."""
-        member = None if self.members is None else self.members.coming(len(self.fragments))
-        if member is not None and self.members is not None:
-            self.members.take_in(member, self._handed)
-
-    def _handed(self) -> dict[str, Any]:
-        still = [tensor.cpu() for tensor in self.still]
-        return {"common": self.common_state(), "begun": self.begun + self.steps, "still": still}
-
-    @torch.no_grad()
-    def come_in(self, rate: float = 1.0) -> None:
-        """Takes the place of a replica that was lost, in the round that the others end just now: copies their outer
-        parameters, gives nothing to what leaves now, and begins the next round with them."""
-        assert self.members is not None
-        state, last = self.members.taken_in(), self.fragments[-1]
-        self.load_common(state["common"])
-        for tensor, theirs in zip(self.still, state["still"], strict=True):
-            tensor.copy_(theirs)
-        base = last.x.clone() if self.choices.average == "parameters" else None
-        self._launch(last, (torch.zeros_like(last.x), 0.0), base, rate)
-        for fragment in self.fragments if self.choices.delay == 0 else self.fragments[:-1]:
-            self._use(fragment)
-        for fragment in self.fragments:
-            fragment.own_change = None
-            self._put(fragment)
-        if 0 < self.choices.delay < 1:
-            last.due = self._due()
-        self.rounds, self.begun = self.rounds + 1, int(state["begun"])
-        self._turn()
-        self._begun = time.perf_counter()
-        self.on_moved()
 
     # --- the outer model ---------------------------------------------------------------------------------------------
 

@@ -258,7 +258,7 @@ class CBM:
             return cls(shape, None, plain, scale, header["symmetric"] == "1")
         deltas = Deltas(**tensors)
         deltas.check(shape)
-        return cls(shape, deltas, None, scale, header["symmetric"] == "1", header.get("automatic") == "1")
+        return cls(shape, deltas, None, scale, header["symmetric"] == "1", header["automatic"] == "1")
 
 
 def _scaled(matrix: CSR, scale: Any) -> CSR:

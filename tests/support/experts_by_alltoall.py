@@ -1,4 +1,5 @@
-"""Experts over ranks by all-to-alls: counts, then rows to their experts, then answers back.
+"""Experts over ranks by all-to-alls: counts, then rows to their experts, then answers back. What FlashMoE is compared
+with.
 
 The plain form of expert parallelism (GShard, arXiv 2006.16668; without capacity as in MegaBlocks, arXiv 2211.15841):
 nothing is padded and no token is dropped, and every exchange is a barrier of its ranks.
@@ -15,10 +16,10 @@ from torch import Tensor, nn
 
 from espalier.comm.base import Traffic, traffic
 from espalier.parallel.expert_map import ExpertsOverRanks, RoutedTokens
-from espalier.parallel.local_experts import combined, run
+from espalier.parallel.local_experts import combined, inverse
 
 if TYPE_CHECKING:
-    from jaxtyping import Int
+    from jaxtyping import Float, Int
 
 
 class AllToAll(ExpertsOverRanks):
@@ -72,3 +73,15 @@ def _exchanged(rows: Tensor, leaving: Sequence[int], coming: Sequence[int], grou
     with traffic(Traffic.EXPERTS):
         dist.all_to_all_single(received, rows.contiguous(), list(coming), list(leaving), group=group)
     return received
+
+
+def run(
+    rows: Float[Tensor, "rows width"], kinds: Int[Tensor, " rows"], experts: Sequence[nn.Module]
+) -> Float[Tensor, "rows width"]:
+    """What expert `kinds[i]` says of row i, of rows in any order."""
+    if not experts:
+        return rows
+    order = kinds.argsort(stable=True)
+    parts = rows.index_select(0, order).split(kinds.bincount(minlength=len(experts)).tolist())
+    answers = torch.cat([expert(part) for expert, part in zip(experts, parts, strict=True)])
+    return answers.index_select(0, inverse(order))
