@@ -29,8 +29,6 @@ class Ragged:
     >>> rows = Ragged.of_lengths(torch.arange(5), torch.tensor([2, 0, 3]))
     >>> rows.offsets.tolist(), rows.row_ids().tolist()
     ([0, 2, 2, 5], [0, 0, 2, 2, 2])
-    >>> rows.reversed().values.tolist()
-    [1, 0, 4, 3, 2]
     """
 
     values: Tensor
@@ -90,10 +88,6 @@ class Ragged:
         starts, ends = self.offsets[:-1], self.offsets[1:]
         ids = self.row_ids()
         return (starts + ends - 1)[ids] - torch.arange(self.values.shape[0], device=self.values.device)
-
-    def reversed(self) -> Ragged:
-        """Every row from its end to its beginning; twice is as before."""
-        return Ragged(self.values[self.reversal()], self.offsets)
 
     def padded(self, fill: float = 0.0) -> Shaped[Tensor, "rows longest ..."]:
         """A rectangle as wide as the longest row, filled at the end. Differentiable."""

@@ -18,8 +18,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 SETUP, SINGLE_ISSUER, DEFER_TASKRUN = 425, 1 << 12, 1 << 13
-SINGLE_MMAP = 1
-"""IORING_FEAT_SINGLE_MMAP: one mapping holds both queues."""
 ENTRIES_AT = 0x10000000
 DEPTH = 128
 """Reads in flight."""

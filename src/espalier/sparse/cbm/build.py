@@ -60,36 +60,10 @@ class Deltas:
     minus: Tensor
     cuts: Tensor
 
-    def tensors(self) -> dict[str, Tensor]:
-        return {field.name: getattr(self, field.name) for field in fields(self)}
-
     @cached_property
     def arrays(self) -> tuple[Any, ...]:
         """All of them as NumPy arrays, for kernels: made once, since a small product would notice."""
-        return tuple(tensor.numpy() for tensor in self.tensors().values())
-
-    def check(self, shape: tuple[int, int]) -> None:
-        """Raises ValueError where these are no differences of the rows of a matrix of that shape."""
-        rows, columns = shape
-        places = torch.arange(rows)
-        place = torch.full((rows + 1,), -1).scatter_(0, self.order.long().clamp(0, rows), places)  # of -1: before all
-        place[rows] = -1
-        if not torch.equal(self.order.long().sort().values, places):
-            raise ValueError("order is no permutation of the rows")
-        above = self.parent.long()
-        if len(above) != rows or ((above < -1) | (above >= rows)).any() or (place[above] >= places).any():
-            raise ValueError("a parent does not come before its children")
-        for offsets, columns_of in ((self.plus_ptr, self.plus), (self.minus_ptr, self.minus)):
-            whole = len(offsets) == rows + 1 and int(offsets[0]) == 0 and int(offsets[-1]) == len(columns_of)
-            if not whole or (offsets.diff() < 0).any():
-                raise ValueError("offsets do not ascend to the number of columns")
-            if ((columns_of < 0) | (columns_of >= columns)).any():
-                raise ValueError("a column lies outside the matrix")
-        if int(self.cuts[0]) != 0 or int(self.cuts[-1]) != rows or (self.cuts.diff() < 0).any():
-            raise ValueError("cuts do not ascend to the number of rows")
-        kinds = {name: tensor.dtype for name, tensor in self.tensors().items()}
-        if kinds.pop("cuts") != torch.int64 or set(kinds.values()) != {torch.int32}:
-            raise ValueError("an array is of another type")
+        return tuple(getattr(self, field.name).numpy() for field in fields(self))
 
     @property
     def differences(self) -> int:

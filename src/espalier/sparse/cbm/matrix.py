@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -18,10 +17,7 @@ from torch import Tensor
 
 from espalier.kernels.base import operation
 from espalier.kernels.buffer_pool import BUFFERS
-from espalier.recipe import serialization
-from espalier.recipe.cache_dir import writing
 from espalier.recipe.errors import UserError
-from espalier.recipe.foreign_files import parsing
 from espalier.sparse.cbm.build import Deltas, Search, compress
 from espalier.sparse.csr import CSR, DiagonalScale, as_columns, csr_matmul, matmul, needs_gradient, shaped_as
 
@@ -32,7 +28,6 @@ ROW_ADDITIONS = ((16, 13.0), (32, 11.0), (64, 9.0))
 WIDE_ROW_ADDITIONS = 5.0
 """What the second list and the parent of a row cost, in additions of a row of X, up to so many columns, and above: from
 11 matrices of 3 to 135 entries a row and 1 to 512 columns, fitted within a tenth (bench/cbm.py, the rows of `auto`)."""
-_VERSION = "1"
 _MANY = 512
 """Columns at which a matrix has to gain from compression if it is to be kept compressed."""
 
@@ -208,57 +203,6 @@ class CBM:
             branches=len(branches),
             largest_branch=int(branches.max()) if len(branches) else 0,
         )
-
-    def save(self, path: str | Path) -> None:
-        """Writes one safetensors file, to be read by `load` and mapped rather than copied.
-
-        Raises UserError: no such folder.
-        """
-        from safetensors.torch import save_file
-
-        if not Path(path).parent.is_dir():
-            raise UserError(f"{path} cannot be written.", why=f"there is no folder {Path(path).parent}", do="make it")
-
-        tensors = {
-            name: factor for name, factor in zip(("left", "right"), self.scale, strict=True) if factor is not None
-        }
-        if self.deltas is not None:
-            tensors |= self.deltas.tensors()
-        else:
-            assert self.plain is not None
-            tensors |= {"indptr": self.plain.indptr, "indices": self.plain.indices}
-        says = {"rows": self.shape[0], "columns": self.shape[1], "symmetric": int(self.symmetric)}
-        says["automatic"] = int(self.automatic)
-        header = {"espalier.cbm": _VERSION} | {name: str(value) for name, value in says.items()}
-        with writing(path, "name another file"):
-            save_file({name: tensor.contiguous().clone() for name, tensor in tensors.items()}, path, metadata=header)
-        serialization.sort_metadata(Path(path))
-
-    @classmethod
-    def load(cls, path: str | Path) -> CBM:
-        """Reads what `save` wrote. Raises UserError: another file."""
-        from safetensors import safe_open
-
-        with parsing(path, "give a file that CBM.save wrote"), safe_open(str(path), framework="pt") as file:
-            header = file.metadata() or {}
-            if header.get("espalier.cbm") != _VERSION:
-                raise UserError(f"{path} is not a saved CBM.")
-            return cls._of_file(header, {name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118 (no dict)
-
-    @classmethod
-    def _of_file(cls, header: dict[str, str], tensors: dict[str, Tensor]) -> CBM:
-        shape = (int(header["rows"]), int(header["columns"]))
-        scale = DiagonalScale(tensors.pop("left", None), tensors.pop("right", None))
-        for name, factor, size in zip(("left", "right"), scale, shape, strict=True):
-            if factor is not None and factor.shape != (size,):
-                raise ValueError(f"{name} has shape {tuple(factor.shape)}")
-        if "indptr" in tensors:
-            pattern = CSR.of(tensors.pop("indptr"), tensors.pop("indices"), shape)
-            plain = pattern if scale == (None, None) else pattern.scaled(scale)
-            return cls(shape, None, plain, scale, header["symmetric"] == "1")
-        deltas = Deltas(**tensors)
-        deltas.check(shape)
-        return cls(shape, deltas, None, scale, header["symmetric"] == "1", header["automatic"] == "1")
 
 
 def _scaled(matrix: CSR, scale: Any) -> CSR:
