@@ -267,7 +267,7 @@ def test_adapters_of_70b_are_refused_two_cards_and_offered_more() -> None:
     assert enough is not None
     assert 24 < float(enough[1]) < 40, "people do it on two cards of 40 GB"
     assert "8 RTX 3090 in the machine instead of 2" in refusal
-    assert "not in Espalier: frozen weights in host memory" in refusal
+    assert "frozen on host" in refusal, "people do it with offload"
     assert "8 bits" not in refusal
 
 

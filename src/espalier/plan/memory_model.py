@@ -73,6 +73,8 @@ def stage(step: CostInputs, anatomy: Anatomy, micro_batches: Number, is_first: b
     sizes = dict(step.device_states)
     for name, size in step.frozen().memory_bytes.items():
         sizes[name] = sizes.get(name, 0.0) + size
+    if "frozen" in step.waiting:
+        sizes["frozen"] = sizes["frozen"] - step.waiting["frozen"]
     waiting = np.minimum(pipeline_cost.most_in_flight(pp - behind, layouts.chunks) if is_first else 1, micro_batches)
     if has_window := request.offload.parameters != "device":  # all micro-batches of a layer, then the next
         waiting = micro_batches
@@ -178,10 +180,10 @@ def sources(request: Request, on: Fleet) -> Mapping[str, str]:
         **(
             {}
             if request.profile.frozen is None
-            else {"frozen": "weights that are not trained, as stored; blocks in shards"}
+            else {"frozen": "weights that are not trained, as stored; blocks in shards, or outside the device"}
         ),
         "activations": "the workload's formula, for as many micro-batches as wait in the pipeline",
-        "gathered": "two layers gathered at a time where parameters or gradients are sharded",
+        "gathered": "two layers gathered at a time where parameters or gradients are sharded, or fetched",
         "slack": f"{SLACK[device.kind]:.0%} for the allocator"
         + (" (assumed)" if device.kind == "cuda" else " of activations and transient"),
         "runtime": "measured"
