@@ -183,7 +183,7 @@ def sources(request: Request, on: Fleet) -> Mapping[str, str]:
             else {"frozen": "weights that are not trained, as stored; blocks in shards, or outside the device"}
         ),
         "activations": "the workload's formula, for as many micro-batches as wait in the pipeline",
-        "gathered": "two layers gathered at a time where parameters or gradients are sharded, or fetched",
+        "gathered": "two layers gathered at a time where parameters or gradients are sharded",
         "slack": f"{SLACK[device.kind]:.0%} for the allocator"
         + (" (assumed)" if device.kind == "cuda" else " of activations and transient"),
         "runtime": "measured"

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.plan.test_planned_peak import MostTensorBytes
 
 import espalier
 from espalier import recipe as config
@@ -79,6 +80,19 @@ def test_sharded_frozen_weights_train_as_whole_ones_and_take_the_planned_bytes(
     assert plan.predicted.memory_bytes["frozen"] < 0.9 * sum(value.nbytes for value in whole.values())
 
 
+def allocated(workload: TuneWorkload, plan: Plan) -> int:
+    """Bytes of tensors at the worst moment."""
+
+    def life(place: Any) -> int:
+        with worker.joined(place, 90.0) as channel, MostTensorBytes() as counted:
+            made = trainer.Trainer(RankSetup(workload.recipe, plan, workload, place), channel)
+            made.run()
+            made.built.close()
+            return counted.most
+
+    return max(agent.run(life, rank_spec.places(plan)))
+
+
 HOST = Offload(frozen="host")
 AWAY = [(1, 1, "none"), (2, 2, "block"), (1, 1, "block"), (2, 1, "block"), (2, 2, "selective")]
 """Ranks, ranks that share the parameters, and what is computed again."""
@@ -117,6 +131,23 @@ def test_frozen_weights_in_host_memory_change_no_bit_and_take_the_planned_bytes(
         assert read == {0, waiting}, "a step, or one and a validation"
         if world > 1:
             assert held["frozen"] == plan.predicted.memory_bytes["frozen"]
+
+
+def test_what_waits_in_host_memory_costs_the_planned_bytes_on_the_device(
+    opened: Callable[..., TuneWorkload], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a processor both are one memory: all that comes to it are the blocks that are fetched."""
+    workload = opened(config.Lora(rank=4), steps=2, precision="fp32")
+    plan = planned(workload, 1, 1, recompute="block")
+    monkeypatch.setattr(offload, "ways", lambda *_: [HOST])
+    away = planned(workload, 1, 1, recompute="block", micro_batch=plan.micro_batch, offload="host")
+    assert plan.predicted is not None
+    assert away.predicted is not None
+    before, after = plan.predicted.memory_bytes, away.predicted.memory_bytes
+    assert before["frozen"] == after["frozen"] + away.predicted.waiting_bytes["frozen"]
+    more = allocated(workload, away) - allocated(workload, plan)
+    assert more == pytest.approx(after["gathered"] - before["gathered"], abs=64), "numbers that stand for what is away"
+    assert after["gathered"] > 0.3 * away.predicted.waiting_bytes["frozen"]
 
 
 def test_preferences_beside_frozen_weights_in_host_memory_change_no_bit(opened: Callable[..., TuneWorkload]) -> None:
