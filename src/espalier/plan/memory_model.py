@@ -180,7 +180,7 @@ def sources(request: Request, on: Fleet) -> Mapping[str, str]:
         **(
             {}
             if request.profile.frozen is None
-            else {"frozen": "weights that are not trained, as stored; blocks in shards, or outside the device"}
+            else {"frozen": "weights that are not trained, as stored; blocks in shards"}
         ),
         "activations": "the workload's formula, for as many micro-batches as wait in the pipeline",
         "gathered": "two layers gathered at a time where parameters or gradients are sharded",
