@@ -411,9 +411,9 @@ QUESTIONS = (
     ),
     Question(
         "LoRA of 70B on one RTX 4090",
-        "Adapters for a 70B model on one card of 24 GB, its frozen weights in 4 bits.",
+        "Adapters for a 70B model on one card of 24 GB and 128 GiB of host memory, its frozen weights in 4 bits.",
         adapters("llama3-70b", "int4"),
-        nodes("RTX 4090"),
+        nodes("RTX 4090", memory="128GiB"),
     ),
 )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from espalier.machine import cluster as clusters
 from espalier.machine.cluster import Cluster
 from espalier.plan import refusals, search
 from espalier.plan.ask import PlanDecision
+from espalier.plan.axes import offload_tiers
 from espalier.plan.decide import decide
 from espalier.plan.refusals import Change
 from espalier.plan.request import Request
@@ -147,7 +149,60 @@ def test_adapters_are_offered_shorter_sequences_and_the_devices_that_shards_of_f
     ]
     assert line.startswith("4 RTX 3090 in the machine instead of 2")
     assert decided(tmp_path, recipe.format("llama-70b"), cards.format(4)).fits
-    assert offers(decided(tmp_path, recipe.format("llama3-70b"), cards.format(4)))[0].startswith("train.sequence=1024")
+    offered = offers(decided(tmp_path, recipe.format("llama3-70b"), cards.format(4)))
+    assert [line.partition(" ")[0].rstrip(":") for line in offered[:2]] == [
+        'plan.pin.offload="host"',
+        "train.sequence=1024",
+    ]
+
+
+ADAPTERS = '[model]\nshape = "{}"\n[tune]\nkind = "lora"\nfrozen = "{}"\n'
+
+
+@pytest.mark.parametrize(
+    ("shape", "stored", "card", "devices"),
+    [
+        ("llama3-70b", "int4", "RTX 4090", 1),
+        ("llama3-70b", "int4", "RTX 3090", 2),
+        ("llama3-8b", "bf16", "RTX 4070", 1),
+    ],
+)
+def test_frozen_weights_that_do_not_fit_wait_in_host_memory(
+    tmp_path: Path, shape: str, stored: str, card: str, devices: int
+) -> None:
+    cluster = f'[[nodes]]\ndevice = "{card}"\ndevices = {devices}\nmemory = "128GiB"\n'
+    plan = decided(tmp_path, ADAPTERS.format(shape, stored), cluster).taken
+    predicted = plan.predicted
+    assert predicted is not None
+    assert (plan.offload.frozen, plan.offload.parameters) == ("host", "device")
+    assert predicted.memory_bytes["peak"] <= predicted.memory_limit
+    shared = plan.layout.shard.get("params", 1)
+    of_blocks = {"llama3-70b": 80 * 855_638_016 * (0.5 + 2 / 64), "llama3-8b": 32 * 218_103_808 * 2}[shape]
+    assert predicted.waiting_bytes["frozen"] * shared == pytest.approx(of_blocks, rel=1e-3)
+    assert 0 < predicted.terms["offload"] < 0.01 * predicted.step_seconds, "the link is hidden behind products"
+    assert any("frozen weights (" in sentence and "wait on host memory" in sentence for sentence in plan.why)
+
+
+def test_frozen_weights_that_have_no_room_in_host_memory_are_refused(tmp_path: Path) -> None:
+    """Ranks of a machine read all weights before each keeps its share, so two need them twice."""
+    for devices, memory, ranks in ((1, 48, 1), (1, 40, 0), (2, 90, 2), (2, 80, 1)):
+        cluster = f'[[nodes]]\ndevice = "RTX 3090"\ndevices = {devices}\nmemory = "{memory}GiB"\n'
+        decision = decided(tmp_path, ADAPTERS.format("llama3-70b", "int4"), cluster)
+        assert (len(decision.taken.ranks) if decision.fits else 0) == ranks, (devices, memory)
+    (line,) = [
+        line for line in offers(decided(tmp_path, ADAPTERS.format("llama3-70b", "int4"), CARD)) if "host" in line
+    ]
+    assert re.match(r'plan\.pin\.offload="host": if the machines have the memory .* frozen on host: 3\d\.\d GiB', line)
+
+
+def test_a_step_waits_for_frozen_weights_that_products_do_not_hide() -> None:
+    speed = offload_tiers.TierRate(1e9, 1e9, 1e12)
+    away = {"frozen": 8e9}
+    hiding = partial(offload_tiers.HidingWork, 0.0, layers=4)
+    assert offload_tiers.seconds(away, speed, hiding(100.0, 100.0)) == 2.0, "the first block"
+    assert offload_tiers.seconds(away, speed, hiding(5.0, 100.0)) == 3.0
+    assert offload_tiers.seconds(away, speed, hiding(100.0, 4.0)) == 4.0, "the last block stays for backward"
+    assert offload_tiers.seconds(away, speed, hiding(10.0, 10.0, rounds=3)) == 14.0 + 8.0
 
 
 def test_context_follows_the_sequence_of_a_shape_and_is_named_where_it_is_given(tmp_path: Path) -> None:

@@ -25,7 +25,8 @@ STEP = {
     "event": "step", "loss": 2.5, "tokens": 64, "seconds": 0.5, "mfu": 0.2, "learning_rate": 0.01,
     "gradient_norm": 1.5, "memory": 1e6, "page_cache": 2e6, "tasks": {"a": 1.5}, "loss_scale": 8.0, "skipped": 1,
     "bytes": {"gradients": 100, "halo": 5}, "exposed": 0.1, "waited": 0.1, "saved": {"halo": 5},
-    "coding": {"halo": 0.1}, "lost": {"halo": 0.1}, "offload": MOVED, "activations": MOVED, "node": NODE,
+    "coding": {"halo": 0.1}, "lost": {"halo": 0.1}, "offload": MOVED, "activations": MOVED, "frozen": MOVED,
+    "node": NODE,
     "store": {"disk_cache": 5, "packed": 6}, "experts": {"0": 5, "1": 7}, "dispatch": {"waited": 0.1, "longest": 0.2},
 }  # fmt: skip
 RUN = {

@@ -25,8 +25,7 @@ if TYPE_CHECKING:
 
 Placement = Literal["head_first", "context_first", "interleaved"]
 Tier = Literal["device", "host", "disk", "node"]
-"""Where bytes wait: in the memory that computes, in the machine's memory, on its disk, or on ranks with the role
-`optimizer`."""
+"""Where bytes wait: in the memory that computes, in the machine's memory, on its disk, or on optimizer nodes."""
 
 
 TOTALS, TOTAL_BYTES = 3, 8
@@ -128,11 +127,12 @@ class Exchange(PlanStruct, frozen=True):
 
 
 class Offload(PlanStruct, frozen=True):
-    """Where optimizer states, parameters and activations wait between uses: see `mechanisms.offload`."""
+    """Where states, activations and frozen weights wait between uses: see `mechanisms.offload`."""
 
     optimizer: Tier = "device"
     parameters: Tier = "device"
     activations: Tier = "device"
+    frozen: Tier = "device"
 
     def __str__(self) -> str:
         """In a few words; empty: nothing waits elsewhere."""

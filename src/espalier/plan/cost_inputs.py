@@ -129,8 +129,8 @@ class CostInputs:
 
     def frozen(self, rounds: Number = 1, wire: Wire | None = None) -> Cost:
         """What is not trained: bytes of weights under adapters as they are stored, else of whole parameters, of which
-        there are no copies in low precision. Blocks are sharded with the parameters and gathered with them, unless the
-        model is cut."""
+        there are no copies in low precision, wherever they wait. Blocks are sharded with the parameters and gathered
+        with them, unless the model is cut."""
         request, profile, layouts = self.request, self.request.profile, self.layouts
         kind, whole = "frozen", profile.frozen
         if whole is None:
@@ -141,29 +141,40 @@ class CostInputs:
             )
         uncut = (np.asarray(layouts.tp) * layouts.pp == 1) & (request.expert_ranks == 1)
         shared = uncut & (np.asarray(layouts.params) > 1) & (request.system.storage is None)
-        if not (profile.untrained and np.any(shared)):
+        away = request.offload.frozen != "device"
+        if not (profile.untrained and (away or np.any(shared))):
             return Cost(memory_bytes={kind: whole})
-        sizes = tuple(
-            map(_fp64, profile.untrained) if request.precision == "fp64" and kind == "params" else profile.untrained
-        )
-        blocks = Counter[int | None]()
-        for sized in sizes:
-            blocks[sized.block] += sized.elements * sized.element_bytes
+        blocks = self._frozen_blocks
         states = StateSizes(
             storage=StateBytes(1, 0, 0),
-            sizes=sizes,
+            sizes=self._frozen_sizes,
             trained=False,
+            fetched=away,
             elements=blocks.total(),
             layers=len(blocks),
             layer=max(blocks.values()),
-            cut=~shared,
+            cut=~(shared | away),
             width=1,
         )
         division = replace(self.division, params=np.where(shared, layouts.params, 1))
         made = cost(states, division, rounds=rounds, wire=wire)
         part = made.memory_bytes["params"] - blocks.total()
-        memory = {kind: whole + np.where(shared, part, 0.0), "gathered": made.memory_bytes["gathered"]}
+        memory = {kind: whole + np.where(shared | away, part, 0.0), "gathered": made.memory_bytes["gathered"]}
         return replace(made, memory_bytes=memory)
+
+    @property
+    def _frozen_sizes(self) -> tuple[Sized, ...]:
+        """The frozen tensors of blocks as they are stored: those of adapters' models as they say, others whole."""
+        profile, whole = self.request.profile, self.request.precision == "fp64" and self.request.profile.frozen is None
+        return tuple(map(_fp64, profile.untrained) if whole else profile.untrained)
+
+    @cached_property
+    def _frozen_blocks(self) -> Counter[int | None]:
+        """Bytes of these, by block."""
+        blocks = Counter[int | None]()
+        for sized in self._frozen_sizes:
+            blocks[sized.block] += sized.elements * sized.element_bytes
+        return blocks
 
     @property
     def cuda(self) -> bool:
@@ -361,6 +372,9 @@ class CostInputs:
             rounds = -(-each // size) if offload.windowed(self.request.offload) else 1  # layer by layer
             saved = self.anatomy(size).layer.saved
             waiting["activations"] = rounds * offload_cost.activations(saved, self.stage_layers)
+        if self.request.offload.frozen != "device":
+            outside = (self.request.profile.frozen or 0) - self._frozen_blocks.total()
+            waiting["frozen"] = self.frozen().memory_bytes["frozen"] - outside
         if "optimizer" in waiting:
             waiting["optimizer"] = waiting["optimizer"] - self.resident_optimizer
         return waiting

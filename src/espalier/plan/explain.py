@@ -41,7 +41,7 @@ def why(request: Request, result: SearchResult, option: Option) -> list[str]:
     if fastest is not option and fastest.seconds < option.seconds:
         sentences.append(_passed_over(result, fastest, option))
     if request.offload != RESIDENT:
-        names = ("optimizer states", "parameters", "activations")
+        names = ("optimizer states", "parameters", "activations", "frozen weights")
         kinds = " and ".join(name for name in names if name.split()[0] in str(request.offload))
         why = "it was set" if request.pin.offload else "with all on their devices nothing fits"
         sentences.append(f"{kinds[0].upper()}{kinds[1:]} wait outside the devices between uses: {why}.")

@@ -73,6 +73,8 @@ def stage(step: CostInputs, anatomy: Anatomy, micro_batches: Number, is_first: b
     sizes = dict(step.device_states)
     for name, size in step.frozen().memory_bytes.items():
         sizes[name] = sizes.get(name, 0.0) + size
+    if "frozen" in step.waiting:
+        sizes["frozen"] = sizes["frozen"] - step.waiting["frozen"]
     waiting = np.minimum(pipeline_cost.most_in_flight(pp - behind, layouts.chunks) if is_first else 1, micro_batches)
     if has_window := request.offload.parameters != "device":  # all micro-batches of a layer, then the next
         waiting = micro_batches

@@ -65,7 +65,7 @@ def _away(plan: Plan, predicted: Predicted, cluster: Cluster) -> Iterator[str]:
 
 _WORDS = {
     "params": "parameters", "grads": "gradients", "optimizer": "optimizer states", "activations": "activations",
-    "outer": "what rounds keep",
+    "outer": "what rounds keep", "frozen": "frozen weights",
 }  # fmt: skip
 
 

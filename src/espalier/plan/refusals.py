@@ -31,7 +31,6 @@ MOST_MACHINES = 4096
 HALVINGS = 3
 """Times that sequences are halved in search of a length that fits."""
 ABSENT = "not in Espalier: optimizer states in 8 bits"
-ABSENT_OF_ADAPTERS = "not in Espalier: frozen weights in host memory"
 """What others do where nothing fits."""
 OPTIMIZER = "train.optimizer.kind"
 FROZEN = get_args(get_type_hints(Adapters)["frozen"])
@@ -56,14 +55,14 @@ def refusal(request: Request, cluster: Cluster, result: SearchResult) -> UserErr
         return _disk_too_small(request, cluster, nearest, short)
     kinds = {name: size for name, size in predicted.memory_bytes.items() if name != "peak" and size}
     ordered = sorted(kinds.items(), key=lambda item: -item[1])
-    absent = ABSENT_OF_ADAPTERS if request.profile.frozen else ABSENT
+    absent = [ABSENT] if gpus(cluster) and not request.profile.frozen else []
     limit, devices = nearest.peak - nearest.over, units.plural(int(nearest.layout.world), "device")
     return DoesNotFit(
         f"The model does not fit: rank {_fullest(request, nearest)} needs {units.show_size(nearest.peak)} and may use "
         f"{units.show_size(limit)}, {units.show_size(nearest.over)} are missing, most of it {ordered[0][0]}.",
         why=f"the closest of {result.priced:,} layouts is {label(nearest.layout)} on {devices}: "
         + ", ".join(f"{kind} {units.show_size(size)}" for kind, size in ordered),
-        do=SEPARATOR.join([*cures(request, cluster, nearest), *([absent] if gpus(cluster) else [])]),
+        do=SEPARATOR.join([*cures(request, cluster, nearest), *absent]),
     )
 
 

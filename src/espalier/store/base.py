@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Protocol, Self
 
 import torch
@@ -31,6 +33,19 @@ class Rows(Protocol):
 
         Raises UserError for a number that is no row.
         """
+
+
+class WeightStore(Protocol):
+    """Weights that wait in host memory, and that steps only read."""
+
+    def keep(self, values: Tensor) -> Tensor:
+        """A copy of `values` that waits there."""
+
+    def fetch(self, waiting: Tensor, out: Tensor) -> Callable[[], None]:
+        """Begins to copy them into `out`, on the device; what is computed once the answer was called comes after."""
+
+    def beside(self) -> AbstractContextManager[None]:
+        """Surrounds what waits for the copies begun so far, and computation does not wait for."""
 
 
 class Closing(ABC):

@@ -21,7 +21,7 @@ writes these; a reader ignores names and fields it does not know:
 |            | waited (seconds waiting for the step's batches), |
 |            | and of encoded classes saved {class: bytes}, coding {class: seconds}, lost {class: share of the 2-norm} |
 |            | offload {tier: read, written (bytes), stalled (seconds that computation waited)} of what waits outside |
-|            | the device, and activations, the same of activations |
+|            | the device, and activations and frozen, the same of activations and of frozen weights |
 |            | node: on optimizer nodes, pulled and pushed (bytes of parameters and gradients of the rank), stalled |
 |            | (seconds that it waited for them), read and written (bytes, by the disks of all nodes) |
 |            | store {tier: bytes of features read from it for this step and those ahead} with a [store] |

@@ -21,6 +21,8 @@ NAME = "report.html"
 
 METRICS = 3
 """Figures of the task among the headline figures."""
+MOVED = {"offload": "states", "activations": "activations", "frozen": "frozen weights"}
+"""What waits on other tiers, by the field of a step's event."""
 
 
 class Measured(NamedTuple):
@@ -134,11 +136,11 @@ def _figures(run: RunTables) -> list[Figure]:
 def _offloaded(latest: Mapping[str, Any]) -> list[Figure]:
     """What the latest step moved from and to other tiers than the device, and how long it waited for that."""
     figures = []
-    for what in ("offload", "activations"):
+    for what, waiting in MOVED.items():
         for tier, moved in (latest.get(what) or {}).items():
-            name = f"{'states' if what == 'offload' else what} on {tier}"
             size = f"{show_size(moved['read'])} read, {show_size(moved['written'])} written"
-            figures.append(Figure(name, size, f"a step, which waited {show_seconds(moved['stalled'])} for them"))
+            note = f"a step, which waited {show_seconds(moved['stalled'])} for them"
+            figures.append(Figure(f"{waiting} on {tier}", size, note))
     if node := latest.get("node"):
         size = f"{show_size(node['pulled'])} pulled, {show_size(node['pushed'])} pushed"
         figures.append(Figure("model on nodes", size, f"a step, which waited {show_seconds(node['stalled'])} for them"))

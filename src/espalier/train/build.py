@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 DTYPES = dict.fromkeys(get_args(Precision), torch.float32) | {"fp64": torch.float64}
 """Precision of the parameters. With bf16 and fp16 they stay fp32 (the master weights); autocast computes in these."""
 
-MODEL = Claim("model", question="model", changes={"a model"})
+MODEL = Claim("model", question="model", changes={"a model"}, after={"frozen weights"})
 SKELETON = Claim("skeleton", question="model", changes={"a model"})
 SELECTIVE = Claim(
     "recompute_selective",
@@ -85,7 +85,7 @@ class BuildModel(Mechanism):
         """Makes it; weights under adapters wait in host memory until they are sharded, where they are."""
         workload, device = context.workload, context.device
         adapted = device.type != "cpu" and isinstance(context.recipe.tune, Adapters)
-        shards = adapted and any(len(unit.params) > 1 for unit in context.plan.units)
+        shards = adapted and (context.weights or any(len(unit.params) > 1 for unit in context.plan.units))
         model = workload.build(torch.device("cpu") if shards else device, DTYPES[self.precision])
         member = Membership(model, workload.blocks(model))
         for tensor in (*model.parameters(), *model.buffers()) if shards else ():

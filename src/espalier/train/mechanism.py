@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from espalier.parallel.workload import Workload
     from espalier.plan.base import Plan
     from espalier.recipe import Recipe
+    from espalier.store.base import WeightStore
     from espalier.track.decision_log import Decisions
 
 
@@ -50,6 +51,7 @@ class Build:
         stages: the pipeline stages of this rank; None: it has all layers.
         window: the layers that are here at a time; None: all are.
         activations: where inputs of a window's layers wait for backward; None: on the device.
+        weights: what keeps frozen weights of blocks in host memory; None: they are on the device.
         group: makes the parts of the optimizer, and keeps their states; None: in memory, beside the parameters.
         sharding, optimizer, schedule, agreement: what trains it; None until a mechanism has made it.
         folder: of the run; None: nothing is kept.
@@ -74,6 +76,7 @@ class Build:
     stages: ModelStages | None = None
     window: Window | None = None
     activations: TensorStore | None = None
+    weights: WeightStore | None = None
     group: MakeGroup | None = None
     sharding: Sharding | None = None
     optimizer: Optimizer | None = None

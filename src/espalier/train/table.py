@@ -150,6 +150,10 @@ def _node(recipe: Recipe, plan: Plan) -> bool:
     return bool(plan.optimizer_nodes)
 
 
+def _frozen_away(recipe: Recipe, plan: Plan) -> bool:
+    return plan.offload.frozen != "device"
+
+
 def _parameters_away(recipe: Recipe, plan: Plan) -> bool:
     return plan.offload.parameters in ("host", "disk")
 
@@ -184,6 +188,7 @@ AWAY: tuple[Choose, ...] = (
         "pipeline.layerwise_schedule",
         lambda recipe, plan: _node(recipe, plan) or _parameters_away(recipe, plan),
     ),
+    MechanismRow("offload.mechanism", _frozen_away, "choose_frozen"),
     MechanismRow("offload.mechanism", _parameters_away, "choose_parameters"),
     MechanismRow(
         "offload.mechanism",
@@ -248,6 +253,7 @@ STAY_ALIKE = Claim(
     forbids={
         "states are cut",
         "states are on disk",
+        "frozen weights wait in host memory",
         "the model is cut",
         "experts are spread",
         "sums are encoded",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from espalier.comm import Channel
+from espalier.mechanisms.offload.host_memory import HostWeights
 from espalier.mechanisms.sharding.amsp import Amsp
 from espalier.mechanisms.sharding.sharded_state_dict import ModelState, whole_state_dict
 from espalier.optim import adamw
@@ -54,8 +56,9 @@ def recomputed() -> Odd:
 MODELS = {"few": adapted, "all": lambda: adapted("all"), "recomputed": recomputed}
 
 
-def trained(channel: Channel, factors: ShardFactors, kind: str, accumulate: int) -> Any:
-    sharding = Amsp(MODELS[kind](), channel, every(factors))
+def trained(channel: Channel, factors: ShardFactors, kind: str, accumulate: int, waits: bool = False) -> Any:
+    weights = HostWeights(torch.device("cpu")) if waits else None
+    sharding = Amsp(MODELS[kind](), channel, replace(every(factors), weights=weights))
     assert sharding.frozen
     optimizer = adamw.build(Adamw(learning_rate=1e-2), sharding.owned)
     most = [0]
@@ -90,6 +93,18 @@ def test_a_model_with_sharded_frozen_parameters_trains_as_on_one_rank(kind: str,
         for name, parameter in MODELS[kind]().named_parameters():
             if not parameter.requires_grad:
                 assert torch.equal(parameters[name], parameter)
+
+
+@pytest.mark.parametrize(
+    "factors", [ShardFactors(1, 1, 1), ShardFactors(1, 2, 4), ShardFactors(2, 2, 4), ShardFactors(4, 4, 4)], ids=str
+)
+@pytest.mark.parametrize("kind", MODELS)
+def test_frozen_parameters_that_wait_in_host_memory_train_as_on_one_rank(kind: str, factors: ShardFactors) -> None:
+    """Sharded or not, they come block by block."""
+    expected = plain(torch.float64, 4, model=MODELS[kind]())
+    for parameters, norms in ranks(4, trained, factors, kind, 2, True):
+        same(parameters, expected["parameters"], relative=1e-12)
+        same(norms, expected["norms"], relative=1e-12)
 
 
 def held(channel: Channel, factors: ShardFactors) -> Any:

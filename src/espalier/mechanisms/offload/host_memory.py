@@ -35,6 +35,27 @@ class HostStates:
         return HostMemory(laid_out, self.device, self.meter, self._streams, fixed_rows)
 
 
+class HostWeights:
+    """Weights that steps only read, in pinned memory: see `store.base.WeightStore`. Has state: what was
+    copied."""
+
+    def __init__(self, device: torch.device, streams: Streams | None = None) -> None:
+        self.meter, self._pinned = TransferMeter("host"), accelerator.is_on(device)
+        self._streams = streams or streams_of(device)
+
+    def keep(self, values: Tensor) -> Tensor:
+        return torch.empty(values.shape, dtype=values.dtype, pin_memory=self._pinned).copy_(values)
+
+    def fetch(self, waiting: Tensor, out: Tensor) -> Callable[[], None]:
+        self.meter.read_bytes += out.nbytes
+        with self._streams.beside(0):
+            out.copy_(waiting, non_blocking=True)
+        return self._streams.mark()
+
+    def beside(self) -> AbstractContextManager[Any]:
+        return self._streams.beside(0)
+
+
 class Streams:
     """What orders copies (0: to the device, 1: back) beside computation. Here they happen in the order of the program,
     as on a processor."""
@@ -46,6 +67,10 @@ class Streams:
 
     def wait(self, way: int) -> None:
         """Computation waits for the copies begun so far."""
+
+    def mark(self) -> Callable[[], None]:
+        """What has computation wait for the copies to the device begun so far, and for none begun later."""
+        return lambda: None
 
     def finish(self) -> None:
         """Returns when everything was copied back."""
@@ -65,6 +90,10 @@ class CudaStreams(Streams):
 
     def wait(self, way: int) -> None:
         accelerator.current_stream(self._device).wait_stream(self._streams[way])
+
+    def mark(self) -> Callable[[], None]:
+        event = self._streams[0].record_event()
+        return lambda: accelerator.current_stream(self._device).wait_event(event)
 
     def finish(self) -> None:
         self._streams[1].synchronize()

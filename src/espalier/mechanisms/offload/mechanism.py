@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from espalier.mechanisms.offload.activations import ActivationStore, FilePlaces, HostPlaces, Places, SavedActivations
-from espalier.mechanisms.offload.host_memory import DeviceFile, HostStates
+from espalier.mechanisms.offload.host_memory import DeviceFile, HostStates, HostWeights
 from espalier.mechanisms.offload.optimizer import StateFolder
 from espalier.mechanisms.offload.parameters import OffloadNode, OffloadSharding
 from espalier.mechanisms.offload.state_file import TransferMeter
@@ -36,7 +36,12 @@ OPTIMIZER = Claim(
 )
 HOST = Claim("offload_to_host", question="optimizer states", changes={"states wait in host memory"})
 
-
+FROZEN = Claim(
+    "offload_frozen",
+    question="frozen weights",
+    changes={"frozen weights wait in host memory"},
+    forbids={"the model is cut", "experts are spread", "a window of layers", "replicas differ between rounds"},
+)
 PARAMETERS = Claim(
     "offload_parameters",
     question="shard",
@@ -89,6 +94,17 @@ class OptimizerOnHost(Mechanism):
             folder = HostStates(context.device)
             context.group = folder.group
             context.meters["offload"] = folder.meter.read
+
+
+class FrozenOnHost(Mechanism):
+    """Frozen weights of blocks wait in host memory, and are copied to the device block by block."""
+
+    claim = FROZEN
+
+    def wrap(self, context: Build) -> None:
+        """Says what keeps them."""
+        context.weights = weights = HostWeights(context.device)
+        context.meters["frozen"] = weights.meter.read
 
 
 class OffloadedParameters(Mechanism):
@@ -184,6 +200,11 @@ def choose_optimizer(recipe: Recipe, plan: Plan) -> Mechanism | None:
     if plan.offload.parameters in ("host", "disk"):
         return AdamwOffloaded() if isinstance(recipe.train.optimizer, Adamw) else None
     return {"disk": OptimizerOnDisk(), "host": OptimizerOnHost()}.get(plan.offload.optimizer)
+
+
+def choose_frozen(recipe: Recipe, plan: Plan) -> Mechanism | None:
+    """What keeps frozen weights elsewhere."""
+    return FrozenOnHost()
 
 
 def choose_parameters(recipe: Recipe, plan: Plan) -> Mechanism | None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
@@ -77,6 +77,7 @@ class Amsp:
         self.spread = spread or Spread()
         self.cut = cut
         self._channel = channel if channel is not None and (channel.size() > 1 or cut is not None) else None
+        self._gathers = self._channel is not None or self.spread.weights is not None
         self.flats: list[FlatParameter] = []
         self.frozen: list[FrozenUnit] = []
         self._hooks: list[Any] = []
@@ -88,46 +89,54 @@ class Amsp:
         self._norm: float | None = None
         self.kinds: Kinds | None = None
         """What states each parameter has, on all ranks; None while that may still change."""
-        if self._channel is None:
-            self.owned: Sequence[Owned] = owned_by(model)
-            self._in_order = self.owned
+        self.owned: Sequence[Owned] = owned_by(model)
+        self._in_order = self.owned
+        if not self._gathers:
             return
-        same_start(model, self._channel)
-        self._running = BufferSync(model, self._channel)
         self._reducing, self._moving = Exchanges(), Exchanges()
         blocks = blocks_of(self._called) if self.spread.blocks is None else self.spread.blocks
         self._member = Membership(self._called, list(blocks))
-        self._meshes = self._placed(self._channel)
-        self.flats = self._units()
+        if self._channel is not None:
+            same_start(model, self._channel)
+            self._running = BufferSync(model, self._channel)
+        self._meshes = self._placed()
+        if self._channel is not None:
+            self._spread_states()
         if cut is None:
             self.frozen = self._frozen_units()
-        moved = [piece for flat in self.flats for piece in flat.moved]
-        self.owned = [piece.owned for piece in moved]
-        self._in_order = [piece.owned for piece in sorted(moved, key=lambda piece: piece.slot.number)]
-        self.together = cut is not None or bool(self.frozen) or any(flat.sharded for flat in self.flats)
-        for flat in self.flats:
-            for slot in flat.slots:
-                hook = slot.parameter.register_post_accumulate_grad_hook(self._arrival(flat, slot))
-                self._hooks.append(hook)
-        self._seen = ModelSignature(model)
-        flats = [*self.flats, *self.frozen]
-        self._windows = GatherHooks(self._called, self._member, flats, self._moving, self.spread.prefetch)
+        self.together = cut is not None or any(flat.sharded for flat in self.flats) or bool(self.frozen)
+        self._windows = GatherHooks(
+            self._called, self._member, [*self.flats, *self.frozen], self._moving, self.spread.prefetch
+        )
         _WRAPPINGS[model] = ref(self)
 
     # --- making the units --------------------------------------------------------------------------------------------
 
-    def _placed(self, channel: dist.ProcessGroup) -> dict[ShardFactors, AxisGroups]:
+    def _spread_states(self) -> None:
+        """Makes the units of what is trained, and listens to its gradients."""
+        self.flats = self._units()
+        moved = [piece for flat in self.flats for piece in flat.moved]
+        self.owned = [piece.owned for piece in moved]
+        self._in_order = [piece.owned for piece in sorted(moved, key=lambda piece: piece.slot.number)]
+        for flat in self.flats:
+            for slot in flat.slots:
+                hook = slot.parameter.register_post_accumulate_grad_hook(self._arrival(flat, slot))
+                self._hooks.append(hook)
+        self._seen = ModelSignature(self.model)
+
+    def _placed(self) -> dict[ShardFactors, AxisGroups]:
         """The ranks of all factors that the parameters have."""
-        spread, world, made = self.spread, channel.size(), Groups()
+        channel = self._channel
+        spread, world, made = self.spread, 1 if channel is None else channel.size(), Groups()
         nodes = spread.nodes or [0] * world
         codecs = Codecs(spread.codecs, nodes) if spread.codecs else None
         chosen = (spread.of(name).check(world, f"shard of {name!r}") for name, _ in self.model.named_parameters())
         return {factors: AxisGroups(place(factors, nodes), channel, made, codecs) for factors in dict.fromkeys(chosen)}
 
-    def _arranged(self, slots: Sequence[ParameterSlot], kinds: Sequence[Any]) -> list[Arranged]:
-        """Which parameters share a unit. `kinds`: of each, those of one kind may."""
+    def _arranged(self, slots: Sequence[ParameterSlot], kinds: Sequence[Any], fetched: bool = False) -> list[Arranged]:
+        """Which parameters share a unit. `kinds`: of each, those of one kind may; `fetched`: of one block."""
         chosen = [self.spread.of(slot.name) for slot in slots]
-        grouped = groups(chosen, [self._member.of(slot.parameter) for slot in slots], kinds)
+        grouped = groups(chosen, [self._member.of(slot.parameter) for slot in slots], kinds, fetched)
         pieces = [
             Piece(
                 slot.parameter.numel(),
@@ -140,19 +149,21 @@ class Amsp:
         return units(pieces, {f: mesh.placement for f, mesh in self._meshes.items()}, self.spread.bucket_bytes)
 
     def _frozen_units(self) -> list[FrozenUnit]:
-        """Of the blocks, where parameters are sharded. What lies outside is needed all the time, and stays whole."""
+        """Of the blocks, where parameters are sharded, or frozen ones wait in host memory. What lies outside is needed
+        all the time, and stays whole."""
+        weights, device = self.spread.weights, next(p.device for p in self.model.parameters() if p.requires_grad)
         slots = [
             ParameterSlot(name, parameter, number)
             for number, (name, parameter) in enumerate(self.model.named_parameters())
             if not parameter.requires_grad
             and parameter.numel()
             and self._member.of(parameter) is not None
-            and self.spread.of(name).params > 1
+            and (weights is not None or self.spread.of(name).params > 1)
         ]
         kinds = [(slot.parameter.dtype, slot.parameter.device) for slot in slots]
         return [
-            FrozenUnit(members, unit, self._meshes[self.spread.of(members[0].name)], self.flats[0].full.device)
-            for unit in self._arranged(slots, kinds)
+            FrozenUnit(members, unit, self._meshes[self.spread.of(members[0].name)], device, weights)
+            for unit in self._arranged(slots, kinds, weights is not None)
             for members in [[slots[index] for index in unit.indices]]
         ]
 
@@ -185,7 +196,7 @@ class Amsp:
 
     def accumulate(self, last: bool) -> AbstractContextManager[None]:
         """See `Sharding.accumulate`. Raises UserError when the model has changed since it was wrapped."""
-        return nullcontext() if self._channel is None else self._round(last)
+        return self.alone() if self._channel is None else self._round(last)
 
     @contextmanager
     def _round(self, last: bool) -> Iterator[None]:
@@ -226,8 +237,7 @@ class Amsp:
     def alone(self) -> Iterator[None]:
         self._armed = None
         yield
-        if self._channel is not None:
-            self._windows.let_go()
+        self.let_go()
 
     def _arrival(self, flat: FlatParameter, slot: ParameterSlot) -> Any:
         def arrived(_: Tensor) -> None:
@@ -349,7 +359,7 @@ class Amsp:
 
     def settle(self) -> None:
         """Returns when every parameter that lives here is up to date."""
-        if self._channel is not None:
+        if self._gathers:
             self._windows.settle()
 
     def gathered(self, module: nn.Module) -> AbstractContextManager[None]:
@@ -358,12 +368,12 @@ class Amsp:
 
     def summon(self) -> None:
         """Brings all parameters here, until `let_go`."""
-        if self._channel is not None:
+        if self._gathers:
             self._windows.summon()
 
     def let_go(self) -> None:
         """Ends what `summon` began."""
-        if self._channel is not None:
+        if self._gathers:
             self._windows.let_go()
 
     def adopt(self) -> None:
@@ -374,16 +384,22 @@ class Amsp:
             self._running.begins()
 
     def bytes_held(self) -> Mapping[str, int]:
+        away, shared = self.spread.weights is not None, sum(unit.part.nbytes for unit in self.frozen)
         if not self.flats:
-            parameters = list(self.model.parameters())
+            parameters = [
+                *self._unshared(),
+                *(parameter for parameter in self.model.parameters() if parameter.requires_grad),
+            ]
             grads = sum(parameter.nbytes for parameter in parameters if parameter.grad is not None)
-            return {"params": sum(parameter.nbytes for parameter in parameters), "grads": grads, "masters": 0}
+            params = sum(parameter.nbytes for parameter in parameters)
+            return {"params": params, "grads": grads, "masters": 0, "waiting": shared}
         return {
             "params": sum(flat.part.nbytes for flat in self.flats),
             "grads": sum(flat.summed.nbytes for flat in self.flats),
             "masters": sum(flat.masters.nbytes for flat in self.flats if flat.masters is not None),
             "feedback": sum(flat.residual.nbytes for flat in self.flats if flat.residual is not None),
-            "frozen": sum(unit.part.nbytes for unit in self.frozen) + sum(p.nbytes for p in self._unshared()),
+            "frozen": (0 if away else shared) + sum(p.nbytes for p in self._unshared()),
+            "waiting": shared if away else 0,
         }
 
     def _unshared(self) -> list[nn.Parameter]:
@@ -410,7 +426,7 @@ class Amsp:
         return buffer
 
     def detach(self) -> None:
-        if self._channel is None:
+        if not self._gathers:
             return
         for flat in (*self.flats, *self.frozen):
             values = self.whole(flat, flat.local)
@@ -418,6 +434,7 @@ class Amsp:
                 slot.parameter.data = values[slot.span.start : slot.span.stop].view(slot.shape).clone()
         self.unhook()
         self.flats, self.frozen, self.owned, self._channel, self.together = [], [], owned_by(self.model), None, False
+        self._gathers = False
 
     def unhook(self) -> None:
         """Takes off every hook, and the gradients: with them go the buffers of a wrapping that nobody else holds."""

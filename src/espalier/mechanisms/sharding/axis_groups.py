@@ -43,12 +43,17 @@ class AxisGroups:
         rounding: the lossy codecs of its axes, which need feedback.
     """
 
-    def __init__(self, placement: Placement, channel: dist.ProcessGroup, made: Groups, codecs: Codecs | None) -> None:
+    def __init__(
+        self, placement: Placement, channel: dist.ProcessGroup | None, made: Groups, codecs: Codecs | None
+    ) -> None:
         self.placement = placement
         self.rounding: list[Codec] = []
+        self._groups: dict[tuple[str, Axis], Any] = {}
+        self.rank = 0
+        if channel is None:  # one rank: there is no axis
+            return
         self.rank = channel.rank()
         self._members = getattr(channel, "members", None) or tuple(dist.get_process_group_ranks(channel))
-        self._groups: dict[tuple[str, Axis], Any] = {}
         for axis in placement.axes:
             groups = (self._join("reduce", axis, channel, made), self._join("gather", axis, channel, made))
             if codecs is not None:

@@ -27,6 +27,7 @@ from espalier.optim.base import Owned
 from espalier.parallel.model_cut import Holders
 from espalier.plan.axes.flat_layout import Arranged
 from espalier.plan.axes.placement import Span
+from espalier.store.base import WeightStore
 
 
 @dataclass(eq=False)
@@ -143,14 +144,40 @@ class FlatUnit:
 
 class FrozenUnit(FlatUnit):
     """Frozen parameters of a block and a dtype: gathered with the block, and never reduced. `device`: where they are
-    computed with; they may come from the host's memory."""
+    computed with; they may come from the host's memory. `weights`: what keeps this rank's part there; None: it is on
+    the device."""
 
     def __init__(
-        self, slots: Sequence[ParameterSlot], arranged: Arranged, mesh: AxisGroups, device: torch.device
+        self,
+        slots: Sequence[ParameterSlot],
+        arranged: Arranged,
+        mesh: AxisGroups,
+        device: torch.device,
+        weights: WeightStore | None = None,
     ) -> None:
         super().__init__(slots, arranged, mesh)
-        self.part, self.full = self.part.to(device), self.full.to(device)
+        self.weights, self.sharded = weights, True
+        self.part = self.part.to(device) if weights is None else weights.keep(self.part)
+        self.full = torch.empty_like(self.full, device=device)
         self.release()
+
+    def gather(self) -> list[Stage]:
+        if self.weights is None:
+            return super().gather()
+        self.full.untyped_storage().resize_(self.full.nbytes)
+        self._arrived = self.weights.fetch(self.part, self.full[_slice(self.params)])
+        base = Span(0, self.length)
+        stages = (stage(self.full, base) for stage in self.mesh.gather(self.length, "params"))
+        return [partial(_beside, self.weights, stage) for stage in stages]
+
+    def attach(self) -> None:
+        if self.weights is not None:
+            self._arrived()
+        super().attach()
+
+    @property
+    def local(self) -> Tensor:
+        return super().local.to(self.full.device)
 
     def piece(self, slot: ParameterSlot) -> Slice:
         """This rank's part of a parameter, which the first of its replicas writes."""
@@ -352,6 +379,11 @@ def _summed(buffer: Tensor, group: dist.ProcessGroup | None) -> Any:
         return None
     with traffic(Traffic.GRADIENTS):
         return group.allreduce([buffer], AllreduceOptions())
+
+
+def _beside(weights: WeightStore, stage: Stage) -> Any:
+    with weights.beside():
+        return stage()
 
 
 def _slice(span: Span) -> slice:

@@ -60,6 +60,7 @@ def spread(context: Build) -> spreading.Spread:
         bucket_bytes=plan.bucket,
         codecs=spreading.codecs(plan.exchanges, recipe.comm.nonfinite == "stop"),
         prefetch=plan.prefetch,
+        weights=context.weights,
     )
 
 

@@ -1,7 +1,8 @@
 """Offload in plans: what waits in host memory or on disk where devices cannot hold it, and the seconds that takes.
 
 A rank's shard of the optimizer states, then what blocks that are computed again give to the next (on disk), then its
-shard of the parameters waits on one tier between uses. What that costs is `plan.axes.offload_tiers`'s. No torch.
+shard of the parameters waits on one tier between uses; of a model with adapters its shard of the frozen blocks waits in
+host memory. What that costs is `plan.axes.offload_tiers`'s. No torch.
 """
 
 from __future__ import annotations
@@ -10,10 +11,11 @@ import math
 from typing import TYPE_CHECKING
 
 import numpy as np
+from msgspec.structs import astuple
 
 from espalier.plan.axes.offload_layout import CHUNK
 from espalier.plan.axes.offload_tiers import UNUSED, TierRate, buffers
-from espalier.plan.base import Offload, Tier
+from espalier.plan.base import RESIDENT, Offload, Tier
 from espalier.recipe import Pin, ShardPin
 from espalier.recipe.cost import Number, Terms
 
@@ -73,6 +75,9 @@ def ways(request: Request, cluster: Cluster) -> list[Offload]:
     if request.profile.heads and request.recompute in (None, "block") and not (cuda and pinned):
         places: tuple[Tier, ...] = ("device",) if pinned is None else ()
         made += [Offload(optimizer=place, activations=tier) for tier in tiers for place in (*places, tier)]
+    if request.profile.frozen and request.profile.untrained and "host" in tiers:
+        resident = [RESIDENT] * (pinned is None)
+        made += [way.changed(frozen="host") for way in (*resident, *made) if "disk" not in astuple(way)]
     made += [Offload(optimizer=tier, parameters=tier) for tier in tiers]
     if request.profile.heads:
         made += [Offload(optimizer=tier, parameters=tier, activations=tier) for tier in tiers]
@@ -122,7 +127,7 @@ def lacking(over: Number, away: Terms, kind: DeviceGroup, request: Request) -> N
 
 def tier_of(way: Offload) -> Tier:
     """Where it is that things wait."""
-    return way.activations if way.optimizer == "device" else way.optimizer
+    return next(tier for tier in (way.optimizer, way.activations, way.frozen) if tier != "device")
 
 
 def beyond_room(away: Terms, kind: DeviceGroup, request: Request) -> Number:
@@ -130,4 +135,7 @@ def beyond_room(away: Terms, kind: DeviceGroup, request: Request) -> Number:
     tier = tier_of(request.offload)
     if tier == "node":
         return -math.inf
-    return sum(away.values()) - rate(kind, tier, request.free).room
+    taken = sum(away.values())
+    if request.offload.frozen == "host":  # a rank reads all of them before it keeps its share
+        taken = np.maximum(taken, request.profile.frozen or 0)
+    return taken - rate(kind, tier, request.free).room

@@ -81,12 +81,6 @@ def saved(away: Terms, rounds: Number) -> Moved:
     return Moved(size, size)
 
 
-def moved(away: Terms, rounds: Number = 1, again: Number = 1.0) -> Moved:
-    """All of a step."""
-    parts = walked(away), passed(away, again), saved(away, rounds)
-    return Moved(sum(part.read for part in parts), sum(part.written for part in parts))
-
-
 def activations(block_bytes: Number, layers: Number) -> Number:
     """Bytes of a micro-batch on disk, of which each of `layers` blocks keeps `block_bytes`: what all but the last
     give."""
@@ -112,6 +106,11 @@ def seconds(away: Terms, speed: TierRate, hiding: HidingWork) -> Number:
     pieces = np.maximum(1, np.ceil(step.read / CHUNK))
     taken = np.maximum(0.0, np.maximum(read, write) - hiding.optimizer) + (read + write) / pieces
     out, back = activation_bytes.written / speed.write, activation_bytes.read / speed.read
+    if "frozen" in away:  # read in forward, and in backward but for the last layer
+        fetched = hiding.rounds * away["frozen"] / speed.read
+        first = fetched / hiding.layers
+        waited = np.maximum(fetched - hiding.forward, first)
+        taken = taken + waited + np.maximum(fetched - first - hiding.backward, 0.0)
     if "params" in away:
         fetched = values.read / speed.read + values.written / speed.write + out + back
         taken = taken + np.maximum(fetched - hiding.forward - hiding.backward, fetched / hiding.layers)

@@ -20,23 +20,21 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from espalier.store.base import WeightStore
+
 
 WHOLE = Claim(
     "amsp",
     question="shard",
     needs={"a model"},
     changes={"gradients are summed", "whole matrices"},
-    after={"attend", "aggregate", "route", "recompute", "compile", "precision", "matrices", "tensor", "model stages"},
+    after={
+        *("attend", "aggregate", "route", "recompute", "compile", "precision", "matrices", "tensor", "model stages"),
+        "frozen weights",
+    },
 )
 """With every matrix on one rank."""
-SPLIT = Claim(
-    "amsp_split",
-    question="shard",
-    needs={"a model"},
-    changes={"gradients are summed"},
-    after={"attend", "aggregate", "route", "recompute", "compile", "precision", "matrices", "tensor", "model stages"},
-    instead=("amsp",),
-)
+SPLIT = replace(WHOLE, name="amsp_split", changes={"gradients are summed"}, instead=("amsp",))
 """With matrices cut by the shards of the optimizer's state (a plan's units that are not `whole`)."""
 
 
@@ -67,6 +65,7 @@ class Spread:
         codecs: by class of traffic and level (`inside` a machine or `between`), as `comm.codecs.codec` reads them.
             Parameters are not rounded: a lossy codec becomes `LOSSLESS`, as no rank keeps them in full precision.
         prefetch: from when on the parameters of the next block are gathered.
+        weights: what keeps frozen weights of blocks in host memory; None: they are on the device.
     """
 
     factors: Sequence[tuple[str, ShardFactors]] = (("*", ShardFactors()),)
@@ -77,6 +76,7 @@ class Spread:
     bucket_bytes: int = BUCKET
     codecs: Mapping[tuple[str, str], str] = field(default_factory=dict)
     prefetch: Prefetch = "block"
+    weights: WeightStore | None = None
 
     def of(self, name: str) -> ShardFactors:
         """The factors of a parameter."""
@@ -166,12 +166,16 @@ class ParameterGroup(NamedTuple):
     kind: Any = None
 
 
-def groups(chosen: Sequence[ShardFactors], blocks: Sequence[int | None], kinds: Sequence[Any]) -> list[ParameterGroup]:
-    """The group of each parameter, in the model's order."""
+def groups(
+    chosen: Sequence[ShardFactors], blocks: Sequence[int | None], kinds: Sequence[Any], fetched: bool = False
+) -> list[ParameterGroup]:
+    """The group of each parameter, in the model's order. `fetched`: blocks come one by one, sharded or not."""
     parameter_groups, before = [], 0
     for factors, block, kind in zip(chosen, blocks, kinds, strict=True):
         before = before if block is None else block + 1
-        parameter_groups.append(ParameterGroup(factors, None if factors.params == 1 else (block, before), kind))
+        parameter_groups.append(
+            ParameterGroup(factors, None if factors.params == 1 and not fetched else (block, before), kind)
+        )
     return parameter_groups
 
 

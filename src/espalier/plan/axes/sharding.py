@@ -54,6 +54,7 @@ class StateSizes:
         storage: bytes of a parameter; exact: of one that keeps its precision beside low ones, None: the same.
         sizes: the trainable tensors in the model's order (or frozen ones); empty: not known.
         trained: whether they have gradients, and are moved.
+        fetched: whether layers come from host memory one by one, on however many ranks they are sharded.
         tensors: those of a rank, by the `cuts` of the model (stages, runs of layers on each rank, ranks to a matrix);
             None: `sizes`.
         whole: matrices lie on one rank each (an optimizer of matrices moves them).
@@ -70,6 +71,7 @@ class StateSizes:
     exact: StateBytes | None = None
     sizes: Sequence[Sized] = ()
     trained: bool = True
+    fetched: bool = False
     tensors: Callable[[int, int, int], Lengths] | None = None
     cuts: tuple[Number, ...] = ()
     whole: bool = False
@@ -249,7 +251,7 @@ def volumes(states: StateSizes, division: Division) -> list[Volume]:
 def _arranged(states: StateSizes, division: Division) -> list[Volume]:
     """By the units themselves; nothing of layouts that cut the model."""
     owners = division.optimizer if states.whole else 1
-    gathered = np.asarray(division.params) > 1  # by blocks, whatever their bytes
+    gathered = (np.asarray(division.params) > 1) | states.fetched  # by blocks, whatever their bytes
     limit = np.where(division.by_level, np.minimum(states.bucket_bytes, PIPED), states.bucket_bytes) * ~gathered
     known = lengths(tuple(() if states.tensors else states.sizes), states.whole)
     of_rank = states.tensors or (lambda *cuts: known)
@@ -359,7 +361,7 @@ def memory_bytes(states: StateSizes, division: Division, state_volumes: Sequence
     params, grads = np.asarray(division.params), np.asarray(division.grads)
     whole = [sum(volume.storage[state] * volume.elements for volume in state_volumes) for state in range(3)]
     layers, storage = 2 * states.layer, states.storage
-    gathered = np.where(params > 1, (layers + states.outside) * storage.params, 0.0)
+    gathered = np.where((params > 1) | states.fetched, (layers + states.outside) * storage.params, 0.0)
     gathered = gathered + np.where(grads > 1, np.maximum(layers, states.outside) * storage.grads, 0.0)
     summed = whole[1] / grads
     result = {
