@@ -44,7 +44,7 @@ class WeightStore(Protocol):
     def fetch(self, waiting: Tensor, out: Tensor) -> Callable[[], None]:
         """Begins to copy them into `out`, on the device; what is computed once the answer was called comes after."""
 
-    def beside(self) -> AbstractContextManager[None]:
+    def after_copies(self) -> AbstractContextManager[None]:
         """Surrounds what waits for the copies begun so far, and computation does not wait for."""
 
 

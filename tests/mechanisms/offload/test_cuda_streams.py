@@ -256,7 +256,7 @@ def frozen_blocks(race: Race) -> None:
         assert race.clock("compute").get("copies 0", 0) < race.clock("copies 0")["copies 0"], "the next is on its way"
         rooms[(number - 1) % 2].sin()
         arrived = ahead
-    with weights.beside():
+    with weights.after_copies():
         rooms[1].cos()
     weights.fetch(waiting[0], rooms[1])
     assert weights.meter.read()["host"]["read"] == race.copied["to"] == 5 * 4096

@@ -52,7 +52,7 @@ class HostWeights:
             out.copy_(waiting, non_blocking=True)
         return self._streams.mark()
 
-    def beside(self) -> AbstractContextManager[Any]:
+    def after_copies(self) -> AbstractContextManager[Any]:
         return self._streams.beside(0)
 
 

@@ -168,7 +168,7 @@ class FrozenUnit(FlatUnit):
         self._arrived = self.weights.fetch(self.part, self.full[_slice(self.params)])
         base = Span(0, self.length)
         stages = (stage(self.full, base) for stage in self.mesh.gather(self.length, "params"))
-        return [partial(_beside, self.weights, stage) for stage in stages]
+        return [partial(_after_copies, self.weights, stage) for stage in stages]
 
     def attach(self) -> None:
         if self.weights is not None:
@@ -381,8 +381,8 @@ def _summed(buffer: Tensor, group: dist.ProcessGroup | None) -> Any:
         return group.allreduce([buffer], AllreduceOptions())
 
 
-def _beside(weights: WeightStore, stage: Stage) -> Any:
-    with weights.beside():
+def _after_copies(weights: WeightStore, stage: Stage) -> Any:
+    with weights.after_copies():
         return stage()
 
 
