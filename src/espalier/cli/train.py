@@ -327,6 +327,7 @@ Life = Callable[[RankSpec], Any]
 def life(job: RunStart, forked: bool = False, stop_after: int | None = None) -> Life:
     """What each rank of the job does. `forked`: all ranks of it come from this process, and need not compare.
     `stop_after`: raises Interrupted after so many steps."""
+    worker.warm(job.plan)
 
     def live(place: RankSpec) -> Any:
         setting = job.setting(place)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from espalier.optim.base import MakeGroup, Optimizer, OptimizerGroup, Owned, StateKinds, Together
+from espalier.optim.base import MakeGroup, Optimizer, OptimizerGroup, Owned, StateKinds, Together, eager
 from espalier.recipe import Adamw
 
 KINDS = StateKinds(("exp_avg", "exp_avg_sq"), ("step",))
@@ -29,8 +29,7 @@ def build(options: Adamw, owned: Sequence[Owned], group: MakeGroup = OptimizerGr
         },
         {"params": [parameter.tensor for parameter in owned if len(parameter.shape) < 2], "weight_decay": 0.0},
     ]
-    kind = torch.optim.Adam if options.coupled else torch.optim.AdamW
-    optimizer = kind(
+    optimizer = eager(torch.optim.Adam if options.coupled else torch.optim.AdamW)(
         [group for group in groups if group["params"]],
         lr=options.learning_rate,
         betas=options.betas,

@@ -6,9 +6,10 @@ resharded by name like the parameters themselves.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -62,6 +63,16 @@ class StateKinds:
     shaped: tuple[str, ...]
     counted: tuple[str, ...] = ()
     batches: Batches | None = None
+
+
+AnyOptimizer = TypeVar("AnyOptimizer", bound=torch.optim.Optimizer)
+
+
+def eager(kind: type[AnyOptimizer]) -> type[AnyOptimizer]:
+    """A class of torch's without what it does for torch.compile: for that a step imports torch._dynamo, which takes as
+    long as torch itself."""
+    step = torch.no_grad()(inspect.unwrap(kind.step))
+    return type(kind.__name__, (kind,), {"step": step, "add_param_group": inspect.unwrap(kind.add_param_group)})
 
 
 class OptimizerGroup:
