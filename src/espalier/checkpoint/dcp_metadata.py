@@ -113,6 +113,10 @@ def dumps(saved: Saved) -> bytes:
     return file.getvalue()
 
 
+_PythonPickler: Any = vars(pickle)["_Pickler"]
+_NEW: Any = vars(copyreg)["__newobj__"]
+
+
 class _Refused(Exception):
     """A name that is not on the list."""
 
@@ -132,10 +136,10 @@ class _Record:
         self.state = state
 
     def __reduce_ex__(self, _: Any) -> Any:
-        return (type(self), self.args) if self.args else (copyreg.__newobj__, (type(self),), self.state)
+        return (type(self), self.args) if self.args else (_NEW, (type(self),), self.state)
 
 
-class _MetadataPickler(pickle._Pickler):  # the one in Python: that in C imports what it names
+class _MetadataPickler(_PythonPickler):  # that in C imports what it names
     def save_global(self, obj: Any, name: str | None = None) -> None:
         module = "torch" if name is not None else obj.__module__  # a type of elements
         self.write(pickle.GLOBAL + f"{module}\n{name or obj.__qualname__}\n".encode())

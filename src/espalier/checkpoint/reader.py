@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Mapping
-from typing import IO, Any
+from typing import IO, Any, cast
 
 import torch
 from torch import Tensor
@@ -114,7 +114,8 @@ def _fill_from(opened: IO[bytes], file: str, saved: SavedTensor, tensor: state_t
         if not parts:
             continue
         stored = saved.ranges[stored_box]
-        values: Tensor = torch.load(FilePart(opened, stored), map_location="cpu", weights_only=True)
+        part_of_file = cast("IO[bytes]", FilePart(opened, stored))
+        values: Tensor = torch.load(part_of_file, map_location="cpu", weights_only=True)
         if tuple(values.shape) != stored_box.sizes:
             raise ValueError(f"a tensor of {tuple(values.shape)} where one of {stored_box.sizes} belongs")
         for box, part in parts:

@@ -103,8 +103,11 @@ class Write:
             file = _file(self.team.rank)
             ranges = []
             with (self._begin() / file).open("wb") as opened:
-                limited = self._limit is not None and isinstance(self.place, Folder)  # else what goes up is
-                stream = cast("IO[bytes]", LimitedStream(opened, self._limit)) if limited else opened
+                stream: IO[bytes] = opened
+                if self._limit is not None and isinstance(
+                    self.place, Folder
+                ):  # else it is what goes up that is limited
+                    stream = cast("IO[bytes]", LimitedStream(opened, self._limit))
                 for fields in items:
                     first = opened.tell()
                     self._put(WriteItem(*fields), stream)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TextIO, cast
 import msgspec
 import torch
 
-from espalier.cli import printing, resolve_recipe, run_data, run_plan, run_resizer, run_trust, start_run
+from espalier.cli import finished_run, printing, resolve_recipe, run_data, run_plan, run_resizer, run_trust, start_run
 from espalier.cli.start_run import RunInputs, RunStart
 from espalier.comm.rendezvous_wait import Deadline
 from espalier.kernels import accelerator
@@ -106,7 +106,8 @@ def carry_out(ranks: Ranks, as_json: bool) -> int:
         return _follow(ranks, job, hosts)
     try:
         if job.finished:
-            return _nothing_to_do(job, as_json)
+            finished_run.tell(job.folder.path, job.resolved.recipe.train.steps or 0, as_json)
+            return 0
         begun = time.monotonic()
         try:
             ranks.run(job, hosts)
@@ -343,15 +344,6 @@ def life(job: RunStart, forked: bool = False, stop_after: int | None = None) -> 
 
 
 # --- after -------------------------------------------------------------------------------------------------------
-
-
-def _nothing_to_do(job: RunStart, as_json: bool) -> int:
-    steps = job.resolved.recipe.train.steps or 0
-    if as_json:
-        print(json.dumps({"run": str(job.folder.path), "finished": True, **printing.results(job.folder.path)}))
-    else:
-        say(f"{job.folder.path} is finished ({steps} of {steps} steps). To train further: train.steps={2 * steps}")
-    return 0
 
 
 def _ended(job: RunStart, log: Log, error: EspalierError, seconds: float) -> None:
