@@ -21,7 +21,6 @@ from espalier.mechanisms.sharding.mechanism import LOW
 from espalier.mechanisms.sharding.sharded_optimizer import OptimizerPieces
 from espalier.mechanisms.sharding.user_loop import UserLoop, refuse_split
 from espalier.mechanisms.tensor_parallel.mechanism import share
-from espalier.optim.base import AnyOptimizer
 from espalier.parallel.mesh import REPLICA, ProcessMesh, of_plan
 from espalier.parallel.model_cut import ModelCut
 from espalier.plan.axes.placement_plan import Spread, codecs, factors
@@ -35,6 +34,7 @@ TIMEOUT = 60.0
 """Seconds any wait for another rank may take."""
 
 AnyModel = TypeVar("AnyModel", bound=nn.Module)
+AnyOptimizer = TypeVar("AnyOptimizer", bound=torch.optim.Optimizer)
 
 
 def apply(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -65,14 +65,11 @@ class StateKinds:
     batches: Batches | None = None
 
 
-AnyOptimizer = TypeVar("AnyOptimizer", bound=torch.optim.Optimizer)
+class WithoutCompiler:
+    """A torch optimizer whose methods do nothing for torch.compile: for that torch's own import torch._dynamo, which
+    takes as long as torch itself."""
 
-
-def eager(kind: type[AnyOptimizer]) -> type[AnyOptimizer]:
-    """A class of torch's without what it does for torch.compile: for that a step imports torch._dynamo, which takes as
-    long as torch itself."""
-    step = torch.no_grad()(inspect.unwrap(kind.step))
-    return type(kind.__name__, (kind,), {"step": step, "add_param_group": inspect.unwrap(kind.add_param_group)})
+    add_param_group = inspect.unwrap(torch.optim.Optimizer.add_param_group)
 
 
 class OptimizerGroup:
