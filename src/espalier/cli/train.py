@@ -54,7 +54,8 @@ def run(arguments: argparse.Namespace) -> int:
     torch.set_num_threads(1)  # ranks are forked from here; see launch.agent
     sys.stdout = cast("TextIO", Forgiving(sys.stdout))
     place = detect_launcher.place()
-    ranks = forked(lambda: start_run.of_command(arguments)) if place is None else _launched(arguments, place)
+    local_ranks = Ranks(lambda: (start_run.of_command(arguments), ()), fork)
+    ranks = local_ranks if place is None else _launched(arguments, place)
     return carry_out(ranks, arguments.json)
 
 
@@ -67,7 +68,7 @@ Begun = tuple[RunStart, Sequence[int]]
 
 @dataclass(frozen=True)
 class Ranks:
-    """The part of this process in a run whose ranks it forks (`forked`), of which it is one (`_launched`), or of whose
+    """The part of this process in a run whose ranks it forks (`fork`), of which it is one (`_launched`), or of whose
     hosts it supervises one (`host_supervisor`).
 
     Attributes:
@@ -154,12 +155,8 @@ def heard(opened: Callable[[], RunInputs], others: Announcement) -> Begun:
     return job, decided.hosts
 
 
-def forked(prepare: Callable[[], RunStart]) -> Ranks:
-    """Ranks of this machine, phase by phase. `prepare`: plans the run."""
-    return Ranks(lambda: (prepare(), ()), _fork)
-
-
-def _fork(job: RunStart, hosts: Sequence[int]) -> bool:
+def fork(job: RunStart, hosts: Sequence[int] = ()) -> bool:
+    """Ranks of this machine, phase by phase."""
     task = partial(life, forked=True)
     recipe = job.resolved.recipe
     for part in phased(job):
