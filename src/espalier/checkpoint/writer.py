@@ -215,8 +215,8 @@ def shared_out(plans: Sequence[Sequence[WriteItem]]) -> list[list[WriteItem]]:
 def _saved(items: Sequence[Sequence[WriteItem]], ranges: Sequence[Sequence[tuple[int, int]]]) -> Saved:
     """What all ranks wrote, and where."""
     saved: Saved = {}
-    for rank, (own, where) in enumerate(zip(items, ranges, strict=True)):
-        for item, (first, length) in zip(own, where, strict=True):
+    for rank, (of_rank, where) in enumerate(zip(items, ranges, strict=True)):
+        for item, (first, length) in zip(of_rank, where, strict=True):
             stored = FileRange(_file(rank), first, length)
             if item.offsets is None:
                 saved[item.name] = stored

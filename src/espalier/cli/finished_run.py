@@ -46,8 +46,8 @@ def _is_of(before: Recipe, recipe: Recipe) -> bool:
     """Whether `recipe` says of the run `before` nothing else than that does, nor needs what can change outside it."""
     if hasattr(recipe.model, "build") or recipe.tasks or recipe.checkpoint.target or before.checkpoint.target:
         return False
-    kept, asked = (recipe_file.meaning(runs.located(each)) for each in (before, recipe))
-    return all(value in ("auto", kept.get(key)) for key, value in asked.items())
+    options, asked = (recipe_file.meaning(runs.located(each)) for each in (before, recipe))
+    return all(value in ("auto", options.get(key)) for key, value in asked.items())
 
 
 def _has_made(folder: RunFolder, steps: int) -> bool:
