@@ -144,7 +144,7 @@ def boxes(tensor: Kept) -> list[Box]:
 
 def of_box(tensor: Kept, box: Box) -> Tensor:
     """The elements of one of its `boxes`."""
-    return tensor.of_box(box) if isinstance(tensor, Slice) else local(tensor).detach()
+    return (tensor.of_box(box) if isinstance(tensor, Slice) else local(tensor)).detach()
 
 
 def _like(tensor: Kept, local: Tensor) -> Kept:
