@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from parts import Box
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
-from espalier.checkpoint import dcp_metadata, dcp_planners, in_memory, manifest, shared_memory, state_tree
+from espalier.checkpoint import dcp_metadata, in_memory, manifest, reader, shared_memory, state_tree, tensor_slice
 from espalier.checkpoint.coordination import Coordinator
 from espalier.checkpoint.in_memory import CopySlot, Memory
 from espalier.checkpoint.save_and_restore import Checkpoints
@@ -83,14 +83,10 @@ def refused(folder: Path, words: str) -> None:
 # --- the older format ------------------------------------------------------------------------------------------------
 
 
-def test_a_pickled_skeleton_is_refused_by_name_and_does_not_run(
-    tmp_path: Path, mark: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_pickled_skeleton_is_refused_by_name_and_does_not_run(tmp_path: Path, mark: Path) -> None:
     """As format 1 had it: a pickled skeleton, itself pickled by torch."""
-    monkeypatch.setattr(dcp_planners.SavePlanner, "transform_object", DefaultSavePlanner.transform_object)
-    state = {"box/weights": torch.arange(6.0), "skeleton:box": pickle.dumps({"weights": Evil(mark)})}
+    state = {"box/weights": torch.arange(6.0), "skeleton:box": torched(pickle.dumps({"weights": Evil(mark)}))}
     Write(open_place(tmp_path / "run"), Coordinator(None), WriteJob(4, state, {"step": 4}, None)).run()
-    monkeypatch.undo()
     refused(tmp_path / "run", r"step-00000004 has the old format.*\n.*'box'.*pickled")
     assert not mark.exists()
 
@@ -161,13 +157,30 @@ def test_metadata_asks_for_no_more_memory_than_there_are_files(tmp_path: Path) -
     refused(tmp_path, "is larger than all files together")
 
 
-def test_what_torch_writes_is_read_as_torch_reads_it(tmp_path: Path) -> None:
-    checkpoint = saved(tmp_path)
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("writer", ["torch", "espalier"])
+def test_what_one_program_writes_the_other_reads(tmp_path: Path, writer: str) -> None:
+    state = {"a": torch.randn(3, 4), "b": torch.randn(5, 6)[:, :2], "c": torch.tensor(7, dtype=torch.int64)}
+    checkpoint = tmp_path / "torch"
+    if writer == "torch":
+        dcp.save(state, checkpoint_id=checkpoint, no_dist=True)
+    else:
+        checkpoint = tmp_path / "step-00000001"
+        Write(open_place(tmp_path), Coordinator(None), WriteJob(1, state, {}, None)).run()
     data = (checkpoint / ".metadata").read_bytes()
     files = {file.name: file.stat().st_size for file in checkpoint.iterdir()}
     theirs, ours = pickle.loads(data), dcp_metadata.read(data, files, ".metadata")
-    assert ours.state_dict_metadata == theirs.state_dict_metadata
-    assert ours.storage_data == theirs.storage_data
+    assert ours.keys() == theirs.state_dict_metadata.keys() == state.keys()
+    for index, info in theirs.storage_data.items():
+        (box,) = theirs.state_dict_metadata[index.fqn].chunks
+        place = dcp_metadata.FileRange(info.relative_path, info.offset, info.length)
+        assert ours[index.fqn].ranges == {tensor_slice.Box(tuple(box.offsets), tuple(box.sizes)): place}
+    by_torch, by_us = ({name: torch.zeros_like(tensor) for name, tensor in state.items()} for _ in range(2))
+    dcp.load(by_torch, checkpoint_id=checkpoint, no_dist=True)
+    reader.fill(open_place(tmp_path), checkpoint.name, ours, by_us)
+    for name, tensor in state.items():
+        assert torch.equal(by_torch[name], tensor)
+        assert torch.equal(by_us[name], tensor)
 
 
 @settings(deadline=None, max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -88,7 +88,7 @@ def struck(monkeypatch, job, happens):
         return plain(setting, identity)
 
     monkeypatch.setattr(train.worker, "train", armed)
-    train.carry_out(train.forked(lambda: job), as_json=True)
+    train.carry_out(train.Ranks(lambda: (job, ()), train.fork), as_json=True)
     return [json.loads(line) for line in job.folder.events.read_text().splitlines()]
 
 

@@ -46,6 +46,7 @@ plain = trainer.Trainer.train_step
 def train_step(self, *arguments):
     if self.setting.place.rank == 0 and not (folder / "seen").exists():
         (folder / "seen").write_text(json.dumps(sorted(seen)))
+        (folder / "modules").write_text(json.dumps(sorted(sys.modules)))
     return plain(self, *arguments)
 
 
@@ -57,9 +58,21 @@ FIRST, REPEATED, RESILIENCE = 958, 646, 4
 there for failures."""
 
 
+VERB = """
+import json, sys
+from espalier.cli.main import main
+
+code = main(sys.argv[1:])
+print(json.dumps(sorted(sys.modules)), file=sys.stderr)
+sys.exit(code)
+"""
+SLOW = ("sympy", "torch._dynamo", "torch._inductor", "torch.distributed.checkpoint", "torch.distributed.tensor")
+"""Modules of which each takes as long to import as a third of torch, or more; no verb of this run needs any."""
+
+
 @pytest.fixture(scope="module")
-def seen(corpus: Path, tmp_path_factory: pytest.TempPathFactory, machine: dict[str, Any]) -> list[list[list[str]]]:
-    """Functions by file, of two runs that share a cache; this machine was measured before."""
+def folder(corpus: Path, tmp_path_factory: pytest.TempPathFactory, machine: dict[str, Any]) -> Path:
+    """With two runs that share a cache, and what they saw; this machine was measured before."""
     folder = tmp_path_factory.mktemp("before")
     known(folder, machine)
     (folder / "program.py").write_text(PROGRAM)
@@ -83,7 +96,6 @@ def seen(corpus: Path, tmp_path_factory: pytest.TempPathFactory, machine: dict[s
         ranks = 2
         """)
     )
-    found = []
     for name in ("first", "repeated"):
         (folder / name).mkdir()
         command = [sys.executable, str(folder / "program.py"), str(folder / name), "train", str(recipe)]
@@ -97,8 +109,13 @@ def seen(corpus: Path, tmp_path_factory: pytest.TempPathFactory, machine: dict[s
             check=False,
         )
         assert done.returncode == 0, done.stderr[-2000:]
-        found.append(json.loads((folder / name / "seen").read_text()))
-    return found
+    return folder
+
+
+@pytest.fixture(scope="module")
+def seen(folder: Path) -> list[list[list[str]]]:
+    """Functions by file, of both runs."""
+    return [json.loads((folder / name / "seen").read_text()) for name in ("first", "repeated")]
 
 
 @pytest.mark.parametrize(("number", "limit"), [(0, FIRST), (1, REPEATED)])
@@ -115,3 +132,36 @@ def test_a_repeated_run_searches_no_plan(seen: list[list[list[str]]]) -> None:
     first, repeated = seen
     assert ["plan/search.py", "search"] in first
     assert not [name for path, name in repeated if path in ("plan/search.py", "plan/step_time.py", "plan/explain.py")]
+
+
+def test_ranks_import_nothing_slow_before_the_first_step(folder: Path) -> None:
+    for name in ("first", "repeated"):
+        modules = json.loads((folder / name / "modules").read_text())
+        assert "torch" in modules
+        assert not [module for module in SLOW if module in modules]
+
+
+@pytest.mark.parametrize(
+    ("words", "absent"),
+    [
+        ("train recipe.toml --run first/run", ("torch", "numpy")),
+        ("report first/run", ("torch",)),
+        ("explain amsp", ("torch", "numpy")),
+        ("plan recipe.toml", SLOW),
+        ("predict first/run x --tokens 1", SLOW),
+        ("eval first/run", SLOW),
+    ],
+)
+def test_a_verb_imports_only_what_it_needs(folder: Path, words: str, absent: tuple[str, ...]) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", VERB, *words.split()],
+        cwd=folder,
+        env={**os.environ, "XDG_CACHE_HOME": str(folder / "cache")},
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    modules = json.loads(done.stderr.splitlines()[-1])
+    assert not [module for module in absent if module in modules]

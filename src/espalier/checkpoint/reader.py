@@ -1,25 +1,25 @@
 """Checkpoint reader: the skeletons, room for each tensor, the tensors; then each part takes its own.
 
-Nothing in the files is run: skeletons are plain values, torch's metadata goes through an allow-list, tensors through
-torch's weights-only loader.
+Nothing in the files is run: skeletons are plain values, the metadata goes through an allow-list, tensors
+through torch's weights-only loader.
 """
 
 from __future__ import annotations
 
+import io
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import IO, Any, cast
 
 import torch
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.storage import StorageReader
-from torch.distributed.tensor import DTensor
+from torch import Tensor
 
 from espalier.checkpoint import dcp_metadata, state_tree
 from espalier.checkpoint.base import Stateful, StatefulParts
-from espalier.checkpoint.dcp_planners import LoadPlanner
+from espalier.checkpoint.dcp_metadata import FileRange, Saved, SavedTensor
 from espalier.checkpoint.manifest import FileHash
 from espalier.checkpoint.storage import Storage
+from espalier.checkpoint.stored_slice import StoredSlice
 from espalier.checkpoint.tensor_slice import Slice
 from espalier.recipe import serialization
 from espalier.recipe.errors import EspalierError, UserError
@@ -37,34 +37,27 @@ def restore(place: Storage, name: str, files: Mapping[str, FileHash], parts: Sta
     path = place.path(name)
     with place.open(name, dcp_metadata.NAME) as file:
         sizes = {name: entry.bytes for name, entry in files.items()}
-        metadata = dcp_metadata.read(file.read(), sizes, f"{path}/{dcp_metadata.NAME}")
-    reader = place.reader(name)
-    reader.set_up_storage_reader(metadata, True)
-    present = [part for part in parts if state_tree.SKELETON + part in metadata.state_dict_metadata]
-    skeletons = _skeletons(reader, metadata, present, path)
+        saved = dcp_metadata.read(file.read(), sizes, f"{path}/{dcp_metadata.NAME}")
+    present = [part for part in parts if state_tree.SKELETON + part in saved]
+    skeletons = {part: _skeleton(place, name, part, saved) for part in present}
     flat, _ = state_tree.flatten({part: parts[part] for part in present})
-    tensors: dict[str, Any] = {}
+    tensors: dict[str, state_tree.Kept] = {}
     for skeleton in skeletons.values():
         for hole in state_tree.holes(skeleton):
-            tensors[hole] = _room(metadata, hole, flat.get(hole))
-    _read(reader, metadata, tensors, path)
+            tensors[hole] = _room(saved, hole, flat.get(hole))
+    fill(place, name, saved, tensors)
     for part in present:
         _give(parts[part], part, state_tree.join(skeletons[part], tensors.__getitem__), name)
     return [part for part in parts if part not in present]
 
 
-def _skeletons(reader: StorageReader, metadata: Metadata, present: list[str], path: str) -> dict[str, Any]:
-    blobs: dict[str, Any] = {}
-    for part in present:
-        name = state_tree.SKELETON + part
-        if not isinstance(metadata.state_dict_metadata[name], BytesStorageMetadata):
-            raise UserError(f"{name!r} in {path} is no skeleton.", do="use another checkpoint")
-        blobs[name] = None
-    _read(reader, metadata, blobs, path)
-    return {part: _skeleton(blobs[state_tree.SKELETON + part], part, path) for part in present}
-
-
-def _skeleton(blob: bytes, part: str, path: str) -> Any:
+def _skeleton(place: Storage, name: str, part: str, saved: Saved) -> Any:
+    path = place.path(name)
+    stored = saved[state_tree.SKELETON + part]
+    if not isinstance(stored, FileRange):
+        raise UserError(f"{state_tree.SKELETON + part!r} in {path} is no skeleton.", do="use another checkpoint")
+    with place.open(name, stored.file) as file:
+        blob = FilePart(file, stored).read()
     if not blob.startswith(PICKLED):
         return serialization.loads(blob, f"The state of {part!r} in {path}")
     raise UserError(
@@ -74,36 +67,88 @@ def _skeleton(blob: bytes, part: str, path: str) -> Any:
     )
 
 
-def _read(reader: StorageReader, metadata: Metadata, state: dict[str, Any], path: str) -> None:
-    planner = LoadPlanner()
-    planner.set_up_planner(state, metadata, True)
+class FilePart(io.RawIOBase):
+    """A part of an open file, as a file of its own. Has state: where it is read."""
+
+    def __init__(self, file: IO[bytes], part: FileRange) -> None:
+        self._file, self._part, self._at = file, part, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._part.length}[whence]
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        self._file.seek(self._part.first + self._at)
+        data = self._file.read(min(len(buffer), max(0, self._part.length - self._at)))
+        buffer[: len(data)] = data
+        self._at += len(data)
+        return len(data)
+
+
+def fill(place: Storage, name: str, saved: Saved, tensors: Mapping[str, state_tree.Kept]) -> None:
+    """Reads what is saved of `tensors` into them, file by file."""
     try:
-        reader.read_data(planner.finish_plan(planner.create_local_plan()), planner).wait()
+        for file in {stored.file for key in tensors for stored in _tensor(saved, key).ranges.values()}:
+            with place.open(name, file) as opened:
+                for key, tensor in tensors.items():
+                    _fill_from(opened, file, _tensor(saved, key), tensor)
     except (EspalierError, OSError, MemoryError):
         raise
     except Exception as error:  # torch's, pickle's and zip's errors have no common base
         named = re.search(r"GLOBAL (\S+)", str(error))  # what torch's loader refused
         why = f"it names {named[1]}" if named else f"{type(error).__name__}: {error}"
-        raise UserError(f"A file of {path} does not hold the tensors it should.", why=why) from error
+        raise UserError(f"A file of {place.path(name)} does not hold the tensors it should.", why=why) from error
 
 
-def _room(metadata: Metadata, name: str, value: state_tree.Kept | None) -> state_tree.Kept:
-    """What to read `name` into: the part's own where it fits, else a new one on the CPU."""
-    saved = metadata.state_dict_metadata.get(name)
-    if not isinstance(saved, TensorStorageMetadata):
+def _fill_from(opened: IO[bytes], file: str, saved: SavedTensor, tensor: state_tree.Kept) -> None:
+    stored_boxes = [box for box, stored in saved.ranges.items() if stored.file == file]
+    boxes = state_tree.boxes(tensor) if stored_boxes else []
+    for stored_box in stored_boxes:
+        parts = [(box, part) for box in boxes if (part := box.overlap(stored_box)) is not None]
+        if not parts:
+            continue
+        stored = saved.ranges[stored_box]
+        part_of_file = cast("IO[bytes]", FilePart(opened, stored))
+        values: Tensor = torch.load(part_of_file, map_location="cpu", weights_only=True)
+        if tuple(values.shape) != stored_box.sizes:
+            raise ValueError(f"a tensor of {tuple(values.shape)} where one of {stored_box.sizes} belongs")
+        for box, part in parts:
+            taken = part.within(values, stored_box)
+            if isinstance(tensor, StoredSlice):
+                tensor.put(box, part, taken.to(tensor.dtype))
+            else:
+                part.within(state_tree.of_box(tensor, box), box).copy_(taken)
+
+
+def _tensor(saved: Saved, name: str) -> SavedTensor:
+    tensor = saved.get(name)
+    if not isinstance(tensor, SavedTensor):
         raise UserError(f"The checkpoint has no tensor {name}, and its skeleton names it.", do="use another checkpoint")
-    if isinstance(value, Slice) and value.shape != saved.size:
-        value = value.saved_as(saved.size) or value
-    if isinstance(value, DTensor | Slice) and value.shape != saved.size:
+    return tensor
+
+
+def _room(saved: Saved, name: str, value: state_tree.Kept | None) -> state_tree.Kept:
+    """What to read `name` into: the part's own where it fits, else a new one on the CPU."""
+    tensor = _tensor(saved, name)
+    shape, dtype = torch.Size(tensor.shape), tensor.dtype
+    if isinstance(value, Slice) and value.shape != shape:
+        value = value.saved_as(shape) or value
+    if (state_tree.is_dtensor(value) or isinstance(value, Slice)) and value.shape != shape:
         raise UserError(
-            f"The checkpoint's {name} has shape {tuple(saved.size)}, the run's has {tuple(value.shape)}.",
+            f"The checkpoint's {name} has shape {tensor.shape}, the run's has {tuple(value.shape)}.",
             do="resume with the recipe the run began with, or start a new run with --run FOLDER",
         )
-    if value is not None and value.shape == saved.size and value.dtype == saved.properties.dtype:
+    if value is not None and value.shape == shape and value.dtype == dtype:
         return value
     if isinstance(value, Slice):  # another precision
-        return value.of(torch.empty(value.local.shape, dtype=saved.properties.dtype))
-    return torch.empty(saved.size, dtype=saved.properties.dtype)
+        return value.of(torch.empty(value.local.shape, dtype=dtype))
+    return torch.empty(shape, dtype=dtype)
 
 
 def _give(part: Stateful, name: str, state: dict[str, Any], checkpoint: str) -> None:

@@ -1,8 +1,8 @@
 """Checkpoints of any number of ranks: written behind training's back, whole or not at all, read by any other number.
 
-The tensors and their resharding are `torch.distributed.checkpoint`'s (its planners, writer and reader). Ours is what
-stands round it: the CPU copy with kept buffers, the exchange between ranks (so that an error on one is an error on
-all), checksums, the manifest, the rename, and what to do about a damaged file.
+The files have the format of `torch.distributed.checkpoint`, which reads and writes them too. That package is not
+imported: it takes more than half as long as torch. Besides there are the CPU copy with kept buffers, the exchange
+between ranks (so that an error on one is an error on all), checksums, the manifest, and the rename.
 
 Loading runs nothing that a checkpoint holds (`reader`).
 """

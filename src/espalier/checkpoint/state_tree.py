@@ -6,20 +6,23 @@ survive; here the skeleton keeps every plain value as it was, with a `Placeholde
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from espalier.checkpoint.base import StatefulParts
 from espalier.checkpoint.stored_slice import StoredSlice
-from espalier.checkpoint.tensor_slice import Slice
+from espalier.checkpoint.tensor_slice import Box, Slice
 from espalier.kernels import accelerator
 from espalier.recipe import serialization
 from espalier.recipe.errors import UserError
 from espalier.recipe.serialization import Placeholder
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 Kept = Tensor | Slice
 """What a hole stands for: a tensor (a DTensor where it is sharded evenly), or this rank's part of one."""
@@ -116,19 +119,40 @@ class StagingBuffers:
         return torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=accelerator.is_on(like))
 
 
+def is_dtensor(value: object) -> TypeGuard[DTensor]:
+    """Whether it is a DTensor: nothing is where nobody has imported that class, which takes a second."""
+    return isinstance(value, getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ()))
+
+
 def local(tensor: Kept) -> Tensor:
     """This rank's elements of `tensor`."""
     if isinstance(tensor, Slice):
         return tensor.local
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return tensor.to_local() if is_dtensor(tensor) else tensor
+
+
+def boxes(tensor: Kept) -> list[Box]:
+    """Where this rank's elements lie in the whole tensor."""
+    if isinstance(tensor, Slice):
+        return tensor.boxes()
+    if not is_dtensor(tensor):
+        return [Box.whole(tensor.shape)]
+    if tensor.device_mesh.get_coordinate() is None:
+        return []
+    return [Box(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in tensor.__create_chunk_list__()]
+
+
+def of_box(tensor: Kept, box: Box) -> Tensor:
+    """The elements of one of its `boxes`."""
+    return (tensor.of_box(box) if isinstance(tensor, Slice) else local(tensor)).detach()
 
 
 def _like(tensor: Kept, local: Tensor) -> Kept:
     if isinstance(tensor, Slice):
         return tensor.of(local)
-    if not isinstance(tensor, DTensor):
+    if not is_dtensor(tensor):
         return local
-    return DTensor.from_local(
+    return type(tensor).from_local(
         local,
         tensor.device_mesh,
         tensor.placements,

@@ -16,9 +16,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any, cast
 
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.storage import StorageReader
-
 from espalier.checkpoint import manifest
 from espalier.checkpoint.run_identity import OWNER
 from espalier.checkpoint.write_rate import WriteLimit
@@ -136,10 +133,6 @@ class Folder:
         """One file of `name`, for reading."""
         return (self.root / name / file).open("rb")
 
-    def reader(self, name: str) -> StorageReader:
-        """torch's reader of `name`."""
-        return FileSystemReader(self.root / name)
-
     def path(self, name: str) -> str:
         """What people call `name`."""
         return str(self.root / name)
@@ -228,11 +221,6 @@ class Remote:
             raise
         except Exception as error:  # clients of stores have no common base of their errors
             raise OSError(f"{type(error).__name__}: {printable(error)}") from error
-
-    def reader(self, name: str) -> StorageReader:
-        from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
-
-        return FsspecReader(self.path(name))
 
     def path(self, name: str) -> str:
         return f"{self.url}/{name}"

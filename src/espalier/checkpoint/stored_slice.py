@@ -6,16 +6,12 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from espalier.checkpoint.tensor_slice import Box, Slice
-
-if TYPE_CHECKING:
-    from torch.distributed.checkpoint.metadata import MetadataIndex
-    from torch.distributed.checkpoint.planner import ReadItem
 
 
 class Stored(Protocol):
@@ -60,26 +56,27 @@ class StoredSlice(Slice):
         elif not isinstance(source, StoredSlice):
             self.stored.write(0, source.local)
 
-    def read(self, index: MetadataIndex, room: Callable[[int], Tensor]) -> Tensor:
+    def read(self, box: Box, room: Callable[[int], Tensor]) -> Tensor:
         """A box that is written, read into `room(bytes)`."""
-        box = next(box for box in self._written() if torch.Size(box.offsets) == index.offset)
         out = room(math.prod(box.sizes) * self.dtype.itemsize).view(self.dtype)
         self.stored.read(box.first, out)
         return out.view(box.sizes)
 
-    def put(self, read: ReadItem, values: Tensor) -> None:
-        """Puts what was read of a box where it belongs."""
-        box = next(box for box in self._boxes() if torch.Size(box.offsets) == read.dest_index.offset)
-        for first, part in _runs(box.sizes, read.dest_offsets, values):
-            self.stored.write(box.first + first, part)
+    def put(self, box: Box, part: Box, values: Tensor) -> None:
+        """Puts the `values` of a `part` of one of its boxes where they belong."""
+        offsets = [at - begin for at, begin in zip(part.offsets, box.offsets, strict=True)]
+        for first, run in _runs(box.sizes, offsets, values):
+            self.stored.write(box.first + first, run)
 
-    def _written(self) -> list[Box]:
+    def written(self) -> list[Box]:
         """The boxes of what is read at once."""
+        if not self.writes:
+            return []
         count, boxes = self.local.numel(), []
         for first, last in itertools.pairwise((*self.stored.cuts, count)):
             part = Slice(self.local[first:last], self.shape, self.start + first, part=self.part)
-            boxes += [replace(box, first=box.first + first) for box in part._boxes()]
-        return boxes or self._boxes()
+            boxes += [replace(box, first=box.first + first) for box in part.boxes()]
+        return boxes or self.boxes()
 
 
 def fill_slices(table: dict[str, Any], state: dict[str, Any]) -> None:

@@ -1,8 +1,7 @@
-"""A rank's slice of a tensor that is cut in its flat (row-major) order, for torch.distributed.checkpoint.
+"""A rank's slice of a tensor that is cut in its flat (row-major) order.
 
 A contiguous run of elements is a few boxes of the tensor: the end of a row, whole rows, the beginning of another. So
 the file holds plain tensors of their full shape, whatever cut them, and any other cut reads what it needs.
-torch.distributed.checkpoint, which takes half a second, is imported by the methods it calls: plans import this file.
 """
 
 from __future__ import annotations
@@ -10,14 +9,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
-    from torch.distributed.checkpoint.planner import WriteItem
 
 
 @dataclass(frozen=True)
@@ -27,6 +21,29 @@ class Box:
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     first: int = 0
+
+    @classmethod
+    def whole(cls, shape: Sequence[int]) -> Box:
+        """All of a tensor of that shape."""
+        return cls((0,) * len(shape), tuple(shape))
+
+    def overlap(self, other: Box) -> Box | None:
+        """What both have; None where that is nothing."""
+        offsets = tuple(map(max, self.offsets, other.offsets))
+        ends = map(min, self.ends, other.ends)
+        sizes = tuple(end - begin for begin, end in zip(offsets, ends, strict=True))
+        return Box(offsets, sizes) if all(size > 0 for size in sizes) else None
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """Behind its last element, in each dimension."""
+        return tuple(begin + size for begin, size in zip(self.offsets, self.sizes, strict=True))
+
+    def within(self, tensor: Tensor, outer: Box) -> Tensor:
+        """This box, of a `tensor` that holds the elements of `outer`."""
+        for dim, (offset, size) in enumerate(zip(self.offsets, self.sizes, strict=True)):
+            tensor = tensor.narrow(dim, offset - outer.offsets[dim], size)
+        return tensor
 
     def inside(self, outer: Box) -> Box:
         """This box, whose offsets count from the first element of `outer`, in the tensor."""
@@ -88,17 +105,22 @@ class Slice:
         """The same part with other elements."""
         return replace(self, local=local)
 
-    def _boxes(self) -> list[Box]:
+    def boxes(self) -> list[Box]:
+        """Where its elements lie in the tensor."""
         if not self.shape.numel():  # one box without elements, so that the file knows the name
-            return [Box((0,) * len(self.shape), tuple(self.shape), 0)]
+            return [Box.whole(self.shape)]
         stop = self.start + self.local.numel()
         if self.part is None:
             return list(boxes(self.shape, self.start, stop))
         return [box.inside(self.part) for box in boxes(self.part.sizes, self.start, stop)]
 
-    def _written(self) -> list[Box]:
-        """The boxes that a file holds."""
-        return self._boxes()
+    def written(self) -> list[Box]:
+        """The boxes of it that this rank writes."""
+        return self.boxes() if self.writes else []
+
+    def of_box(self, box: Box) -> Tensor:
+        """The elements of one of its boxes."""
+        return self.local[box.first : box.first + math.prod(box.sizes)].view(box.sizes)
 
     def taken_from(self, whole: Tensor) -> Tensor:
         """1-D: these elements of the whole tensor."""
@@ -106,27 +128,6 @@ class Slice:
             ends = zip(self.part.offsets, self.part.sizes, strict=True)
             whole = whole[tuple(slice(first, first + size) for first, size in ends)]
         return whole.reshape(-1)[self.start : self.start + self.local.numel()]
-
-    def __create_write_items__(self, name: str, _: object) -> list[WriteItem]:
-        from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
-        from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
-
-        properties = TensorProperties(dtype=self.local.dtype)
-        return [
-            WriteItem(
-                index=MetadataIndex(name, torch.Size(box.offsets)),
-                type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(chunk=_chunk(box), properties=properties, size=self.shape),
-            )
-            for box in (self._written() if self.writes else [])
-        ]
-
-    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [_chunk(box) for box in self._boxes()]
-
-    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        box = next(box for box in self._boxes() if torch.Size(box.offsets) == index.offset)
-        return self.local[box.first : box.first + math.prod(box.sizes)].view(box.sizes)
 
 
 class RankRow(Slice):
@@ -152,16 +153,10 @@ class RowSlice(Slice):
 
     rows: tuple[int, ...] = ()
 
-    def _boxes(self) -> list[Box]:
+    def boxes(self) -> list[Box]:
         each = math.prod(self.shape[1:])
         return [
             box
             for index, row in enumerate(self.rows)
             for box in boxes(self.shape, row * each, (row + 1) * each, index * each)
         ]
-
-
-def _chunk(box: Box) -> ChunkStorageMetadata:
-    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
-
-    return ChunkStorageMetadata(offsets=torch.Size(box.offsets), sizes=torch.Size(box.sizes))

@@ -6,15 +6,11 @@ have taken: the page cache then never holds more than `SYNCED` bytes of a checkp
 
 from __future__ import annotations
 
-import io
 import math
 import os
 import time
-from collections.abc import Generator
-from contextlib import contextmanager, suppress
-from typing import IO, Any, cast
-
-from torch.distributed.checkpoint.filesystem import FileSystem
+from contextlib import suppress
+from typing import IO, Any
 
 PIECE = 4 << 20
 """Bytes that are written at once."""
@@ -69,15 +65,3 @@ class LimitedStream:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
-
-
-class LimitedFileSystem(FileSystem):
-    """torch's, whose files are written at the rate of `limit`."""
-
-    def __init__(self, limit: WriteLimit) -> None:
-        self._limit = limit
-
-    @contextmanager
-    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[io.IOBase, None, None]:
-        with super().create_stream(path, mode) as stream:
-            yield cast("io.IOBase", LimitedStream(cast("IO[bytes]", stream), self._limit)) if "w" in mode else stream

@@ -4,24 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import time
+from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple, cast
 
 import msgspec
 import torch
-from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StorageInfo
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
-from torch.distributed.checkpoint.storage import WriteResult
+from torch import Tensor
 
-from espalier.checkpoint import manifest
+from espalier.checkpoint import dcp_metadata, manifest, state_tree
 from espalier.checkpoint.coordination import Coordinator
-from espalier.checkpoint.dcp_metadata import NAME as METADATA
-from espalier.checkpoint.dcp_planners import SavePlanner
+from espalier.checkpoint.dcp_metadata import FileRange, Saved, SavedTensor
 from espalier.checkpoint.run_identity import RunIdentity, refuse_foreign
 from espalier.checkpoint.storage import Folder, Storage, folder_name, read_manifest
-from espalier.checkpoint.write_rate import LimitedFileSystem, WriteLimit
+from espalier.checkpoint.stored_slice import StoredSlice
+from espalier.checkpoint.tensor_slice import Box, Slice
+from espalier.checkpoint.write_rate import LimitedStream, WriteLimit
 from espalier.recipe.cache_dir import writing
 
 
@@ -37,8 +38,24 @@ class WriteJob(NamedTuple):
     run: RunIdentity | None = None
 
 
-_Share = tuple[list[Any], dict[str, tuple[int, str]], float]
-"""What one rank wrote, as plain values: the results, bytes and hash of each file, and the seconds that it took."""
+class WriteItem(NamedTuple):
+    """What a rank can write: bytes, or a box (`offsets` and `sizes`) of a tensor of that `dtype` and `shape`."""
+
+    name: str
+    offsets: tuple[int, ...] | None = None
+    sizes: tuple[int, ...] = ()
+    dtype: torch.dtype = torch.uint8
+    shape: tuple[int, ...] = ()
+
+    @property
+    def bytes(self) -> int:
+        """Of its elements; 1 of bytes, whose number others do not know."""
+        return 1 if self.offsets is None else math.prod(self.sizes) * self.dtype.itemsize
+
+
+_Share = tuple[list[tuple[int, int]], dict[str, tuple[int, str]], float]
+"""What one rank wrote, as plain values: where each item is in its file, bytes and hash of each file, and the seconds
+that it took."""
 
 
 class Written(NamedTuple):
@@ -54,8 +71,8 @@ class Write:
     def __init__(self, place: Storage, team: Coordinator, job: WriteJob) -> None:
         self.place, self.team, self.job = place, team, job
         self.name = folder_name(job.step)
-        self._planner = SavePlanner()
-        self._metadata: Metadata | None = None
+        self._items: list[list[WriteItem]] = []
+        self._room = bytearray()
         self._folder: Path | None = None
         self._limit = WriteLimit(job.rate) if job.rate < math.inf else None
 
@@ -69,34 +86,63 @@ class Write:
             self.place.abandon(self.name)
 
     def _plan(self) -> list[Any]:
-        self._planner.set_up_planner(self.job.state, is_coordinator=self.team.rank == 0)
-        return _plan_items(self._planner.create_local_plan())
+        return [tuple(item) for name, value in self.job.state.items() for item in _items(name, value)]
 
     def _join(self, plans: list[list[Any]]) -> list[list[Any]]:
         with writing(self.place.path(self.name)):
             with contextlib.suppress(manifest.Bad, OSError):  # what is damaged, or not there, may be replaced
                 refuse_foreign(self.job.run, read_manifest(self.place, self.name).stamp, self.place.path(self.name))
             self.place.clean(self.name)
-            self._writer()
-        joined, self._metadata = self._planner.create_global_plan([_save_plan(items) for items in plans])
-        return [_plan_items(plan) for plan in joined]
+            self._begin()
+        self._items = shared_out([[WriteItem(*fields) for fields in plan] for plan in plans])
+        return [[tuple(item) for item in items] for items in self._items]
 
     def _write(self, items: list[Any]) -> _Share:
         begun = time.monotonic()
         with writing(self.place.path(self.name)):
-            writer = self._writer()
-            # The writer names files after the plan's place in the list of all ranks' plans.
-            plan = writer.prepare_global_plan([SavePlan([])] * self.team.rank + [_save_plan(items)])[-1]
-            results = writer.write_data(self._planner.finish_plan(plan), self._planner).wait()
-            files = self._publish(sorted({result.storage_data.relative_path for result in results}))
-            hashes = {name: (file.bytes, file.xxh3) for name, file in files.items()}
-            return _result_rows(results), hashes, time.monotonic() - begun
+            file = _file(self.team.rank)
+            ranges = []
+            with (self._begin() / file).open("wb") as opened:
+                stream: IO[bytes] = opened
+                if self._limit is not None and isinstance(
+                    self.place, Folder
+                ):  # else it is what goes up that is limited
+                    stream = cast("IO[bytes]", LimitedStream(opened, self._limit))
+                for fields in items:
+                    first = opened.tell()
+                    self._put(WriteItem(*fields), stream)
+                    ranges.append((first, opened.tell() - first))
+                opened.flush()
+                os.fsync(opened.fileno())
+            hashes = {name: (file.bytes, file.xxh3) for name, file in self._publish([file]).items()}
+            return ranges, hashes, time.monotonic() - begun
+
+    def _put(self, item: WriteItem, stream: IO[bytes]) -> None:
+        value = self.job.state[item.name]
+        if item.offsets is None:
+            stream.write(value)
+            return
+        boxes = value.written() if isinstance(value, Slice) else state_tree.boxes(value)
+        box = next(box for box in boxes if box.offsets == item.offsets)
+        tensor = value.read(box, self._buffer) if isinstance(value, StoredSlice) else state_tree.of_box(value, box)
+        if tensor.untyped_storage().nbytes() != tensor.nbytes:  # torch would write all of what it is a view of
+            tensor = tensor.clone()
+        torch.save(tensor, stream)
+
+    def _buffer(self, size: int) -> Tensor:
+        """Room for what is not in memory, one item after the other."""
+        if len(self._room) < size:
+            self._room = bytearray(size)
+        return torch.frombuffer(self._room, dtype=torch.uint8, count=size)
 
     def _commit(self, shares: list[_Share]) -> list[tuple[int, float]]:
-        assert self._metadata is not None, "rank 0 joins the plans before it commits"
         with writing(self.place.path(self.name)):
-            self._writer().finish(self._metadata, [_write_results(rows) for rows, *_ in shares])
-            files = self._publish([METADATA])
+            saved = _saved(self._items, [ranges for ranges, *_ in shares])
+            with (self._begin() / dcp_metadata.NAME).open("wb") as opened:
+                opened.write(dcp_metadata.dumps(saved))
+                opened.flush()
+                os.fsync(opened.fileno())
+            files = self._publish([dcp_metadata.NAME])
             for _, written, _ in shares:
                 files.update({name: manifest.FileHash(*file) for name, file in written.items()})
             content = manifest.Manifest(
@@ -111,14 +157,11 @@ class Write:
             self.place.commit(self.name, content)
         return [(content.bytes, max(seconds for *_, seconds in shares))] * self.team.world
 
-    def _writer(self) -> FileSystemWriter:
+    def _begin(self) -> Path:
+        """The folder of this rank's files."""
         if self._folder is None:
             self._folder = self.place.begin(self.name)
-        writer = FileSystemWriter(self._folder, per_thread_copy_ahead=0)  # all is in host memory already
-        if self._limit is not None and isinstance(self.place, Folder):  # else it is what goes up that is limited
-            writer.fs = LimitedFileSystem(self._limit)
-        writer.set_up_storage_writer(self.team.rank == 0)
-        return writer
+        return self._folder
 
     def _publish(self, files: list[str]) -> dict[str, manifest.FileHash]:
         assert self._folder is not None, "files are written before they are published"
@@ -127,46 +170,58 @@ class Write:
         return digests
 
 
-# --- plans and results as plain values -------------------------------------------------------------------------------
+# --- who writes what -------------------------------------------------------------------------------------------------
 
 
-def _save_plan(items: list[Any]) -> SavePlan:
-    return SavePlan([WriteItem(_index(index), WriteItemType(kind), None, _data(data)) for index, kind, data in items])
+def _file(rank: int) -> str:
+    """As torch.distributed.checkpoint calls it."""
+    return f"__{rank}_0.distcp"
 
 
-def _plan_items(plan: SavePlan) -> list[Any]:
-    return [(_index_of(item.index), item.type.value, _data_of(item.tensor_data)) for item in plan.items]
+def _items(name: str, value: Any) -> list[WriteItem]:
+    """What this rank can write of an entry of the state."""
+    if isinstance(value, bytes):
+        return [WriteItem(name)]
+    boxes: list[Box] = value.written() if isinstance(value, Slice) else state_tree.boxes(value)
+    return [WriteItem(name, box.offsets, box.sizes, value.dtype, tuple(value.shape)) for box in boxes]
 
 
-def _write_results(rows: list[Any]) -> list[WriteResult]:
-    return [WriteResult(_index(index), size, _StorageInfo(*where)) for index, size, where in rows]
+def shared_out(plans: Sequence[Sequence[WriteItem]]) -> list[list[WriteItem]]:
+    """What each rank writes of what it can (`plans`): each item is written once, by who has least to write so far.
+
+    Raises ValueError where several ranks together have not all of a tensor.
+    """
+    holders: defaultdict[tuple[str, tuple[int, ...] | None], list[int]] = defaultdict(list)
+    by_key = {}
+    for rank, plan in enumerate(plans):
+        for item in plan:
+            holders[item[:2]].append(rank)
+            by_key[item[:2]] = item
+    shares: list[list[WriteItem]] = [[] for _ in plans]
+    loads = [0] * len(plans)
+    left: dict[str, int] = {}
+    for key, ranks in holders.items():
+        rank = min(ranks, key=loads.__getitem__)
+        item = by_key[key]
+        loads[rank] += item.bytes or 1
+        shares[rank].append(item)
+        left[item.name] = left.get(item.name, math.prod(item.shape)) - math.prod(item.sizes)
+    for name, elements in left.items() if len(plans) > 1 else ():
+        if elements:
+            raise ValueError(f"the ranks have {-elements:+,} elements of {name} besides those that it has")
+    return shares
 
 
-def _result_rows(results: list[WriteResult]) -> list[Any]:
-    return [(_index_of(result.index), result.size_in_bytes, _where(result.storage_data)) for result in results]
-
-
-def _where(stored: _StorageInfo) -> tuple[str, int, int]:
-    return stored.relative_path, stored.offset, stored.length
-
-
-def _index_of(index: MetadataIndex) -> tuple[Any, ...]:
-    return index.fqn, None if index.offset is None else tuple(index.offset), index.index
-
-
-def _index(fields: tuple[Any, ...]) -> MetadataIndex:
-    return MetadataIndex(*fields)
-
-
-def _data_of(data: TensorWriteData | None) -> tuple[Any, ...] | None:
-    if data is None:
-        return None
-    return tuple(data.chunk.offsets), tuple(data.chunk.sizes), data.properties.dtype, tuple(data.size)
-
-
-def _data(fields: tuple[Any, ...] | None) -> TensorWriteData | None:
-    if fields is None:
-        return None
-    offsets, sizes, dtype, size = fields
-    chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
-    return TensorWriteData(chunk, TensorProperties(dtype=dtype), torch.Size(size))
+def _saved(items: Sequence[Sequence[WriteItem]], ranges: Sequence[Sequence[tuple[int, int]]]) -> Saved:
+    """What all ranks wrote, and where."""
+    saved: Saved = {}
+    for rank, (of_rank, where) in enumerate(zip(items, ranges, strict=True)):
+        for item, (first, length) in zip(of_rank, where, strict=True):
+            stored = FileRange(_file(rank), first, length)
+            if item.offsets is None:
+                saved[item.name] = stored
+                continue
+            tensor = saved.setdefault(item.name, SavedTensor(item.dtype, item.shape, {}))
+            assert isinstance(tensor, SavedTensor), "names of tensors and bytes differ"
+            tensor.ranges[Box(item.offsets, item.sizes)] = stored
+    return saved

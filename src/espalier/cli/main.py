@@ -108,6 +108,11 @@ def _checked(arguments: argparse.Namespace) -> Callable[[argparse.Namespace], in
     if getattr(arguments, "source", None) is not None:
         importlib.import_module("espalier.cli.run_fork").fork(arguments)
     verb = next((name for key, name in LAUNCHERS.items() if getattr(arguments, key, None) is not None), None)
+    if (verb or arguments.verb) == "train":
+        from espalier.cli import finished_run
+
+        if finished_run.answered(arguments):
+            return lambda _: 0
     run: Callable[[argparse.Namespace], int] = importlib.import_module(f"espalier.cli.{verb or arguments.verb}").run
     return run
 

@@ -151,6 +151,7 @@ def _seconds(plan: Plan, resolved: Resolved, workload: Workload) -> float:
     def task(place: launch.RankSpec) -> float:
         return worker.trial(RankSetup(resolved.recipe, plan, workload, place), TRIAL_SECONDS)
 
+    worker.warm(plan)
     return max(agent.run(task, launch.places(plan)))
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TextIO, cast
 import msgspec
 import torch
 
-from espalier.cli import printing, resolve_recipe, run_data, run_plan, run_resizer, run_trust, start_run
+from espalier.cli import finished_run, printing, resolve_recipe, run_data, run_plan, run_resizer, run_trust, start_run
 from espalier.cli.start_run import RunInputs, RunStart
 from espalier.comm.rendezvous_wait import Deadline
 from espalier.kernels import accelerator
@@ -54,7 +54,8 @@ def run(arguments: argparse.Namespace) -> int:
     torch.set_num_threads(1)  # ranks are forked from here; see launch.agent
     sys.stdout = cast("TextIO", Forgiving(sys.stdout))
     place = detect_launcher.place()
-    ranks = forked(lambda: start_run.of_command(arguments)) if place is None else _launched(arguments, place)
+    local_ranks = Ranks(lambda: (start_run.of_command(arguments), ()), fork)
+    ranks = local_ranks if place is None else _launched(arguments, place)
     return carry_out(ranks, arguments.json)
 
 
@@ -67,7 +68,7 @@ Begun = tuple[RunStart, Sequence[int]]
 
 @dataclass(frozen=True)
 class Ranks:
-    """The part of this process in a run whose ranks it forks (`forked`), of which it is one (`_launched`), or of whose
+    """The part of this process in a run whose ranks it forks (`fork`), of which it is one (`_launched`), or of whose
     hosts it supervises one (`host_supervisor`).
 
     Attributes:
@@ -106,7 +107,8 @@ def carry_out(ranks: Ranks, as_json: bool) -> int:
         return _follow(ranks, job, hosts)
     try:
         if job.finished:
-            return _nothing_to_do(job, as_json)
+            finished_run.tell(job.folder.path, job.resolved.recipe.train.steps or 0, as_json)
+            return 0
         begun = time.monotonic()
         try:
             ranks.run(job, hosts)
@@ -153,12 +155,8 @@ def heard(opened: Callable[[], RunInputs], others: Announcement) -> Begun:
     return job, decided.hosts
 
 
-def forked(prepare: Callable[[], RunStart]) -> Ranks:
-    """Ranks of this machine, phase by phase. `prepare`: plans the run."""
-    return Ranks(lambda: (prepare(), ()), _fork)
-
-
-def _fork(job: RunStart, hosts: Sequence[int]) -> bool:
+def fork(job: RunStart, hosts: Sequence[int] = ()) -> bool:
+    """Ranks of this machine, phase by phase."""
     task = partial(life, forked=True)
     recipe = job.resolved.recipe
     for part in phased(job):
@@ -327,6 +325,7 @@ Life = Callable[[RankSpec], Any]
 def life(job: RunStart, forked: bool = False, stop_after: int | None = None) -> Life:
     """What each rank of the job does. `forked`: all ranks of it come from this process, and need not compare.
     `stop_after`: raises Interrupted after so many steps."""
+    worker.warm(job.plan)
 
     def live(place: RankSpec) -> Any:
         setting = job.setting(place)
@@ -342,15 +341,6 @@ def life(job: RunStart, forked: bool = False, stop_after: int | None = None) -> 
 
 
 # --- after -------------------------------------------------------------------------------------------------------
-
-
-def _nothing_to_do(job: RunStart, as_json: bool) -> int:
-    steps = job.resolved.recipe.train.steps or 0
-    if as_json:
-        print(json.dumps({"run": str(job.folder.path), "finished": True, **printing.results(job.folder.path)}))
-    else:
-        say(f"{job.folder.path} is finished ({steps} of {steps} steps). To train further: train.steps={2 * steps}")
-    return 0
 
 
 def _ended(job: RunStart, log: Log, error: EspalierError, seconds: float) -> None:

@@ -6,14 +6,27 @@ Matrices decay, vectors (norms, biases) do not, as in GPT-3 (arXiv 2005.14165).
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 
 import torch
 
-from espalier.optim.base import MakeGroup, Optimizer, OptimizerGroup, Owned, StateKinds, Together
+from espalier.optim.base import MakeGroup, Optimizer, OptimizerGroup, Owned, StateKinds, Together, WithoutCompiler
 from espalier.recipe import Adamw
 
 KINDS = StateKinds(("exp_avg", "exp_avg_sq"), ("step",))
+
+
+class AdamStep(WithoutCompiler, torch.optim.Adam):
+    """torch's."""
+
+    step = torch.no_grad()(inspect.unwrap(torch.optim.Adam.step))
+
+
+class AdamwStep(WithoutCompiler, torch.optim.AdamW):
+    """torch's."""
+
+    step = AdamStep.step
 
 
 def build(options: Adamw, owned: Sequence[Owned], group: MakeGroup = OptimizerGroup) -> Optimizer:
@@ -29,7 +42,7 @@ def build(options: Adamw, owned: Sequence[Owned], group: MakeGroup = OptimizerGr
         },
         {"params": [parameter.tensor for parameter in owned if len(parameter.shape) < 2], "weight_decay": 0.0},
     ]
-    kind = torch.optim.Adam if options.coupled else torch.optim.AdamW
+    kind = AdamStep if options.coupled else AdamwStep
     optimizer = kind(
         [group for group in groups if group["params"]],
         lr=options.learning_rate,

@@ -6,6 +6,7 @@ resharded by name like the parameters themselves.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -62,6 +63,13 @@ class StateKinds:
     shaped: tuple[str, ...]
     counted: tuple[str, ...] = ()
     batches: Batches | None = None
+
+
+class WithoutCompiler:
+    """A torch optimizer whose methods do nothing for torch.compile: for that torch's own import torch._dynamo, which
+    takes as long as torch itself."""
+
+    add_param_group = inspect.unwrap(torch.optim.Optimizer.add_param_group)
 
 
 class OptimizerGroup:

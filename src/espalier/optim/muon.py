@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from espalier.kernels import accelerator
 from espalier.optim.adamw import build as build_adamw
-from espalier.optim.base import MakeGroup, Optimizer, OptimizerGroup, Owned, StateKinds, Together
+from espalier.optim.base import MakeGroup, Optimizer, OptimizerGroup, Owned, StateKinds, Together, WithoutCompiler
 from espalier.recipe import Muon
 from espalier.recipe.errors import UserError
 
@@ -74,6 +74,8 @@ class MuonStep(torch.optim.Optimizer):
 
     A group of `parameters` may say how the matrices of which it has parts lie on the ranks: `cut`, a `MatrixCut`.
     """
+
+    add_param_group = WithoutCompiler.add_param_group
 
     def __init__(self, parameters: Iterable[Any], options: Muon) -> None:
         super().__init__(parameters, {"lr": options.learning_rate, "cut": None})

@@ -33,6 +33,7 @@ from espalier.kernels import accelerator
 from espalier.machine import malloc_trim, network_interface
 from espalier.machine.peak_memory import peak_memory
 from espalier.plan import checkpoint_cost
+from espalier.plan.base import Plan
 from espalier.recipe import units
 from espalier.recipe.errors import UserError
 from espalier.track import events
@@ -52,6 +53,12 @@ SAVING = timedelta(minutes=30)
 
 LONGEST = timedelta(days=1)
 """How long ranks wait for one that computes, whatever `comm.timeout` says of one that does not."""
+
+
+def warm(plan: Plan) -> None:
+    """Loads, before ranks are forked, what takes each of them more than a second."""
+    if plan.compile or plan.recompute != "none":
+        import_module("torch._dynamo")
 
 
 @contextlib.contextmanager

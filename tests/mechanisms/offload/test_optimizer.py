@@ -150,8 +150,8 @@ def test_extents_are_read_ahead_in_buffers_that_are_written_before_they_are_used
 
 @pytest.mark.parametrize("threads", [2, 3])
 def test_a_step_takes_half_of_the_threads_with_the_bits_of_all(folder, threads, monkeypatch):
-    plain, used = torch.optim.AdamW.step, []
-    monkeypatch.setattr(torch.optim.AdamW, "step", lambda self: used.append(torch.get_num_threads()) or plain(self))
+    plain, used = adamw.AdamwStep.step, []
+    monkeypatch.setattr(adamw.AdamwStep, "step", lambda self: used.append(torch.get_num_threads()) or plain(self))
 
     def steps():  # in a thread of its own: forks of a main thread that has computed in several would hang
         torch.set_num_threads(threads)

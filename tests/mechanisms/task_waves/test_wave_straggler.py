@@ -66,7 +66,7 @@ def told(monkeypatch: pytest.MonkeyPatch, folder: Path, slow: int | None) -> lis
     monkeypatch.setattr(spindle.WaveSchedule, "_forward", forward)
     torch.set_num_threads(1)
     try:
-        train.carry_out(train.forked(lambda: job), as_json=True)
+        train.carry_out(train.Ranks(lambda: (job, ()), train.fork), as_json=True)
         return [json.loads(line) for line in job.folder.events.read_text().splitlines()]
     finally:
         job.folder.release()

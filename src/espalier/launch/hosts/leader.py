@@ -24,7 +24,7 @@ from espalier.checkpoint import shared_memory
 from espalier.launch.hosts import follower, host_check
 from espalier.launch.hosts.host_map import HostMap
 from espalier.launch.hosts.supervisor_protocol import Command, ControlLink, End, Report, dated
-from espalier.launch.ranks import postmortem, supervisor
+from espalier.launch.ranks import postmortem
 from espalier.launch.ranks.agent import Attempt, LocalAgent, passing_on_signals
 from espalier.launch.ranks.postmortem import Ended
 from espalier.launch.ranks.process_stats import GONE
@@ -58,7 +58,6 @@ def run(task: Entrypoint, team: HostMap, care: RestartOptions, threads: int = 1)
 
     Raises as `supervisor.run` does, on the host that leads; `HostLost` naming a host that was not heard for too long.
     """
-    supervisor.warm()
     places = [team.place(rank, threads) for rank in range(len(team.hosts))]
     local_ranks = team.own
     with passing_on_signals() as signals:

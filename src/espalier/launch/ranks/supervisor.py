@@ -9,9 +9,7 @@ detection are `resilience`'s; here they are carried out.
 
 from __future__ import annotations
 
-import importlib
 import socket
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -84,7 +82,6 @@ def run(task: Entrypoint, places: Sequence[RankSpec], care: RestartOptions) -> l
     Raises the error that ended the run: `UserError` or `RunFailed` of the first rank that failed where another attempt
     is not worth while, `Interrupted` when stopped by Ctrl-C, SIGTERM or SIGUSR1.
     """
-    warm()
     with agents.passing_on_signals() as signals:
         slots = shared_memory.slots(len(places))
         refuges = shared_memory.build(len(places), care.memory, slots) if care.memory != 0 else []
@@ -99,13 +96,6 @@ def run(task: Entrypoint, places: Sequence[RankSpec], care: RestartOptions) -> l
                 "Stopped between two phases; the state is saved.", do="run the same command again to go on"
             )
         return returned
-
-
-def warm() -> None:
-    """Loads what ranks would each load."""
-    if "torch" in sys.modules:
-        # The first optimizer imports it: more than a second, in every rank of every attempt, or once here.
-        importlib.import_module("torch._dynamo")
 
 
 class Supervisor:
