@@ -6,14 +6,15 @@ one small plan for each set of degrees that are more than 1.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable
+from functools import lru_cache
 from importlib import import_module
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from espalier.plan.axes.offload import NODE
-from espalier.plan.base import ChoiceState, Plan, Rank, Stage, Unit
+from espalier.plan.base import ChoiceState, Exchange, Offload, Plan, Rank, Stage, Unit
 from espalier.plan.compose import Refusal
 from espalier.plan.layouts import Layouts, stage_layers
 from espalier.plan.request import Request, exchanges
@@ -21,26 +22,41 @@ from espalier.plan.request import Request, exchanges
 AXES = ("dp", "tp", "hp", "cp", "pp", "chunks", "params", "grads", "optimizer")
 
 
-Kind = tuple[str, str, str, int]
-"""Algorithm, recomputation, schedule, and which degrees are more than 1."""
+class Subject(NamedTuple):
+    """What the smallest plan of a kind has of its request, whose `refuses` is asked."""
+
+    refuses: Callable[[Plan], Refusal | None]
+    layers: int
+    whole: bool
+    offload: Offload
+    exchanges: tuple[Exchange, ...]
+    precision: str
+    compile: bool
+    choices: tuple[tuple[str, ChoiceState], ...]
 
 
-def runs(request: Request, layouts: Layouts, known: dict[Kind, bool]) -> Any:
-    """Boolean [layouts]: those that whoever asks can run. `known`: answers to this request so far."""
+class Kind(NamedTuple):
+    """Algorithm, recomputation and schedule of layouts, and which of `AXES` are more than one rank, as bits."""
+
+    algorithm: str
+    recompute: str
+    schedule: str
+    several: int
+
+
+def runs(request: Request, layouts: Layouts) -> Any:
+    """Boolean [layouts]: those that whoever asks can run."""
     if request.refuses is None:
         return np.ones(len(layouts), dtype=bool)
+    subject = _subject(request)
     schedules, number = np.unique(layouts.schedule, return_inverse=True)
     kinds = number.reshape(-1) << len(AXES)
     for bit, axis in enumerate(AXES):
         kinds = kinds + ((np.asarray(getattr(layouts, axis)) > 1).astype(np.int64) << bit)
     fine = np.zeros(len(schedules) << len(AXES), dtype=bool)
     for kind in np.flatnonzero(np.bincount(kinds, minlength=len(fine))).tolist():
-        schedule = str(schedules[kind >> len(AXES)])
-        key = layouts.algorithm, layouts.recompute, schedule, kind & (1 << len(AXES)) - 1
-        if key not in known:
-            more = {axis: bool(kind >> bit & 1) for bit, axis in enumerate(AXES)}
-            known[key] = None is request.refuses(_smallest(request, replace(layouts, schedule=schedule), more))
-        fine[kind] = known[key]
+        schedule, several = str(schedules[kind >> len(AXES)]), kind & (1 << len(AXES)) - 1
+        fine[kind] = _refusal(subject, Kind(layouts.algorithm, layouts.recompute, schedule, several)) is None
     return fine[kinds]
 
 
@@ -48,19 +64,39 @@ def refusal(request: Request, **degrees: int) -> Refusal | None:
     """Why `train` does not run a plan whose given degrees are more than 1; None: it does."""
     if request.refuses is None:
         return None
-    kind = {axis: degrees.get(axis, 1) > 1 for axis in AXES}
-    layouts = Layouts(recompute=request.recompute or "none", schedule=request.pin.schedule or "1f1b")
-    return request.refuses(_smallest(request, layouts, kind))
+    several = sum((degrees.get(axis, 1) > 1) << bit for bit, axis in enumerate(AXES))
+    kind = Kind("data", request.recompute or "none", request.pin.schedule or "1f1b", several)
+    return _refusal(_subject(request), kind)
 
 
-def _smallest(request: Request, layouts: Layouts, kind: dict[str, bool]) -> Plan:
+@lru_cache(maxsize=8192)
+def _refusal(subject: Subject, kind: Kind) -> Refusal | None:
+    """Searches of one decision ask of the same kinds: other ranks of experts change no answer."""
+    return subject.refuses(_smallest(subject, kind))
+
+
+def _subject(request: Request) -> Subject:
+    assert request.refuses is not None
+    return Subject(
+        request.refuses,
+        request.profile.layers,
+        request.muon,
+        request.offload,
+        exchanges(request.crossings),
+        request.precision,
+        request.recipe.train.compile,
+        _choices(request),
+    )
+
+
+def _smallest(subject: Subject, kind: Kind) -> Plan:
     """The smallest plan of a kind: two ranks along each axis that is more than one rank."""
-    degree = {axis: 2 if more else 1 for axis, more in kind.items()}
+    degree = {axis: 1 + (kind.several >> bit & 1) for bit, axis in enumerate(AXES)}
     width = degree["tp"] * degree["hp"] * degree["cp"]
     each = degree["dp"] * width
     stages = degree["pp"] * degree["chunks"]
-    split = [tuple(range(0, 2 * degree["tp"], degree["tp"])) if kind[name] else () for name in AXES[-3:]]
-    on_node = request.offload == NODE
+    split = [tuple(range(0, 2 * degree["tp"], degree["tp"])) if degree[name] > 1 else () for name in AXES[-3:]]
+    on_node = subject.offload == NODE
     return Plan(
         ranks=(*(Rank(),) * (each * degree["pp"]), *(Rank(role="optimizer"),) * on_node),
         units=(
@@ -68,7 +104,7 @@ def _smallest(request: Request, layouts: Layouts, kind: dict[str, bool]) -> Plan
                 params=split[0],
                 grads=split[1],
                 optimizer=split[2],
-                whole=request.muon and kind["optimizer"],
+                whole=subject.whole and degree["optimizer"] > 1,
             ),
         ),
         stages=tuple(
@@ -80,25 +116,25 @@ def _smallest(request: Request, layouts: Layouts, kind: dict[str, bool]) -> Plan
                 context=degree["cp"],
                 window=degree["cp"],
             )
-            for number, layers in enumerate(stage_layers(request.profile.layers, stages))
+            for number, layers in enumerate(stage_layers(subject.layers, stages))
         ),
-        exchanges=exchanges(request.crossings) if each > degree["tp"] else (),
-        offload=request.offload,
-        schedule=layouts.schedule,
+        exchanges=subject.exchanges if each > degree["tp"] else (),
+        offload=subject.offload,
+        schedule=kind.schedule,
         interleave=degree["chunks"],
-        algorithm=layouts.algorithm,
-        recompute="none" if request.offload.parameters != "device" else layouts.recompute,
-        precision=request.precision,
-        choices=_choices(request),
-        compile=request.recipe.train.compile,
+        algorithm=kind.algorithm,
+        recompute="none" if subject.offload.parameters != "device" else kind.recompute,
+        precision=subject.precision,
+        choices=dict(subject.choices),
+        compile=subject.compile,
     )
 
 
-def _choices(request: Request) -> dict[str, ChoiceState]:
+def _choices(request: Request) -> tuple[tuple[str, ChoiceState], ...]:
     """Experts over ranks, and what is pinned of chunks of tokens; what the planner chooses itself of these runs."""
     table = import_module("espalier.plan.choice").TABLE
     known: dict[str, dict[str, Any]] = {
         "token_chunks": {"loss": request.pin.loss_chunk or 0, "feed_forward": request.pin.feed_forward_chunk or 0},
         "expert_parallel": {"experts": ((0,), (1,)) if request.expert_ranks > 1 else ()},
     }
-    return {name: table[name].state(**values) for name, values in known.items() if any(values.values())}
+    return tuple((name, table[name].state(**values)) for name, values in known.items() if any(values.values()))

@@ -15,7 +15,7 @@ from espalier.plan import build_plan, choice, explain, memory_model, pins, refus
 from espalier.plan.ask import Ask, PlanDecision, Trials
 from espalier.plan.base import RESIDENT, Plan
 from espalier.plan.calibration import Calibration
-from espalier.plan.collective_time import gpus
+from espalier.plan.collective_time import Fleet, gpus
 from espalier.plan.layout_estimate import fullness, scaled, slowest
 from espalier.plan.layouts import view
 from espalier.plan.request import Request
@@ -50,8 +50,12 @@ def _other_optimizer(decision: PlanDecision) -> Iterator[str]:
     """Where AdamW would clearly take less than Muon, by the layouts that are fastest under Muon."""
     adamw, predicted = decision.request.changed(optimizer=Adamw()), decision.plan.predicted
     assert predicted is not None
-    layouts = [(option.on, option.layout) for option in decision.search_result.options[:COMPARED]]
-    fitting = [float(slowest(adamw, *priced)) for priced in layouts if fullness(adamw, *priced)[1] <= 0]
+    fleets, fitting = dict[tuple[int, int], Fleet](), []
+    for option in decision.search_result.options[:COMPARED]:
+        same = id(option.cluster), option.layout.world
+        on = fleets.get(same) or fleets.setdefault(same, option.on)
+        if fullness(adamw, on, option.layout)[1] <= 0:
+            fitting.append(float(slowest(adamw, on, option.layout)))
     least = min(fitting, default=math.inf)
     if predicted.step_seconds > CLEARLY * least:
         less, taken = 1 - least / predicted.step_seconds, units.show_seconds(least)

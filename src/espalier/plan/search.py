@@ -146,12 +146,11 @@ def search(
     selected_whole: list[Option] = []
     closest: Option | None = None
     best, priced = float("inf"), 0
-    known: dict[executable.Kind, bool] = {}
     budget = search_budget.current()
 
     def runnable(batches: Iterable[Layouts]) -> Iterator[Layouts]:
         """What can run, of those that the budget allows: all until something fits."""
-        return _runnable(request, budget.allowed(batches, lambda: bool(selected) or below < math.inf), known)
+        return _runnable(request, budget.allowed(batches, lambda: bool(selected) or below < math.inf))
 
     for part, on, threads, equal, unequal in _promising_first(request, cluster, calibration):
         many = on.ranks > coarse_search.EXHAUSTIVE
@@ -368,9 +367,9 @@ def _grids(request: Request, limits: Limits, on: collective_time.Fleet) -> Itera
             yield from space.grid(algorithm, on.ranks, on.per_node, limits)
 
 
-def _runnable(request: Request, batches: Iterable[Layouts], known: dict[executable.Kind, bool]) -> Iterator[Layouts]:
+def _runnable(request: Request, batches: Iterable[Layouts]) -> Iterator[Layouts]:
     for batch in batches:
-        runnable = np.flatnonzero(executable.runs(request, batch, known))
+        runnable = np.flatnonzero(executable.runs(request, batch))
         if len(runnable):
             yield batch.at(runnable)
 

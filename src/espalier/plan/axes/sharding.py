@@ -191,6 +191,7 @@ class Lengths:
     def __init__(self, sizes: Sequence[Sized], whole: bool) -> None:
         self.sizes, self.whole = sizes, whole
         self._known: dict[Rules, tuple[Units, ...]] = {}
+        self._totals: dict[Rules, dict[tuple[bool, int], tuple[int, int, int, int]]] = {}
         self._streams: dict[tuple[bool, bool], list[PieceStream]] = {}
 
     def of(self, rules: Rules) -> tuple[Units, ...]:
@@ -198,6 +199,12 @@ class Lengths:
             return self._cached(rules)
         kinds = self._cached(rules._replace(multiple=1))
         return tuple(units._replace(lengths=-(-units.lengths // rules.multiple) * rules.multiple) for units in kinds)
+
+    def totals(self, rules: Rules) -> dict[tuple[bool, int], tuple[int, int, int, int]]:
+        """By precision and bytes of an element: elements, units, and those of them that stay."""
+        if rules not in self._totals:
+            self._totals[rules] = {(units.low, units.element_bytes): _sums(units) for units in self.of(rules)}
+        return self._totals[rules]
 
     def _cached(self, rules: Rules) -> tuple[Units, ...]:
         if rules not in self._known:
@@ -257,10 +264,10 @@ def _arranged(states: StateSizes, division: Division) -> list[Volume]:
     of_rank = states.tensors or (lambda *cuts: known)
     cut, *columns = np.broadcast_arrays(states.cut, gathered, division.multiple, owners, limit, *states.cuts)
     rows, at = _alike(np.stack(columns).reshape(len(columns), -1) * ~cut.reshape(-1))
-    table = [of_rank(*row[4:]).of(Rules(bool(row[0]), *row[1:4])) if row[1] else () for row in rows.tolist()]
+    table = [of_rank(*row[4:]).totals(Rules(bool(row[0]), *row[1:4])) if row[1] else {} for row in rows.tolist()]
     by_kind = []
-    for kind in dict.fromkeys((units.low, units.element_bytes) for row in table for units in row):
-        sums = np.array([_sums(row, kind) for row in table])
+    for kind in dict.fromkeys(kind for totals in table for kind in totals):
+        sums = np.array([totals.get(kind, (0, 0, 0, 0)) for totals in table])
         storage = states.storage if kind[0] or states.exact is None else states.exact
         shaped = (sums[at, column].reshape(cut.shape) for column in range(4))
         by_kind.append(Volume(storage.times(kind[1] / states.width), *shaped))
@@ -269,19 +276,18 @@ def _arranged(states: StateSizes, division: Division) -> list[Volume]:
 
 def _alike(columns: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
     """The columns that differ [m, rows], and which of them each column is [n]."""
-    ranked = np.stack([np.unique(column, return_inverse=True)[1] for column in columns])
-    code = np.ravel_multi_index(tuple(ranked), ranked.max(axis=1) + 1)
+    code = np.zeros(columns.shape[1], dtype=np.int64)
+    for column in columns:
+        if len(column) and np.any(column != column[0]):
+            values, ranked = np.unique(column, return_inverse=True)
+            code = np.unique(code * len(values) + ranked, return_inverse=True)[1]
     _, first, at = np.unique(code, return_index=True, return_inverse=True)
     return columns[:, first].T, at
 
 
-def _sums(row: Sequence[Units], kind: tuple[bool, int]) -> tuple[int, int, int, int]:
-    """Of the units of one kind: elements, units, and those of them that stay."""
-    mine = next((units for units in row if (units.low, units.element_bytes) == kind), None)
-    if mine is None:
-        return 0, 0, 0, 0
-    stay = mine.times * mine.stays
-    return int(mine.times @ mine.lengths), int(mine.times.sum()), int(stay @ mine.lengths), int(stay.sum())
+def _sums(units: Units) -> tuple[int, int, int, int]:
+    stay = units.times * units.stays
+    return int(units.times @ units.lengths), int(units.times.sum()), int(stay @ units.lengths), int(stay.sum())
 
 
 def _even(states: StateSizes, division: Division) -> Volume:
