@@ -11,7 +11,6 @@ process. Memory: the peak of a process of its own, beyond what it has with the m
 from __future__ import annotations
 
 import os
-import resource
 import subprocess
 import sys
 import tempfile
@@ -102,12 +101,10 @@ def peak(folder: Path, name: str, length: int) -> None:
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     side = SIDES[name](folder)
     side([[1] * 8], 2)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    Path("/proc/self/clear_refs").write_text("5")
+    Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins anew
     resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
     side(prompts_of([length]), 8)
     high = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
-    assert before
     print(int(high.split()[1]) / 1024 - resident)
 
 
@@ -120,7 +117,8 @@ def main() -> None:
     options = {name: {"help": "of a process that measures its memory"} for name in ("memory", "folder", "length")}
     given = arguments(__doc__.splitlines()[0], **options)
     if given.memory:
-        return peak(Path(given.folder), given.memory, int(given.length))
+        peak(Path(given.folder), given.memory, int(given.length))
+        return
     pairs, tokens, length = given.pairs or (3 if given.quick else 15), 16 if given.quick else 32, 2000
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     with tempfile.TemporaryDirectory(prefix="bench-inference-") as place:

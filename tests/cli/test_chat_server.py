@@ -15,9 +15,8 @@ from typing import Any
 import pytest
 
 from espalier.cli import chat_server, completion_requests
-from espalier.cli.completion_requests import Writer
 from espalier.recipe.errors import UserError
-from espalier.train.workload_row import Piece, Sampling, TokenScore
+from espalier.train.workload_row import Piece, Sampling, TokenScore, Writer
 
 HELLO = {"messages": [{"role": "user", "content": "hello"}]}
 CONTEXT = 40
@@ -76,7 +75,7 @@ def events(response: Any) -> list[dict[str, Any]]:
 def test_models_are_listed_and_named(client: Any) -> None:
     assert client.get("/v1/models").json()["data"] == [client.get("/v1/models/mine").json()]
     assert client.get("/v1/models/mine").json()["id"] == "mine"
-    assert client.get("/v1/models/other").json()["error"]["code"] == "model_not_found"
+    assert client.get("/v1/models/other").json()["error"]["param"] == "model"
     assert client.get("/v1/nothing").json()["error"]["type"] == "invalid_request_error"
 
 
@@ -92,7 +91,7 @@ def test_chats_are_answered_whole_and_in_pieces(client: Any) -> None:
     ]
     assert whole["usage"] == {"prompt_tokens": 11, "completion_tokens": 11, "total_tokens": 22}
     made = events(chat(client, stream=True, max_tokens=3, stream_options={"include_usage": True}))
-    assert made[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    assert made[0]["choices"][0]["delta"] == {"role": "assistant", "content": "U"}
     assert "".join(event["choices"][0]["delta"].get("content", "") for event in made[:-1]) == "USE"
     assert made[-2]["choices"][0]["finish_reason"] == "length"
     assert made[-1]["usage"]["completion_tokens"] == 3
@@ -120,7 +119,7 @@ def test_what_is_asked_reaches_the_model(client: Any, monkeypatch: pytest.Monkey
     asked: list[Sampling] = []
     writer = WRITER._replace(write=lambda prompts, samplings: asked.extend(samplings) or pieces(prompts, samplings))  # type: ignore[func-returns-value]
     body = {**HELLO, "n": 2, "seed": 6, "top_p": 0.5, "top_k": 3, "temperature": 1, "stop": "x", "max_tokens": 4}
-    completion_requests.answer(json.dumps(body).encode(), "mine", writer, Sampling(), chat=True)
+    completion_requests.Answer.to(json.dumps(body).encode(), True, writer, "mine", Sampling())
     assert asked == [Sampling(4, 1.0, 3, seed, 0.5, ("x",)) for seed in (6, 7)]
 
 
@@ -155,7 +154,7 @@ REFUSED = {
     "\xff": "means nothing",
     '{"messages": "' + "\\ud800" + '"}': "means nothing",
     '{"messages": ' + "[" * 100_000: "means nothing",
-    '{"messages": []}': "means nothing",
+    '{"messages": []}': "has to hold turns",
     '{"messages": [{"role": "robot", "content": "x"}]}': "robot",
     json.dumps({**HELLO, "temperature": "hot"}): "temperature",
     json.dumps({**HELLO, "temperature": -1}): "temperature",
@@ -171,7 +170,7 @@ REFUSED = {
     json.dumps({**HELLO, "tools": [{"type": "function"}]}): "tools is not there",
     json.dumps({**HELLO, "response_format": {"type": "json_object"}}): "response_format is not there",
     json.dumps({"messages": [IMAGE]}): "image_url is not there",
-    json.dumps({"messages": [{"role": "assistant", "tool_calls": [{"id": "1"}]}]}): "messages.tool_calls is not there",
+    json.dumps({"messages": [{"role": "assistant", "tool_calls": [{"id": "1"}]}]}): "tool_calls is not there",
     json.dumps({**HELLO, "frequency_penalty": 0.5}): "frequency_penalty is not there",
 }
 
@@ -293,8 +292,7 @@ def test_openais_own_client_is_answered(served: Any) -> None:
 PROGRAM = """
 import itertools, time
 from espalier.cli import chat_server
-from espalier.cli.completion_requests import Writer
-from espalier.train.workload_row import Piece, Sampling
+from espalier.train.workload_row import Piece, Sampling, Writer
 def write(prompts, samplings):
     for _ in itertools.count():
         time.sleep(0.01)

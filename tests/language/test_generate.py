@@ -167,9 +167,9 @@ def test_the_cache_has_room_for_the_tokens_it_holds():
     for _ in range(40):
         decoding.step()
         past = decoding._cache.layers[0]
-        assert past.length <= past.keys.shape[2] < past.length + PIECE
+        assert past.length <= past.rows.shape[3] < past.length + PIECE
     decoding.end([0])
-    assert past.keys.shape == (1, 2, past.length, 8)
+    assert past.rows.shape == (2, 1, 2, past.length, 8)
     assert past.length == 37 + 39
 
 

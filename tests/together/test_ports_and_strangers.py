@@ -19,13 +19,12 @@ import pytest
 from nodes import FAST, job, node
 
 from espalier.cli import chat_server
-from espalier.cli.completion_requests import Writer
 from espalier.launch.hosts import store_gate
 from espalier.machine.network_interface import MeetingSocket
 from espalier.mechanisms.optimizer_node import wire
 from espalier.mechanisms.optimizer_node.aggregator import Aggregator
 from espalier.track.live_report import Live
-from espalier.train.workload_row import Sampling
+from espalier.train.workload_row import Sampling, Writer
 
 TOKEN, GUESSED = "0123456789abcdef", "f" * 16
 WRITER = Writer(lambda asked: [1], lambda *_: iter(()), 99)

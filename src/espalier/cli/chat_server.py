@@ -15,10 +15,10 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
-from espalier.cli.completion_requests import Invalid, Writer, answer
+from espalier.cli.completion_requests import Answer, Invalid
 from espalier.recipe.errors import UserError, missing_extra
 from espalier.recipe.terminal import say
-from espalier.train.workload_row import Piece, Sampling
+from espalier.train.workload_row import Piece, Sampling, Writer
 
 HOST = "127.0.0.1"
 LARGEST = 16 << 20
@@ -117,30 +117,28 @@ def application(name: str, writer: Writer, defaults: Sampling) -> Any:
                 await super().stream_response(send)
 
     def refused(error: Invalid) -> Any:
-        body = {"message": str(error), "type": "invalid_request_error", "param": error.param, "code": error.code}
-        return JSONResponse({"error": body}, status_code=error.status)
+        return JSONResponse({"error": error.body}, status_code=error.status)
 
-    async def missing(request: Any, error: Exception) -> Any:
-        assert isinstance(error, HTTPException)
+    async def missing(request: Any, error: HTTPException) -> Any:
         return refused(Invalid(f"{request.url.path}: {error.detail}", status=error.status_code))
 
     async def models(request: Any) -> Any:
         return JSONResponse({"object": "list", "data": [card]})
 
     async def model(request: Any) -> Any:
-        known = request.path_params["model"] == name
-        return JSONResponse(card) if known else refused(Invalid.model(request.path_params["model"], name))
+        asked = request.path_params["model"]
+        return JSONResponse(card) if asked == name else refused(Invalid(f"{asked} is not here", "model", status=404))
 
     async def complete(request: Any) -> Any:
         chat = request.url.path.endswith("/chat/completions")
         try:
-            reply = answer(await _body(request), name, writer, defaults, chat=chat)
+            answer = Answer.to(await _body(request), chat, writer, name, defaults)
         except Invalid as error:
             return refused(error)
-        pieces = _taken(turn, reply.pieces, request.is_disconnected)
-        if reply.asked.stream:
-            return Stream(reply.events(pieces), media_type="text/event-stream")
-        return JSONResponse(await reply.whole(pieces))
+        pieces = _taken(turn, answer.pieces, request.is_disconnected)
+        if answer.asked.stream:
+            return Stream(answer.events(pieces), media_type="text/event-stream")
+        return JSONResponse(await answer.whole(pieces))
 
     posts = [Route(f"/v1/{path}", complete, methods=["POST"]) for path in ("chat/completions", "completions")]
     gets = [Route("/v1/models", models), Route("/v1/models/{model:path}", model)]

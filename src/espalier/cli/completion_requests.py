@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import accumulate
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta, Struct
 
 from espalier.recipe.errors import UserError
-from espalier.train.workload_row import ROWS, Piece, Sampling, TokenScore
+from espalier.train.workload_row import ROWS, Piece, Sampling, TokenScore, Writer
 
 IGNORED = {"metadata", "name", "prompt_cache_key", "safety_identifier", "service_tier", "store", "user"}
 """Fields that change no answer."""
@@ -29,28 +30,15 @@ NEUTRAL: Mapping[str, Any] = {
     "tool_choice": "none",
 }
 """Values that ask for nothing, besides those that are empty, 0 or false."""
-Turns = Sequence[tuple[str, str]]
-
-
-class Writer(NamedTuple):
-    """A model that continues prompts of tokens, as `train.workload_row.Writes`."""
-
-    prompt: Callable[[str | Turns], list[int]]
-    write: Callable[[Sequence[Sequence[int]], Sequence[Sampling]], Iterator[Piece]]
-    context: int
 
 
 class Invalid(Exception):
-    """A request that means nothing, or asks for what is not there."""
+    """A request that means nothing, or asks for what is not there. `param`: the field."""
 
-    def __init__(self, why: str, param: str | None = None, code: str | None = None, status: int = 400) -> None:
+    def __init__(self, why: str, param: str | None = None, status: int = 400) -> None:
         super().__init__(why)
-        self.param, self.code, self.status = param, code, status
-
-    @classmethod
-    def model(cls, asked: str, name: str) -> Invalid:
-        """For another model than the one that is served."""
-        return cls(f"The model {asked!r} is not here, but {name!r} is.", "model", "model_not_found", 404)
+        self.status = status
+        self.body = {"message": why, "type": "invalid_request_error", "param": param, "code": None}
 
 
 # --- what is asked -------------------------------------------------------------------------------------------------
@@ -84,218 +72,164 @@ class StreamOptions(Struct, frozen=True):
 
 
 Positive = Annotated[int, Meta(ge=1)]
+Likeliest = Annotated[int, Meta(ge=0, le=20)]
 
 
 class Asked(Struct, frozen=True):
-    """What both kinds of request may say; null is as left out."""
+    """What a request may say: of a chat `messages`, of a text `prompt`; null is as left out."""
 
+    messages: list[Message] = []
+    prompt: str | list[str | int | list[int]] = []
     model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: Positive | None = None
+    max_completion_tokens: Positive | None = None
     n: Annotated[int, Meta(ge=1, le=ROWS)] | None = None
     temperature: Annotated[float, Meta(ge=0)] | None = None
     top_k: Positive | None = None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     stop: str | list[str] | None = None
+    logprobs: bool | Likeliest | None = None
+    top_logprobs: Likeliest | None = None
 
-    @property
-    def stops(self) -> tuple[str, ...]:
-        """Texts that end an answer."""
-        stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        return tuple(stop for stop in stops if stop)
+    @classmethod
+    def read(cls, body: bytes) -> Asked:
+        """The request in `body`. Raises Invalid."""
+        try:
+            table = msgspec.json.decode(body)
+            asked = msgspec.convert(table, cls)
+        except (msgspec.MsgspecError, RecursionError, ValueError) as error:
+            raise Invalid(f"the request means nothing: {error}") from None
+        messages = table.get("messages") or []
+        parts = [part for message in asked.messages if isinstance(message.content, list) for part in message.content]
+        for given, kind in ((table, cls), *((message, Message) for message in messages)):
+            for name in sorted(given.keys() - {*kind.__struct_fields__, *IGNORED}):
+                if given[name] and given[name] != NEUTRAL.get(name):
+                    raise Invalid(f"{name} is not there. Try: leave it out", name)
+        for name in {part.type for part in parts} - {"text"}:
+            raise Invalid(f"{name} is not there: content is text", "messages")
+        return asked
 
-
-class AskedChat(Asked, frozen=True, kw_only=True):
-    """`/v1/chat/completions`."""
-
-    messages: Annotated[list[Message], Meta(min_length=1)]
-    max_completion_tokens: Positive | None = None
-    logprobs: bool | None = None
-    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
-
-    def prompts(self, writer: Writer) -> list[list[int]]:
-        """One."""
-        return [writer.prompt([message.turn for message in self.messages])]
-
-    @property
-    def tokens(self) -> int | None:
-        """That an answer has at most; None: nothing is said of it."""
-        return self.max_completion_tokens or self.max_tokens
-
-    @property
-    def likeliest(self) -> int | None:
-        """Tokens that are named with each."""
-        return (self.top_logprobs or 0) if self.logprobs else None
-
-
-class AskedText(Asked, frozen=True, kw_only=True):
-    """`/v1/completions`."""
-
-    prompt: str | Annotated[list[str | int | list[int]], Meta(min_length=1)]
-    logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
-
-    def prompts(self, writer: Writer) -> list[list[int]]:
-        """Of texts, or of tokens."""
+    def prompts(self, chat: bool, writer: Writer) -> list[list[int]]:
+        """In tokens. Raises Invalid, and UserError."""
+        if chat and self.messages:
+            return [writer.prompt([message.turn for message in self.messages])]
         parts = [self.prompt] if isinstance(self.prompt, str) else self.prompt
         numbers = [part for part in parts if isinstance(part, int)]
-        if len(numbers) == len(parts):
-            return [numbers]
-        if numbers:
-            raise Invalid("prompt holds tokens, and texts beside them", "prompt")
-        return [writer.prompt(part) if isinstance(part, str) else part for part in parts if not isinstance(part, int)]
+        if chat or not parts or 0 < len(numbers) < len(parts):
+            raise Invalid("messages has to hold turns" if chat else "prompt has to hold texts, or tokens")
+        rows = [writer.prompt(part) if isinstance(part, str) else part for part in parts if not isinstance(part, int)]
+        return [numbers] if numbers else rows
 
-    @property
-    def tokens(self) -> int | None:
-        """That an answer has at most."""
-        return self.max_tokens
-
-    @property
-    def likeliest(self) -> int | None:
-        """Tokens that are named with each."""
-        return self.logprobs
-
-
-def read(body: bytes, chat: bool) -> AskedChat | AskedText:
-    """The request in `body`. Raises Invalid."""
-    kind: type[AskedChat | AskedText] = AskedChat if chat else AskedText
-    try:
-        table = msgspec.json.decode(body)
-        asked = msgspec.convert(table, kind)
-    except (msgspec.MsgspecError, RecursionError, ValueError) as error:
-        raise Invalid(f"the request means nothing: {error}") from None
-    _refuse_others(table, kind, "")
-    for message in table.get("messages") or []:
-        _refuse_others(message, Message, "messages.")
-        content = message.get("content")
-        for part in content if isinstance(content, list) else []:
-            if part["type"] != "text":
-                raise Invalid(f"{part['type']} is not there: content is text", f"messages.content.{part['type']}")
-    return asked
-
-
-def _refuse_others(table: Mapping[str, Any], kind: type[Struct], where: str) -> None:
-    known = {*kind.__struct_fields__, *IGNORED}
-    for name in sorted(table.keys() - known):
-        if table[name] and table[name] != NEUTRAL.get(name):
-            raise Invalid(f"{where}{name} is not there. Try: leave it out", f"{where}{name}", "unsupported_parameter")
+    def sampling(self, defaults: Sampling, room: int) -> Sampling:
+        """For an answer that has `room` for so many tokens."""
+        stops, likeliest = [self.stop] if isinstance(self.stop, str) else self.stop or [], self.logprobs
+        if isinstance(likeliest, bool):
+            likeliest = (self.top_logprobs or 0) if likeliest else None
+        return Sampling(
+            self.max_completion_tokens or self.max_tokens or min(defaults.tokens, room),
+            defaults.temperature if self.temperature is None else self.temperature,
+            self.top_k or defaults.top_k,
+            defaults.seed if self.seed is None else self.seed,
+            self.top_p,
+            tuple(stop for stop in stops if stop),
+            likeliest,
+        )
 
 
 # --- what is answered ----------------------------------------------------------------------------------------------
 
 
 class Answer:
-    """The answer to a request, in one piece for each prompt and copy. Has state: how many tokens it took."""
+    """The answer to a request: a row for each prompt and copy. Has state: how many tokens it took so far."""
 
-    def __init__(self, asked: AskedChat | AskedText, name: str, writer: Writer, defaults: Sampling) -> None:
+    def __init__(self, asked: Asked, chat: bool, sampling: Sampling, name: str) -> None:
+        self.asked, self.chat, self.sampling = asked, chat, sampling
+        self.head = {"id": secrets.token_hex(12), "created": int(time.time()), "model": name}
+        self.head["object"] = "chat.completion" if chat else "text_completion"
+        self.usage = dict.fromkeys(("prompt_tokens", "completion_tokens", "total_tokens"), 0)
+        self.rows = 0
+        self.pieces: Iterator[Piece] = iter(())
+
+    @classmethod
+    def to(cls, body: bytes, chat: bool, writer: Writer, name: str, defaults: Sampling) -> Answer:
+        """The request in `body`. `name`: of the model; `defaults`: what a request does not say. Raises Invalid."""
+        asked = Asked.read(body)
         if asked.model not in (None, name):
-            raise Invalid.model(str(asked.model), name)
-        self.asked, self.chat = asked, isinstance(asked, AskedChat)
-        self.kind = "chat.completion" if self.chat else "text_completion"
-        self.head = {
-            "id": f"{'chatcmpl' if self.chat else 'cmpl'}-{secrets.token_hex(12)}",
-            "created": int(time.time()),
-            "model": name,
-        }
-        copies, prompts = asked.n or 1, asked.prompts(writer)
-        self.rows, self.written = len(prompts) * copies, 0
-        self.read = sum(map(len, prompts))
-        if self.rows > ROWS:
-            raise Invalid(f"{self.rows} answers are asked for, and at most {ROWS} are given", "n")
-        longest = max(map(len, prompts))
-        room = writer.context - longest
-        if room < (asked.tokens or 1):
-            why = f"the prompt has {longest} tokens, and {asked.tokens or 1} or more are to follow"
-            limit = f"This model's maximum context length is {writer.context} tokens: {why}."
-            raise Invalid(limit, "messages" if self.chat else "prompt", "context_length_exceeded")
-        samplings = [_sampling(asked, defaults, room, copy) for copy in range(copies)]
-        self.pieces = writer.write([prompt for prompt in prompts for _ in samplings], samplings * len(prompts))
-
-    @property
-    def usage(self) -> dict[str, int]:
-        """Tokens that were read and written."""
-        total = self.read + self.written
-        return {"prompt_tokens": self.read, "completion_tokens": self.written, "total_tokens": total}
+            raise Invalid(f"The model {asked.model!r} is not here, but {name!r} is.", "model", 404)
+        try:
+            prompts = asked.prompts(chat, writer)
+            longest, copies = max(map(len, prompts)), asked.n or 1
+            sampling = asked.sampling(defaults, writer.context - longest)
+            if longest + max(1, sampling.tokens) > writer.context:
+                why = f"the prompt has {longest} tokens, and {sampling.tokens} are to follow"
+                raise Invalid(f"This model's maximum context length is {writer.context} tokens: {why}.")
+            if len(prompts) * copies > ROWS:
+                raise Invalid(f"at most {ROWS} answers are given to a request", "n")
+            seeds = [None if sampling.seed is None else sampling.seed ^ copy for copy in range(copies)]
+            rows = [(prompt, replace(sampling, seed=seed)) for prompt in prompts for seed in seeds]
+            answer = cls(asked, chat, sampling, name)
+            answer.pieces = writer.write(*zip(*rows, strict=True))
+        except UserError as error:
+            raise Invalid(str(error)) from None
+        answer.rows, answer.usage["prompt_tokens"] = len(rows), sum(map(len, prompts))
+        return answer
 
     async def whole(self, pieces: AsyncIterator[Piece]) -> dict[str, Any]:
         """The answer in one table."""
         rows: list[list[Piece]] = [[] for _ in range(self.rows)]
         async for piece in self._counted(pieces):
             rows[piece.row].append(piece)
-        return {**self.head, "object": self.kind, "choices": list(map(self._choice, rows)), "usage": self.usage}
+        return {**self.head, "choices": [self._choice(row, "message") for row in rows], "usage": self.usage}
 
     async def events(self, pieces: AsyncIterator[Piece]) -> AsyncIterator[str]:
         """The answer as server-sent events."""
-        head = {**self.head, "object": f"{self.kind}.chunk" if self.chat else self.kind}
-        for row in range(self.rows if self.chat else 0):
-            yield _event({**head, "choices": [self._choice([Piece(row)], {"role": "assistant", "content": ""})]})
+        self.head["object"] += ".chunk" if self.chat else ""  # type: ignore[operator]
         async for piece in self._counted(pieces):
             if piece.text or piece.finish or piece.score:
-                delta = {"content": piece.text} if piece.text else {}
-                yield _event({**head, "choices": [self._choice([piece], delta)]})
+                yield _event({**self.head, "choices": [self._choice([piece], "delta")]})
         if self.asked.stream_options is not None and self.asked.stream_options.include_usage:
-            yield _event({**head, "choices": [], "usage": self.usage})
+            yield _event({**self.head, "choices": [], "usage": self.usage})
         yield "data: [DONE]\n\n"
 
     async def _counted(self, pieces: AsyncIterator[Piece]) -> AsyncIterator[Piece]:
         """`pieces`, and an end of the rows that have none."""
         going_on = set(range(self.rows))
         async for piece in pieces:
-            self.written += piece.tokens
+            self.usage["completion_tokens"] += piece.tokens
+            self.usage["total_tokens"] = self.usage["prompt_tokens"] + self.usage["completion_tokens"]
             going_on -= {piece.row} if piece.finish else set()
             yield piece
         for row in sorted(going_on):
             yield Piece(row, finish="length")
 
-    def _choice(self, pieces: Sequence[Piece], delta: Mapping[str, str] | None = None) -> dict[str, Any]:
-        """Of the pieces of one row; `delta`: of a chat in a stream."""
+    def _choice(self, pieces: Sequence[Piece], name: str) -> dict[str, Any]:
+        """Of the pieces of one row; of a chat under `name`."""
         text = "".join(piece.text for piece in pieces)
         scores = [piece.score for piece in pieces if piece.score is not None]
+        answer = {name: {"role": "assistant", "content": text}} if self.chat else {"text": text}
         logprobs = None
-        if self.asked.likeliest is not None:
-            logprobs = {"content": [_chat_score(score) for score in scores]} if self.chat else _text_scores(scores)
-        choice = {"index": pieces[0].row, "finish_reason": pieces[-1].finish, "logprobs": logprobs}
-        if not self.chat:
-            return {**choice, "text": text}
-        return {
-            **choice,
-            **({"message": {"role": "assistant", "content": text}} if delta is None else {"delta": delta}),
-        }
+        if self.sampling.logprobs is not None:
+            logprobs = {"content": list(map(_score, scores))} if self.chat else _scores(scores)
+        return {"index": pieces[0].row, "finish_reason": pieces[-1].finish, "logprobs": logprobs, **answer}
 
 
-def answer(body: bytes, name: str, writer: Writer, defaults: Sampling, *, chat: bool) -> Answer:
-    """To the request in `body`. `name`: of the model; `defaults`: what a request does not say. Raises Invalid."""
-    try:
-        return Answer(read(body, chat), name, writer, defaults)
-    except UserError as error:
-        raise Invalid(str(error)) from None
-
-
-def _sampling(asked: AskedChat | AskedText, defaults: Sampling, room: int, copy: int) -> Sampling:
-    seed = defaults.seed if asked.seed is None else asked.seed
-    return Sampling(
-        tokens=asked.tokens or min(defaults.tokens, room),
-        temperature=defaults.temperature if asked.temperature is None else asked.temperature,
-        top_k=asked.top_k or defaults.top_k,
-        seed=None if seed is None else seed ^ copy,
-        top_p=asked.top_p,
-        stop=asked.stops,
-        logprobs=asked.likeliest,
+def _score(score: TokenScore) -> dict[str, Any]:
+    (token, *others) = (
+        {"token": text, "logprob": chance, "bytes": list(text.encode())}
+        for text, chance in [score[:2], *score.likeliest]
     )
+    return {**token, "top_logprobs": others}
 
 
-def _chat_score(score: TokenScore) -> dict[str, Any]:
-    rows = [{"token": text, "logprob": chance, "bytes": list(text.encode())} for text, chance in score.likeliest]
-    return {"token": score.text, "logprob": score.logprob, "bytes": list(score.text.encode()), "top_logprobs": rows}
-
-
-def _text_scores(scores: Sequence[TokenScore]) -> dict[str, Any]:
+def _scores(scores: Sequence[TokenScore]) -> dict[str, Any]:
     return {
         "tokens": [score.text for score in scores],
         "token_logprobs": [score.logprob for score in scores],
         "top_logprobs": [dict(score.likeliest) for score in scores],
-        "text_offset": list(accumulate((len(score.text) for score in scores[:-1]), initial=0)) if scores else [],
+        "text_offset": list(accumulate((len(score.text) for score in scores[:-1]), initial=0)),
     }
 
 

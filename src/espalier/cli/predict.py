@@ -8,18 +8,16 @@ import argparse
 import json
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from espalier.cli import chat_server, infer_over_ranks
-from espalier.cli.completion_requests import Writer
 from espalier.cli.open_run import DataChoice, Trained, load_trained
 from espalier.recipe.errors import UserError
 from espalier.recipe.terminal import say, say_progress, visible
 from espalier.train import run_folder as runs
 from espalier.train import workload_registry
-from espalier.train.workload_row import ROWS, Predicts, Renders, Row, Sampling, Tokenizes, Writes
+from espalier.train.workload_row import ROWS, Predicts, Renders, Row, Sampling, Tokenizes, Writer, Writes
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -131,9 +129,8 @@ def _writing(arguments: argparse.Namespace) -> tuple[Trained, Writer]:
     row = workload_registry.row(trained.recipe)
     if not isinstance(row, Writes):
         raise UserError(f"The run in {arguments.run} does not answer in text.", do=f"espalier predict {arguments.run}")
-    write = partial(row.write, trained.workload, trained.model)
-    writer = Writer(partial(row.prompt, trained.workload), write, row.context(trained.workload))
-    write([writer.prompt("x")], [_sampling(arguments)])  # refused before anything is asked
+    writer = row.writer(trained.workload, trained.model)
+    writer.write([writer.prompt("x")], [_sampling(arguments)])  # refused before anything is asked
     return trained, writer
 
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from typing import TypedDict, Unpack
+from itertools import chain, islice, takewhile
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,44 +28,19 @@ READ = 512
 """Tokens of each prompt that pass through the model at a time."""
 
 
-class SamplingOptions(TypedDict, total=False):
-    """How `generate` picks tokens; every key may be left out."""
-
-    temperature: float
-    """0 (the default) takes the likeliest token; above, tokens are drawn from softmax(logits / temperature)."""
-    top_k: int | None
-    """Draws among this many likeliest tokens only."""
-    top_p: float | None
-    """Draws among the likeliest tokens only whose probabilities add up to this."""
-    seed: int | None
-    """Makes the draw repeatable."""
-
-
 def generate(
-    model: GPT,
-    prompt: Sequence[int] | Tensor,
-    *,
-    tokens: int,
-    stop: int | Collection[int] = (),
-    **sampling: Unpack[SamplingOptions],
+    model: GPT, prompt: Sequence[int] | Tensor, *, stop: int | Collection[int] = (), **sampling: Any
 ) -> Iterator[int]:
-    """Yields up to `tokens` token ids that follow `prompt` (ids, not empty; its last `context` count), and ends before
-    the token `stop`, or any of these.
+    """Yields the token ids that follow `prompt` (ids, not empty; its last `context` count), and ends before the token
+    `stop`, or any of these. `sampling`: fields of a `Sampling`; without `seed` each draw is another.
 
     Raises UserError before the first token for values that mean nothing.
     """
-    decoding = Decoding(model, [[int(token) for token in prompt]], [Sampling(tokens, **{"seed": None, **sampling})])
-    stops = frozenset((stop,) if isinstance(stop, int) else stop)
-    return _tokens(decoding, tokens, stops)
-
-
-def _tokens(decoding: Decoding, tokens: int, stops: frozenset[int]) -> Iterator[int]:
-    while tokens:
-        for token, _ in decoding.step().values():
-            if token in stops:
-                return
-            yield token
-            tokens -= 1
+    how = Sampling(**{"seed": None, **sampling})
+    decoding = Decoding(model, [[int(token) for token in prompt]], [how])
+    steps = chain.from_iterable(decoding.step().values() for _ in iter(int, 1))
+    stops = {stop} if isinstance(stop, int) else stop
+    return islice(takewhile(lambda token: token not in stops, (token for token, _ in steps)), how.tokens)
 
 
 class Decoding:

@@ -18,37 +18,28 @@ class Past:
 
     def __init__(self) -> None:
         self.length = 0
-        self.keys: Tensor | None = None
-        self.values: Tensor | None = None
+        self.rows: Float[Tensor, "2 batch kv_heads room head"] | None = None
 
     def extend(
         self, key: Float[Tensor, "batch kv_heads seq head"], value: Float[Tensor, "batch kv_heads seq head"]
     ) -> tuple[Tensor, Tensor]:
         """Appends the new tokens' rows; returns those of all tokens so far, `[batch, kv_heads, keys, head]`."""
-        stop = self.length + key.shape[2]
-        if self.keys is None or self.values is None:
-            self.keys, self.values = _room(key, stop), _room(value, stop)
-        elif stop > self.keys.shape[2]:
-            for name in ("keys", "values"):
-                full = getattr(self, name)
-                setattr(self, name, _room(full, stop))
-                getattr(self, name)[:, :, : self.length] = full[:, :, : self.length]
-        self.keys[:, :, self.length : stop] = key
-        self.values[:, :, self.length : stop] = value
-        self.length = stop
-        return self.keys[:, :, :stop], self.values[:, :, :stop]
+        start, self.length = self.length, self.length + key.shape[2]
+        if self.rows is None or self.length > self.rows.shape[3]:
+            batch, heads, _, size = key.shape
+            room = key.new_empty(2, batch, heads, -(-self.length // PIECE) * PIECE, size)
+            if self.rows is not None:
+                room[:, :, :, :start] = self.rows[:, :, :, :start]
+            self.rows = room
+        self.rows[0, :, :, start : self.length], self.rows[1, :, :, start : self.length] = key, value
+        keys, values = self.rows[:, :, :, : self.length]
+        return keys, values
 
     def keep(self, rows: Int[Tensor, " rows"], first: int) -> None:
         """Forgets all rows but `rows`, and the tokens before `first`."""
-        assert self.keys is not None
-        assert self.values is not None
-        self.keys, self.values = (part[rows, :, first : self.length] for part in (self.keys, self.values))
-        self.length -= first
-
-
-def _room(like: Tensor, tokens: int) -> Tensor:
-    batch, heads, _, size = like.shape
-    return like.new_empty(batch, heads, -(-tokens // PIECE) * PIECE, size)
+        if self.rows is not None:  # else another rank has the layer
+            self.rows = self.rows[:, rows, :, first : self.length]
+            self.length -= first
 
 
 class Cache:
@@ -74,5 +65,4 @@ class Cache:
             first = int(padding.min())
             self.padding = padding - first if (padding > first).any() else None
         for layer in self.layers:
-            if layer.keys is not None:  # else another rank has the layer
-                layer.keep(rows, first)
+            layer.keep(rows, first)

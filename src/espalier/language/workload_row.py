@@ -33,6 +33,7 @@ from espalier.train.workload_row import (
     Row,
     Sampling,
     Tokenizes,
+    Writer,
     Writes,
 )
 from espalier.train.wrap_policy import deeper, on_last_rank, sizes_of, tally
@@ -313,32 +314,22 @@ class LanguageRow(Row, Freezes, Predicts, Writes, Tokenizes, Exports):
             raise UserError("espalier predict needs a text.", do=_EXAMPLES[workload.recipe.tune is not None])
         asked = [text for text in texts if text is not None]
         prompts = [workload.question(text) for text in asked]
-        pieces = self.write(workload, model, prompts, [sampling] * len(asked))
+        pieces = self.writer(workload, model).write(prompts, [sampling] * len(asked))
         rows = generate.by_row(pieces, len(asked))
         return [_answer(text, row, workload.recipe.tune is None) for text, row in zip(asked, rows, strict=True)]
 
-    def prompt(self, workload: LanguageWorkload | TuneWorkload, asked: str | Sequence[tuple[str, str]]) -> list[int]:
-        """Turns are for a run with [tune]."""
-        return workload.text_prompt(asked) if isinstance(asked, str) else workload.prompt(asked)
-
-    def write(
-        self,
-        workload: LanguageWorkload | TuneWorkload,
-        model: gpt.GPT,
-        prompts: Sequence[Sequence[int]],
-        samplings: Sequence[Sampling],
-    ) -> Iterator[Piece]:
-        """See `language.generate`."""
+    def writer(self, workload: LanguageWorkload | TuneWorkload, model: gpt.GPT) -> Writer:
+        """See `language.generate`. Turns are for a run with [tune]."""
         from espalier.language import generate
 
-        decoding = generate.Decoding(model, prompts, samplings)
-        return generate.write(decoding, workload.tokenizer, workload.endings)
+        def prompt(asked: str | Sequence[tuple[str, str]]) -> list[int]:
+            return workload.text_prompt(asked) if isinstance(asked, str) else workload.prompt(asked)
 
-    def context(self, workload: LanguageWorkload | TuneWorkload) -> int:
-        """Of the decoder."""
-        context = workload.options.context
-        assert context is not None
-        return context
+        def write(prompts: Sequence[Sequence[int]], samplings: Sequence[Sampling]) -> Iterator[Piece]:
+            decoding = generate.Decoding(model, prompts, samplings)
+            return generate.write(decoding, workload.tokenizer, workload.endings)
+
+        return Writer(prompt, write, model.size.context)
 
     def usage(self, recipe: Mapping[str, Any]) -> tuple[str, str]:
         """A question, or the beginning of a program."""

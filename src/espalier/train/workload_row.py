@@ -177,22 +177,28 @@ class Predicts(Protocol):
         return "answers", ""
 
 
+class Writer(NamedTuple):
+    """What continues prompts of tokens in text, several together.
+
+    Attributes:
+        prompt: the tokens of a text, or of the turns of a chat, (role, text), up to its next answer. Raises UserError
+            for turns that the model was not trained on.
+        write: what follows each prompt, in pieces. Raises UserError, before the first, for prompts and samplings that
+            mean nothing.
+        context: tokens of a prompt and what follows it that the model sees at once.
+    """
+
+    prompt: Callable[[str | Sequence[tuple[str, str]]], list[int]]
+    write: Callable[[Sequence[Sequence[int]], Sequence[Sampling]], Iterator[Piece]]
+    context: int
+
+
 @runtime_checkable
 class Writes(Protocol):
-    """Continues prompts of tokens in text, several together."""
+    """Continues prompts in text."""
 
-    def prompt(self, workload: Any, asked: str | Sequence[tuple[str, str]]) -> list[int]:
-        """The tokens of a text, or of the turns of a chat, (role, text), up to its next answer. Raises UserError for
-        turns that the model was not trained on."""
-
-    def write(
-        self, workload: Any, model: Any, prompts: Sequence[Sequence[int]], samplings: Sequence[Sampling]
-    ) -> Iterator[Piece]:
-        """What follows each of the `prompts`, in pieces. Raises UserError, before the first, for prompts and samplings
-        that mean nothing."""
-
-    def context(self, workload: Any) -> int:
-        """Tokens of a prompt and what follows it that the model sees at once."""
+    def writer(self, workload: Any, model: Any) -> Writer:
+        """What does."""
 
 
 @runtime_checkable
