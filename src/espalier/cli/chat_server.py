@@ -8,7 +8,6 @@ users of this machine do not know. `completion_requests` has the protocol's own 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import secrets
 import socket
 import time
@@ -102,25 +101,14 @@ def listening(port: int) -> socket.socket:
 def application(name: str, writer: Writer, defaults: Sampling) -> Any:
     """The ASGI application."""
     from starlette.applications import Starlette
-    from starlette.exceptions import HTTPException
     from starlette.responses import JSONResponse, StreamingResponse
     from starlette.routing import Route
 
     turn = asyncio.Lock()
     card = {"id": name, "object": "model", "created": int(time.time()), "owned_by": "espalier"}
 
-    class Stream(StreamingResponse):
-        """Ends what it reads from as soon as nobody reads it."""
-
-        async def stream_response(self, send: Any) -> None:
-            async with contextlib.aclosing(self.body_iterator):  # type: ignore[type-var]
-                await super().stream_response(send)
-
     def refused(error: Invalid) -> Any:
         return JSONResponse({"error": error.body}, status_code=error.status)
-
-    async def missing(request: Any, error: HTTPException) -> Any:
-        return refused(Invalid(f"{request.url.path}: {error.detail}", status=error.status_code))
 
     async def models(request: Any) -> Any:
         return JSONResponse({"object": "list", "data": [card]})
@@ -132,46 +120,38 @@ def application(name: str, writer: Writer, defaults: Sampling) -> Any:
     async def complete(request: Any) -> Any:
         chat = request.url.path.endswith("/chat/completions")
         try:
-            answer = Answer.to(await _body(request), chat, writer, name, defaults)
+            answer = Answer(await _body(request), chat, writer, card, defaults)
         except Invalid as error:
             return refused(error)
         pieces = _taken(turn, answer.pieces, request.is_disconnected)
         if answer.asked.stream:
-            return Stream(answer.events(pieces), media_type="text/event-stream")
+            return StreamingResponse(answer.events(pieces), media_type="text/event-stream")
         return JSONResponse(await answer.whole(pieces))
 
     posts = [Route(f"/v1/{path}", complete, methods=["POST"]) for path in ("chat/completions", "completions")]
     gets = [Route("/v1/models", models), Route("/v1/models/{model:path}", model)]
-    return Starlette(routes=[*gets, *posts], exception_handlers={HTTPException: missing})
+    return Starlette(routes=[*gets, *posts])
 
 
 async def _taken(turn: asyncio.Lock, pieces: Iterator[Piece], gone: Callable[[], Any]) -> AsyncIterator[Piece]:
     """`pieces`, computed in a turn that ends with them: for a reader that is slow they wait, and for one that is gone,
     or after `SECONDS`, there are no more."""
     waiting: asyncio.Queue[Piece | None] = asyncio.Queue()
-    left = asyncio.Event()
-
-    async def unread() -> bool:
-        return left.is_set() or await gone()
-
-    task = asyncio.create_task(_computed(turn, pieces, unread, waiting))
-    try:
-        while (piece := await waiting.get()) is not None:
-            yield piece
-        await task
-    finally:
-        left.set()
+    computing = asyncio.create_task(_computed(turn, pieces, gone, waiting))
+    while (piece := await waiting.get()) is not None:
+        yield piece
+    await computing
 
 
 async def _computed(
-    turn: asyncio.Lock, pieces: Iterator[Piece], unread: Callable[[], Any], waiting: asyncio.Queue[Piece | None]
+    turn: asyncio.Lock, pieces: Iterator[Piece], gone: Callable[[], Any], waiting: asyncio.Queue[Piece | None]
 ) -> None:
     from starlette.concurrency import run_in_threadpool
 
     try:
         async with turn:
             end = time.monotonic() + SECONDS
-            while time.monotonic() < end and not await unread():
+            while time.monotonic() < end and not await gone():
                 piece = await run_in_threadpool(next, pieces, None)
                 if piece is None:
                     break

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from typing import Annotated, Any, Literal
@@ -145,61 +145,59 @@ class Asked(Struct, frozen=True):
 class Answer:
     """The answer to a request: a row for each prompt and copy. Has state: how many tokens it took so far."""
 
-    def __init__(self, asked: Asked, chat: bool, sampling: Sampling, name: str) -> None:
-        self.asked, self.chat, self.sampling = asked, chat, sampling
-        self.head = {"id": secrets.token_hex(12), "created": int(time.time()), "model": name}
-        self.head["object"] = "chat.completion" if chat else "text_completion"
-        self.usage = dict.fromkeys(("prompt_tokens", "completion_tokens", "total_tokens"), 0)
-        self.rows = 0
-        self.pieces: Iterator[Piece] = iter(())
-
-    @classmethod
-    def to(cls, body: bytes, chat: bool, writer: Writer, name: str, defaults: Sampling) -> Answer:
-        """The request in `body`. `name`: of the model; `defaults`: what a request does not say. Raises Invalid."""
-        asked = Asked.read(body)
-        if asked.model not in (None, name):
-            raise Invalid(f"The model {asked.model!r} is not here, but {name!r} is.", "model", 404)
+    def __init__(self, body: bytes, chat: bool, writer: Writer, model: Mapping[str, Any], defaults: Sampling) -> None:
+        """To the request in `body`. `defaults`: what it does not say. Raises Invalid."""
+        self.chat, self.asked = chat, Asked.read(body)
+        if self.asked.model not in (None, model["id"]):
+            raise Invalid(f"{self.asked.model} is not here, but {model['id']} is", "model", 404)
         try:
-            prompts = asked.prompts(chat, writer)
-            longest, copies = max(map(len, prompts)), asked.n or 1
-            sampling = asked.sampling(defaults, writer.context - longest)
+            prompts = self.asked.prompts(chat, writer)
+            longest, copies = max(map(len, prompts)), range(self.asked.n or 1)
+            sampling = self.asked.sampling(defaults, writer.context - longest)
             if longest + max(1, sampling.tokens) > writer.context:
                 why = f"the prompt has {longest} tokens, and {sampling.tokens} are to follow"
                 raise Invalid(f"This model's maximum context length is {writer.context} tokens: {why}.")
-            if len(prompts) * copies > ROWS:
-                raise Invalid(f"at most {ROWS} answers are given to a request", "n")
-            seeds = [None if sampling.seed is None else sampling.seed ^ copy for copy in range(copies)]
+            seeds = [None if sampling.seed is None else sampling.seed ^ copy for copy in copies]
             rows = [(prompt, replace(sampling, seed=seed)) for prompt in prompts for seed in seeds]
-            answer = cls(asked, chat, sampling, name)
-            answer.pieces = writer.write(*zip(*rows, strict=True))
+            if len(rows) > ROWS:
+                raise Invalid(f"at most {ROWS} answers are given to a request", "n")
+            self.pieces = writer.write(*zip(*rows, strict=True))
         except UserError as error:
             raise Invalid(str(error)) from None
-        answer.rows, answer.usage["prompt_tokens"] = len(rows), sum(map(len, prompts))
-        return answer
+        self.scored, self.rows = sampling.logprobs is not None, len(rows)
+        self.read, self.written = sum(map(len, prompts)), 0
+        self.head = {"id": secrets.token_hex(12), "created": int(time.time()), "model": model["id"]}
+        self.kind = "chat.completion" if chat else "text_completion"
+
+    @property
+    def usage(self) -> dict[str, int]:
+        """Tokens that were read and written."""
+        total = self.read + self.written
+        return {"prompt_tokens": self.read, "completion_tokens": self.written, "total_tokens": total}
 
     async def whole(self, pieces: AsyncIterator[Piece]) -> dict[str, Any]:
         """The answer in one table."""
         rows: list[list[Piece]] = [[] for _ in range(self.rows)]
         async for piece in self._counted(pieces):
             rows[piece.row].append(piece)
-        return {**self.head, "choices": [self._choice(row, "message") for row in rows], "usage": self.usage}
+        choices = [self._choice(row, "message") for row in rows]
+        return {**self.head, "object": self.kind, "choices": choices, "usage": self.usage}
 
     async def events(self, pieces: AsyncIterator[Piece]) -> AsyncIterator[str]:
         """The answer as server-sent events."""
-        self.head["object"] += ".chunk" if self.chat else ""  # type: ignore[operator]
+        head = {**self.head, "object": self.kind + ".chunk" * self.chat}
         async for piece in self._counted(pieces):
             if piece.text or piece.finish or piece.score:
-                yield _event({**self.head, "choices": [self._choice([piece], "delta")]})
+                yield _event({**head, "choices": [self._choice([piece], "delta")]})
         if self.asked.stream_options is not None and self.asked.stream_options.include_usage:
-            yield _event({**self.head, "choices": [], "usage": self.usage})
+            yield _event({**head, "choices": [], "usage": self.usage})
         yield "data: [DONE]\n\n"
 
     async def _counted(self, pieces: AsyncIterator[Piece]) -> AsyncIterator[Piece]:
         """`pieces`, and an end of the rows that have none."""
         going_on = set(range(self.rows))
         async for piece in pieces:
-            self.usage["completion_tokens"] += piece.tokens
-            self.usage["total_tokens"] = self.usage["prompt_tokens"] + self.usage["completion_tokens"]
+            self.written += piece.tokens
             going_on -= {piece.row} if piece.finish else set()
             yield piece
         for row in sorted(going_on):
@@ -211,7 +209,7 @@ class Answer:
         scores = [piece.score for piece in pieces if piece.score is not None]
         answer = {name: {"role": "assistant", "content": text}} if self.chat else {"text": text}
         logprobs = None
-        if self.sampling.logprobs is not None:
+        if self.scored:
             logprobs = {"content": list(map(_score, scores))} if self.chat else _scores(scores)
         return {"index": pieces[0].row, "finish_reason": pieces[-1].finish, "logprobs": logprobs, **answer}
 

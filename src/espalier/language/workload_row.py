@@ -225,10 +225,6 @@ def _to_peft(workload: DecoderWorkload, model: gpt.GPT, folder: Path) -> str:
     return peft.export(workload, model, folder)
 
 
-_EXAMPLES = ("espalier predict RUN 'def '", "espalier predict RUN 'What is …?', or --chat")
-"""Of runs on text and on conversations."""
-
-
 def _answer(text: str, pieces: Iterator[Piece], shown: bool) -> Answer:
     """What was written of `text`, which is `shown` to people before it."""
 
@@ -311,7 +307,7 @@ class LanguageRow(Row, Freezes, Predicts, Writes, Tokenizes, Exports):
         from espalier.language import generate
 
         if None in texts:
-            raise UserError("espalier predict needs a text.", do=_EXAMPLES[workload.recipe.tune is not None])
+            raise UserError("espalier predict needs a text.", do="espalier predict RUN 'text'")
         asked = [text for text in texts if text is not None]
         prompts = [workload.question(text) for text in asked]
         pieces = self.writer(workload, model).write(prompts, [sampling] * len(asked))
