@@ -102,9 +102,10 @@ class Asked(Struct, frozen=True):
             asked = msgspec.convert(table, cls)
         except (msgspec.MsgspecError, RecursionError, ValueError) as error:
             raise Invalid(f"the request means nothing: {error}") from None
-        messages = table.get("messages") or []
+        messages = ((message, Message) for message in table.get("messages", ()))
         parts = [part for message in asked.messages if isinstance(message.content, list) for part in message.content]
-        for given, kind in ((table, cls), *((message, Message) for message in messages)):
+        tables: list[tuple[Mapping[str, Any], type[Struct]]] = [(table, cls), *messages]
+        for given, kind in tables:
             for name in sorted(given.keys() - {*kind.__struct_fields__, *IGNORED}):
                 if given[name] and given[name] != NEUTRAL.get(name):
                     raise Invalid(f"{name} is not there. Try: leave it out", name)
