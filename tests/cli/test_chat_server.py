@@ -16,7 +16,7 @@ import pytest
 
 from espalier.cli import chat_server, completion_requests
 from espalier.recipe.errors import UserError
-from espalier.train.workload_row import Piece, Sampling, TokenScore, Writer
+from espalier.train.workload_row import Sampling, TextPiece, TokenScore, Writer
 
 HELLO = {"messages": [{"role": "user", "content": "hello"}]}
 CONTEXT = 40
@@ -28,21 +28,21 @@ def prompt(asked: str | Sequence[tuple[str, str]]) -> list[int]:
     return [0, *" ".join(f"{role}:{text}" for role, text in asked).encode()]
 
 
-def write(prompts: Sequence[Sequence[int]], samplings: Sequence[Sampling]) -> Iterator[Piece]:
+def write(prompts: Sequence[Sequence[int]], samplings: Sequence[Sampling]) -> Iterator[TextPiece]:
     """The prompt letter by letter, in capitals; `?` ends it."""
     if any(sampling.temperature > 9 for sampling in samplings):
         raise UserError("temperature = 10 is not possible.")
     return pieces(prompts, samplings)
 
 
-def pieces(prompts: Sequence[Sequence[int]], samplings: Sequence[Sampling]) -> Iterator[Piece]:
-    yield Piece(0)
+def pieces(prompts: Sequence[Sequence[int]], samplings: Sequence[Sampling]) -> Iterator[TextPiece]:
+    yield TextPiece(0)
     for row, (ids, sampling) in enumerate(zip(prompts, samplings, strict=True)):
         text = bytes(ids[1:]).decode().upper() + "?"
         for number, letter in enumerate(text, 1):
             score = None if sampling.logprobs is None else TokenScore(letter, -0.5, [("x", -0.1)][: sampling.logprobs])
             end = "stop" if letter == "?" else "length" if number == sampling.tokens else None
-            yield Piece(row, "" if letter == "?" else letter, end, 1, score)
+            yield TextPiece(row, "" if letter == "?" else letter, end, 1, score)
             if end:
                 break
 
@@ -119,7 +119,7 @@ def test_what_is_asked_reaches_the_model(client: Any, monkeypatch: pytest.Monkey
     asked: list[Sampling] = []
     writer = WRITER._replace(write=lambda prompts, samplings: asked.extend(samplings) or pieces(prompts, samplings))  # type: ignore[func-returns-value]
     body = {**HELLO, "n": 2, "seed": 6, "top_p": 0.5, "top_k": 3, "temperature": 1, "stop": "x", "max_tokens": 4}
-    completion_requests.Answer(json.dumps(body).encode(), True, writer, {"id": "mine"}, Sampling())
+    completion_requests.Completion(json.dumps(body).encode(), True, writer, {"id": "mine"}, Sampling())
     assert asked == [Sampling(4, 1.0, 3, seed, 0.5, ("x",)) for seed in (6, 7)]
 
 
@@ -201,11 +201,11 @@ class Endless:
     def __init__(self) -> None:
         self.steps = 0
 
-    def write(self, prompts: Any, samplings: Any) -> Iterator[Piece]:
+    def write(self, prompts: Any, samplings: Any) -> Iterator[TextPiece]:
         while True:
             self.steps += 1
             time.sleep(0.005)
-            yield Piece(0, "x" * 4096, None, 1)
+            yield TextPiece(0, "x" * 4096, None, 1)
 
 
 @pytest.fixture
@@ -292,11 +292,11 @@ def test_openais_own_client_is_answered(served: Any) -> None:
 PROGRAM = """
 import itertools, time
 from espalier.cli import chat_server
-from espalier.train.workload_row import Piece, Sampling, Writer
+from espalier.train.workload_row import TextPiece, Sampling, Writer
 def write(prompts, samplings):
     for _ in itertools.count():
         time.sleep(0.01)
-        yield Piece(0, "x", None, 1)
+        yield TextPiece(0, "x", None, 1)
 chat_server.serve("mine", Writer(lambda asked: [1], write, 99), Sampling(), 0)
 """
 

@@ -14,7 +14,7 @@ from espalier.language.kv_cache import PIECE
 from espalier.language.tokenizer import open_tokenizer
 from espalier.recipe import defaults
 from espalier.recipe.errors import UserError
-from espalier.train.workload_row import Piece, Sampling
+from espalier.train.workload_row import Sampling, TextPiece
 
 
 @pytest.fixture(autouse=True)
@@ -178,7 +178,7 @@ def test_the_cache_has_room_for_the_tokens_it_holds():
 
 def texts(given, endings=(), **sampling):
     """The pieces of text of these bytes, and why it ends."""
-    text = generate._Text(open_tokenizer("bytes"), Sampling(**sampling), endings)
+    text = generate.WrittenText(open_tokenizer("bytes"), Sampling(**sampling), endings)
     pieces = []
     for token in given:
         pieces.append(text.add(0, token, torch.zeros(257)))
@@ -204,7 +204,7 @@ def test_text_ends_before_stops_and_endings():
 
 
 def test_the_log_probability_of_a_token_is_named_with_the_likeliest():
-    text = generate._Text(open_tokenizer("bytes"), Sampling(logprobs=2), [])
+    text = generate.WrittenText(open_tokenizer("bytes"), Sampling(logprobs=2), [])
     logits = torch.full((257,), -50.0).double()
     logits[[97, 98]] = torch.tensor([0.25, 0.75]).double().log()
     score = text.add(0, 97, logits).score
@@ -213,7 +213,7 @@ def test_the_log_probability_of_a_token_is_named_with_the_likeliest():
 
 
 def test_pieces_of_a_row_do_not_wait_for_those_of_others():
-    pieces = iter([Piece(1, "a"), Piece(0, "b"), Piece(1, "c", "stop"), Piece(0, "d", "length")])
+    pieces = iter([TextPiece(1, "a"), TextPiece(0, "b"), TextPiece(1, "c", "stop"), TextPiece(0, "d", "length")])
     first, second = generate.by_row(pieces, 2)
     assert next(first).text == "b"
     assert [piece.text for piece in second] == ["a", "c"]

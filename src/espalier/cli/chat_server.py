@@ -14,10 +14,10 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
-from espalier.cli.completion_requests import Answer, Invalid
+from espalier.cli.completion_requests import Completion, Invalid
 from espalier.recipe.errors import UserError, missing_extra
 from espalier.recipe.terminal import say
-from espalier.train.workload_row import Piece, Sampling, Writer
+from espalier.train.workload_row import Sampling, TextPiece, Writer
 
 HOST = "127.0.0.1"
 LARGEST = 16 << 20
@@ -120,7 +120,7 @@ def application(name: str, writer: Writer, defaults: Sampling) -> Any:
     async def complete(request: Any) -> Any:
         chat = request.url.path.endswith("/chat/completions")
         try:
-            answer = Answer(await _body(request), chat, writer, card, defaults)
+            answer = Completion(await _body(request), chat, writer, card, defaults)
         except Invalid as error:
             return refused(error)
         pieces = _taken(turn, answer.pieces, request.is_disconnected)
@@ -133,10 +133,10 @@ def application(name: str, writer: Writer, defaults: Sampling) -> Any:
     return Starlette(routes=[*gets, *posts])
 
 
-async def _taken(turn: asyncio.Lock, pieces: Iterator[Piece], gone: Callable[[], Any]) -> AsyncIterator[Piece]:
+async def _taken(turn: asyncio.Lock, pieces: Iterator[TextPiece], gone: Callable[[], Any]) -> AsyncIterator[TextPiece]:
     """`pieces`, computed in a turn that ends with them: for a reader that is slow they wait, and for one that is gone,
     or after `SECONDS`, there are no more."""
-    waiting: asyncio.Queue[Piece | None] = asyncio.Queue()
+    waiting: asyncio.Queue[TextPiece | None] = asyncio.Queue()
     computing = asyncio.create_task(_computed(turn, pieces, gone, waiting))
     while (piece := await waiting.get()) is not None:
         yield piece
@@ -144,7 +144,7 @@ async def _taken(turn: asyncio.Lock, pieces: Iterator[Piece], gone: Callable[[],
 
 
 async def _computed(
-    turn: asyncio.Lock, pieces: Iterator[Piece], gone: Callable[[], Any], waiting: asyncio.Queue[Piece | None]
+    turn: asyncio.Lock, pieces: Iterator[TextPiece], gone: Callable[[], Any], waiting: asyncio.Queue[TextPiece | None]
 ) -> None:
     from starlette.concurrency import run_in_threadpool
 

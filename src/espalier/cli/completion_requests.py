@@ -16,7 +16,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from espalier.recipe.errors import UserError
-from espalier.train.workload_row import ROWS, Piece, Sampling, TokenScore, Writer
+from espalier.train.workload_row import ROWS, Sampling, TextPiece, TokenScore, Writer
 
 IGNORED = {"metadata", "name", "prompt_cache_key", "safety_identifier", "service_tier", "store", "user"}
 """Fields that change no answer."""
@@ -44,7 +44,7 @@ class Invalid(Exception):
 # --- what is asked -------------------------------------------------------------------------------------------------
 
 
-class Part(Struct, frozen=True):
+class ContentPart(Struct, frozen=True):
     """Of a message's content."""
 
     type: str
@@ -55,7 +55,7 @@ class Message(Struct, frozen=True):
     """A turn of a chat."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[Part] | None = None
+    content: str | list[ContentPart] | None = None
 
     @property
     def turn(self) -> tuple[str, str]:
@@ -143,7 +143,7 @@ class Asked(Struct, frozen=True):
 # --- what is answered ----------------------------------------------------------------------------------------------
 
 
-class Answer:
+class Completion:
     """The answer to a request: a row for each prompt and copy. Has state: how many tokens it took so far."""
 
     def __init__(self, body: bytes, chat: bool, writer: Writer, model: Mapping[str, Any], defaults: Sampling) -> None:
@@ -176,15 +176,15 @@ class Answer:
         total = self.read + self.written
         return {"prompt_tokens": self.read, "completion_tokens": self.written, "total_tokens": total}
 
-    async def whole(self, pieces: AsyncIterator[Piece]) -> dict[str, Any]:
+    async def whole(self, pieces: AsyncIterator[TextPiece]) -> dict[str, Any]:
         """The answer in one table."""
-        rows: list[list[Piece]] = [[] for _ in range(self.rows)]
+        rows: list[list[TextPiece]] = [[] for _ in range(self.rows)]
         async for piece in self._counted(pieces):
             rows[piece.row].append(piece)
         choices = [self._choice(row, "message") for row in rows]
         return {**self.head, "object": self.kind, "choices": choices, "usage": self.usage}
 
-    async def events(self, pieces: AsyncIterator[Piece]) -> AsyncIterator[str]:
+    async def events(self, pieces: AsyncIterator[TextPiece]) -> AsyncIterator[str]:
         """The answer as server-sent events."""
         head = {**self.head, "object": self.kind + ".chunk" * self.chat}
         async for piece in self._counted(pieces):
@@ -194,7 +194,7 @@ class Answer:
             yield _event({**head, "choices": [], "usage": self.usage})
         yield "data: [DONE]\n\n"
 
-    async def _counted(self, pieces: AsyncIterator[Piece]) -> AsyncIterator[Piece]:
+    async def _counted(self, pieces: AsyncIterator[TextPiece]) -> AsyncIterator[TextPiece]:
         """`pieces`, and an end of the rows that have none."""
         going_on = set(range(self.rows))
         async for piece in pieces:
@@ -202,9 +202,9 @@ class Answer:
             going_on -= {piece.row} if piece.finish else set()
             yield piece
         for row in sorted(going_on):
-            yield Piece(row, finish="length")
+            yield TextPiece(row, finish="length")
 
-    def _choice(self, pieces: Sequence[Piece], name: str) -> dict[str, Any]:
+    def _choice(self, pieces: Sequence[TextPiece], name: str) -> dict[str, Any]:
         """Of the pieces of one row; of a chat under `name`."""
         text = "".join(piece.text for piece in pieces)
         scores = [piece.score for piece in pieces if piece.score is not None]

@@ -20,7 +20,7 @@ from espalier.language.gpt import GPT
 from espalier.language.kv_cache import Cache
 from espalier.language.tokenizer import Tokenizer
 from espalier.recipe.errors import UserError
-from espalier.train.workload_row import ROWS, Piece, Sampling, TokenScore
+from espalier.train.workload_row import ROWS, Sampling, TextPiece, TokenScore
 
 COLDEST = 1e-6
 """Temperatures below are 0: logits divided by them would overflow, and the likeliest token is all that is left."""
@@ -138,21 +138,21 @@ class _Draw:
 # --- text ----------------------------------------------------------------------------------------------------------
 
 
-def write(decoding: Decoding, tokenizer: Tokenizer, endings: Sequence[Sequence[int]]) -> Iterator[Piece]:
+def write(decoding: Decoding, tokenizer: Tokenizer, endings: Sequence[Sequence[int]]) -> Iterator[TextPiece]:
     """The text that follows the prompts, in pieces, each as soon as nothing can change it; at least one for each token.
     A row ends before any of the `endings` (of tokens) and of its `Sampling.stop`, and after `Sampling.tokens`."""
-    texts = {number: _Text(tokenizer, decoding.draws[number].sampling, endings) for number in decoding.rows}
+    texts = {number: WrittenText(tokenizer, decoding.draws[number].sampling, endings) for number in decoding.rows}
     while decoding.rows:
         pieces = [texts[number].add(number, *drawn) for number, drawn in decoding.step().items()]
-        yield from pieces or [Piece(0)]
+        yield from pieces or [TextPiece(0)]
         decoding.end([piece.row for piece in pieces if piece.finish])
 
 
-def by_row(pieces: Iterator[Piece], rows: int) -> list[Iterator[Piece]]:
+def by_row(pieces: Iterator[TextPiece], rows: int) -> list[Iterator[TextPiece]]:
     """The pieces of each row by themselves; those of the others wait."""
-    waiting: list[deque[Piece]] = [deque() for _ in range(rows)]
+    waiting: list[deque[TextPiece]] = [deque() for _ in range(rows)]
 
-    def of_row(row: int) -> Iterator[Piece]:
+    def of_row(row: int) -> Iterator[TextPiece]:
         finish = None
         while finish is None:
             while not waiting[row]:
@@ -165,7 +165,7 @@ def by_row(pieces: Iterator[Piece], rows: int) -> list[Iterator[Piece]]:
     return [of_row(row) for row in range(rows)]
 
 
-class _Text:
+class WrittenText:
     """What one row has written. Has state."""
 
     def __init__(self, tokenizer: Tokenizer, sampling: Sampling, endings: Sequence[Sequence[int]]) -> None:
@@ -174,7 +174,7 @@ class _Text:
         self.tokens: list[int] = []
         self.shown = 0
 
-    def add(self, row: int, token: int, logits: Tensor) -> Piece:
+    def add(self, row: int, token: int, logits: Tensor) -> TextPiece:
         """What `token` adds."""
         tokens, stops = self.tokens, self.sampling.stop
         tokens.append(token)
@@ -191,7 +191,7 @@ class _Text:
         fresh, self.shown = text[self.shown :], max(self.shown, len(text))
         wanted = self.sampling.logprobs
         score = None if wanted is None or ended else _score(self.tokenizer, token, logits, wanted)
-        return Piece(row, fresh, finish, 1, score)
+        return TextPiece(row, fresh, finish, 1, score)
 
 
 def _begun(sequence: Sequence[int] | str, endings: Iterable[Sequence[int] | str]) -> int:

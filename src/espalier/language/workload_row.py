@@ -27,11 +27,11 @@ from espalier.train.workload_row import (
     Exports,
     Freezes,
     Opening,
-    Piece,
     Predicts,
     Prepared,
     Row,
     Sampling,
+    TextPiece,
     Tokenizes,
     Writer,
     Writes,
@@ -225,7 +225,7 @@ def _to_peft(workload: DecoderWorkload, model: gpt.GPT, folder: Path) -> str:
     return peft.export(workload, model, folder)
 
 
-def _answer(text: str, pieces: Iterator[Piece], shown: bool) -> Answer:
+def _answer(text: str, pieces: Iterator[TextPiece], shown: bool) -> Answer:
     """What was written of `text`, which is `shown` to people before it."""
 
     def record() -> Mapping[str, Any]:
@@ -321,7 +321,7 @@ class LanguageRow(Row, Freezes, Predicts, Writes, Tokenizes, Exports):
         def prompt(asked: str | Sequence[tuple[str, str]]) -> list[int]:
             return workload.text_prompt(asked) if isinstance(asked, str) else workload.prompt(asked)
 
-        def write(prompts: Sequence[Sequence[int]], samplings: Sequence[Sampling]) -> Iterator[Piece]:
+        def write(prompts: Sequence[Sequence[int]], samplings: Sequence[Sampling]) -> Iterator[TextPiece]:
             decoding = generate.Decoding(model, prompts, samplings)
             return generate.write(decoding, workload.tokenizer, workload.endings)
 

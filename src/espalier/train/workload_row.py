@@ -84,7 +84,7 @@ class TokenScore(NamedTuple):
     likeliest: Sequence[tuple[str, float]]
 
 
-class Piece(NamedTuple):
+class TextPiece(NamedTuple):
     """What a step adds to the text of the prompt `row`.
 
     Attributes:
@@ -189,7 +189,7 @@ class Writer(NamedTuple):
     """
 
     prompt: Callable[[str | Sequence[tuple[str, str]]], list[int]]
-    write: Callable[[Sequence[Sequence[int]], Sequence[Sampling]], Iterator[Piece]]
+    write: Callable[[Sequence[Sequence[int]], Sequence[Sampling]], Iterator[TextPiece]]
     context: int
 
 
