@@ -158,8 +158,7 @@ class Completion:
             if longest + max(1, sampling.tokens) > writer.context:
                 why = f"the prompt has {longest} tokens, and {sampling.tokens} are to follow"
                 raise Invalid(f"This model's maximum context length is {writer.context} tokens: {why}.")
-            seeds = [None if sampling.seed is None else sampling.seed ^ copy for copy in copies]
-            rows = [(prompt, replace(sampling, seed=seed)) for prompt in prompts for seed in seeds]
+            rows = [(prompt, replace(sampling, seed=sampling.seed ^ copy)) for prompt in prompts for copy in copies]
             if len(rows) > ROWS:
                 raise Invalid(f"at most {ROWS} answers are given to a request", "n")
             self.pieces = writer.write(*zip(*rows, strict=True))

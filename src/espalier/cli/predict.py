@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -172,7 +173,7 @@ def _line_groups(most: int) -> Iterator[list[str]]:
     """Lines of standard input without their ends, those that are empty left out: as many together as are there, up to
     `most`."""
     rest = b""
-    while read := sys.stdin.buffer.read1(1 << 16):
+    while read := os.read(sys.stdin.fileno(), 1 << 16):
         *lines, rest = (rest + read).split(b"\n")
         yield from _texts(lines, most)
     yield from _texts([rest], most)

@@ -55,8 +55,8 @@ class Answers:
         endings = [[token] for token in (self.tokenizer.boundary, *self.tokenizer.document_end)]
         texts = [""] * len(requests)
         for numbers in generate.groups([len(prompt) for prompt in prompts]):
-            rows = ([every[number] for number in numbers] for every in (prompts, samplings))
-            decoding = generate.Decoding(self.model, *rows)
+            together = [prompts[number] for number in numbers], [samplings[number] for number in numbers]
+            decoding = generate.Decoding(self.model, *together)
             for piece in generate.write(decoding, self.tokenizer, endings):
                 texts[numbers[piece.row]] += piece.text
         return texts

@@ -8,6 +8,7 @@ stand behind padding that nothing sees, and each row has a random generator of i
 
 from __future__ import annotations
 
+import secrets
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import chain, islice, takewhile
@@ -36,7 +37,7 @@ def generate(
 
     Raises UserError before the first token for values that mean nothing.
     """
-    how = Sampling(**{"seed": None, **sampling})
+    how = Sampling(**{"seed": secrets.randbits(63), **sampling})
     decoding = Decoding(model, [[int(token) for token in prompt]], [how])
     steps = chain.from_iterable(decoding.step().values() for _ in iter(int, 1))
     stops = {stop} if isinstance(stop, int) else stop
@@ -114,11 +115,7 @@ class _Draw:
     """Picks a token from logits. Has state: the random generator (on the CPU, so that devices draw alike)."""
 
     def __init__(self, sampling: Sampling) -> None:
-        self.sampling, self.generator = sampling, torch.Generator()
-        if sampling.seed is None:
-            self.generator.seed()
-        else:
-            self.generator.manual_seed(sampling.seed)
+        self.sampling, self.generator = sampling, torch.Generator().manual_seed(sampling.seed)
 
     def __call__(self, logits: Tensor) -> int:
         """The next token of `logits` `[vocabulary]`."""
@@ -238,7 +235,7 @@ def _check(sampling: Sampling) -> None:
     tokens, temperature, top_k, seed = sampling.tokens, sampling.temperature, sampling.top_k, sampling.seed
     if tokens < 1:
         raise UserError(f"tokens = {tokens} is not possible.", do="1 or more")
-    if seed is not None and not -(2**63) <= seed < 2**63:
+    if not -(2**63) <= seed < 2**63:
         raise UserError(f"seed = {seed} is not possible.", why="it has to fit into 64 bits", do="a smaller number")
     if not 0.0 <= temperature < float("inf"):
         raise UserError(

@@ -121,7 +121,7 @@ class CausalAttention(nn.Module):
     ) -> Float[Tensor, "batch seq width"]:
         """Attention over x, and over what `past` remembers of earlier positions."""
         query, key, value = (
-            project(x).view(*x.shape[:2], -1, self.head_size) for project in (self.query, self.key, self.value)
+            project(x).unflatten(-1, (-1, self.head_size)) for project in (self.query, self.key, self.value)
         )
         if self.query_norm is not None and self.key_norm is not None:
             query, key = self.query_norm(query), self.key_norm(key)

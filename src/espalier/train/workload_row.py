@@ -62,7 +62,7 @@ class Sampling:
         tokens: that it has at most.
         temperature: 0 takes the likeliest token; above, tokens are drawn from softmax(logits / temperature).
         top_k, top_p: draws among this many likeliest tokens only, or among those whose probabilities add up to this.
-        seed: makes the draw repeatable; None: it is another each time.
+        seed: makes the draw repeatable.
         stop: texts that end it, and are not in it.
         logprobs: how many of the likeliest tokens are named with each token; None: nothing is said of them.
     """
@@ -70,7 +70,7 @@ class Sampling:
     tokens: int = 200
     temperature: float = 0.0
     top_k: int | None = None
-    seed: int | None = 0
+    seed: int = 0
     top_p: float | None = None
     stop: tuple[str, ...] = ()
     logprobs: int | None = None
