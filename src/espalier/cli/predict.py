@@ -6,11 +6,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 from espalier.cli import chat_server, infer_over_ranks
 from espalier.cli.open_run import DataChoice, Trained, load_trained
@@ -19,6 +18,9 @@ from espalier.recipe.terminal import say, say_progress, visible
 from espalier.train import run_folder as runs
 from espalier.train import workload_registry
 from espalier.train.workload_row import ROWS, Predicts, Renders, Row, Sampling, Tokenizes, Writer, Writes
+
+if TYPE_CHECKING:
+    from io import BufferedReader
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -172,8 +174,8 @@ def _print(answer: Mapping[str, Any] | Iterator[str]) -> None:
 def _line_groups(most: int) -> Iterator[list[str]]:
     """Lines of standard input without their ends, those that are empty left out: as many together as are there, up to
     `most`."""
-    rest = b""
-    while read := os.read(sys.stdin.fileno(), 1 << 16):
+    rest, stdin = b"", cast("BufferedReader", sys.stdin.buffer)
+    while read := stdin.read1(1 << 16):
         *lines, rest = (rest + read).split(b"\n")
         yield from _texts(lines, most)
     yield from _texts([rest], most)
