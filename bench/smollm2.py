@@ -80,7 +80,7 @@ def agreeing(trained: Trained, file: Path, count: int) -> tuple[int, int]:
     prompts = questions(workload, count)
     same = 0
     for asked in prompts:
-        answer = list(generate.generate(mine, asked, tokens=TOKENS, stop=workload.endings[-1]))
+        answer = list(generate.generate(mine, asked, tokens=TOKENS, stop=workload.endings[0][-1]))
         with torch.no_grad():
             likeliest = theirs(torch.tensor([[*asked, *answer]])).argmax(-1)[0].tolist()
         same += likeliest[len(asked) - 1 : len(asked) - 1 + len(answer)] == answer

@@ -21,9 +21,10 @@ def answers():
 
 def test_a_continuation_has_the_likelihood_of_its_tokens(answers) -> None:
     expected, greedy = plainly(answers.model, [0, *b"one two"], list(b" three"))
-    assert answers.continuation("one two", " three") == (pytest.approx(expected), greedy)
-    assert answers.continuation("", "x")[0] == pytest.approx(plainly(answers.model, [0], list(b"x"))[0])
-    assert answers.continuation("one", "") == (0.0, True)
+    scores = answers.continuations([("one two", " three"), ("one", ""), ("", "x")])
+    assert scores[0] == (pytest.approx(expected), greedy)
+    assert scores[1] == (0.0, True)
+    assert scores[2][0] == pytest.approx(plainly(answers.model, [0], list(b"x"))[0])
 
 
 @pytest.mark.parametrize("length", [1, 23, 24, 25, 48, 61])
@@ -36,16 +37,22 @@ def test_rolling_sees_each_token_once_with_as_much_before_it_as_fits(answers, le
         before = ids[max(0, stop - 1 - room) : at]
         logits = answers.model(torch.tensor([before]))[0, -1].log_softmax(-1)
         expected += float(logits[ids[at]])
-    assert answers.rolling(text) == pytest.approx(expected)
+    assert answers.rolling(["a", text])[1] == pytest.approx(expected)
 
 
 def test_generation_ends_before_the_stop(answers) -> None:
-    whole = answers.until("The", {"max_gen_toks": 12})
+    (whole,) = answers.until([("The", {"max_gen_toks": 12})])
     assert whole
     assert len(whole) <= 12
     stop = whole[len(whole) // 2]
-    assert answers.until("The", {"until": [stop], "max_gen_toks": 12}) == whole[: whole.index(stop)]
-    assert answers.until("The", {"until": stop, "max_gen_toks": 12}) == whole[: whole.index(stop)]
+    asked = [("The", {"until": until, "max_gen_toks": 12}) for until in ([stop], stop, [])]
+    assert answers.until(asked) == [*[whole[: whole.index(stop)]] * 2, whole]
+
+
+def test_requests_that_are_answered_together_have_the_answers_of_each_alone(answers) -> None:
+    contexts = ["The", "", "a context that is longer", "x", *(f"number {number}" for number in range(8))]
+    asked = [(context, {"max_gen_toks": 5 + number}) for number, context in enumerate(contexts)]
+    assert answers.until(asked) == [answers.until([request])[0] for request in asked]
 
 
 def test_without_the_harness_the_extra_is_named(monkeypatch) -> None:
@@ -63,11 +70,11 @@ def test_the_harness_takes_our_model_for_one_of_its_own(answers) -> None:
     assert isinstance(model, LM)
     asked = [("one", " two"), ("three", " four")]
     requests = [Instance("loglikelihood", doc={}, arguments=one, idx=at) for at, one in enumerate(asked)]
-    assert model.loglikelihood(requests) == [answers.continuation(*arguments) for arguments in asked]
+    assert model.loglikelihood(requests) == answers.continuations(asked)
     rolling = Instance(request_type="loglikelihood_rolling", doc={}, arguments=("a text",), idx=0)
-    assert model.loglikelihood_rolling([rolling]) == [answers.rolling("a text")]
+    assert model.loglikelihood_rolling([rolling]) == answers.rolling(["a text"])
     until = SimpleNamespace(args=("The", {"until": ["."], "max_gen_toks": 5}))
-    assert model.generate_until([until]) == [answers.until("The", {"until": ["."], "max_gen_toks": 5})]
+    assert model.generate_until([until]) == answers.until([("The", {"until": ["."], "max_gen_toks": 5})])
 
 
 def test_a_task_of_the_harness_is_one_of_ours(answers, monkeypatch) -> None:

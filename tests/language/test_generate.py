@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
 from espalier import recipe as config
 from espalier.cli import input_check
 from espalier.language import generate, gpt, moe
+from espalier.language.kv_cache import PIECE
+from espalier.language.tokenizer import open_tokenizer
 from espalier.recipe import defaults
 from espalier.recipe.errors import UserError
+from espalier.train.workload_row import Sampling, TextPiece
 
 
 @pytest.fixture(autouse=True)
@@ -20,8 +25,8 @@ def one_thread():
     torch.set_num_threads(before)
 
 
-def made(kind=config.Gpt, context=12) -> gpt.GPT:
-    size = {"depth": 2, "width": 32, "heads": 4, "kv_heads": 2, "feed_forward": 48, "vocabulary": 29}
+def made(kind=config.Gpt, context=12, **more) -> gpt.GPT:
+    size = {"depth": 2, "width": 32, "heads": 4, "kv_heads": 2, "feed_forward": 48, "vocabulary": 29, **more}
     options = defaults.resolve(config.Recipe(model=kind(**size, context=context)))[0].model
     model = moe.MOE(options) if kind is config.Moe else gpt.GPT(options)
     gpt.initialise(model, 3)
@@ -100,9 +105,119 @@ def test_top_k_draws_only_among_the_k_likeliest():
 
 def test_a_draw_follows_the_softmax_at_its_temperature():
     logits = torch.tensor([0.0, 2.0, 4.0, -1.0])
-    choose = generate._Choice(2.0, None, torch.Generator().manual_seed(0))
-    shares = torch.bincount(torch.tensor([choose(logits) for _ in range(4000)]), minlength=4) / 4000
+    draw = generate._Draw(Sampling(temperature=2.0, seed=0))
+    shares = torch.bincount(torch.tensor([draw(logits) for _ in range(4000)]), minlength=4) / 4000
     assert (shares - (logits / 2.0).softmax(-1)).abs().max() < 0.03
+
+
+def test_top_p_draws_only_among_the_likeliest_that_reach_it():
+    logits = torch.tensor([0.1, 0.5, 0.1, 0.3]).log()
+    for top_p, possible in ((0.2, {1}), (0.5, {1}), (0.51, {1, 3}), (1.0, {0, 1, 2, 3})):
+        draw = generate._Draw(Sampling(temperature=1.0, top_p=top_p, seed=0))
+        assert {draw(logits) for _ in range(200)} == possible
+
+
+PROMPTS = [[3], [5, 4, 3, 2, 1], list(range(11)), list(range(25)), [7, 7], [1]]
+SAMPLINGS = [
+    Sampling(tokens=30),
+    Sampling(tokens=3),
+    Sampling(tokens=40, temperature=1.0, seed=3),
+    Sampling(tokens=9),
+    Sampling(tokens=20, temperature=0.7, seed=3, top_p=0.9),
+    Sampling(tokens=20, temperature=1.3, seed=4, top_k=5),
+]
+SIZES = {
+    "gpt": {},
+    "moe": {"kind": config.Moe},
+    "window": {"window": 4},
+    "capped": {"attention_cap": 5.0, "family": "gemma2", "window": 4, "logit_cap": 8.0},
+}
+
+
+def written(model, prompts, samplings):
+    """The tokens of each prompt, all continued together."""
+    decoding, tokens = generate.Decoding(model, prompts, samplings), [[] for _ in prompts]
+    while decoding.rows:
+        for row, (token, _) in decoding.step().items():
+            tokens[row].append(token)
+        decoding.end([row for row, sampling in enumerate(samplings) if len(tokens[row]) == sampling.tokens])
+    return tokens
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("read", [3, 512])
+def test_prompts_together_have_the_tokens_of_each_alone(size, read, monkeypatch):
+    monkeypatch.setattr(generate, "READ", read)
+    model = made(**SIZES[size])
+    alone = [written(model, [prompt], [how])[0] for prompt, how in zip(PROMPTS, SAMPLINGS, strict=True)]
+    assert written(model, PROMPTS, SAMPLINGS) == alone
+    assert [len(row) for row in alone] == [sampling.tokens for sampling in SAMPLINGS]
+
+
+def test_the_head_is_asked_about_the_last_place_only(monkeypatch):
+    model, places = made(), []
+    monkeypatch.setattr(model, "predict", lambda x, words, last: places.append(last) or gpt.predict(x, words, last))
+    list(generate.generate(model, list(range(9)), tokens=3))
+    assert places == [1, 1, 1]
+
+
+def test_the_cache_has_room_for_the_tokens_it_holds():
+    model = made(context=400)
+    decoding = generate.Decoding(model, [[1] * 100, [2] * 37], [Sampling(), Sampling()])
+    for _ in range(40):
+        decoding.step()
+        past = decoding._cache.layers[0]
+        assert past.length <= past.rows.shape[3] < past.length + PIECE
+    decoding.end([0])
+    assert past.rows.shape == (2, 1, 2, past.length, 8)
+    assert past.length == 37 + 39
+
+
+# --- text ---------------------------------------------------------------------------------------------------------
+
+
+def texts(given, endings=(), **sampling):
+    """The pieces of text of these bytes, and why it ends."""
+    text = generate.WrittenText(open_tokenizer("bytes"), Sampling(**sampling), endings)
+    pieces = []
+    for token in given:
+        pieces.append(text.add(0, token, torch.zeros(257)))
+        if pieces[-1].finish:
+            break
+    return [piece.text for piece in pieces], pieces[-1].finish
+
+
+def test_text_comes_as_soon_as_nothing_can_change_it():
+    assert texts(b"abc") == (["a", "b", "c"], None)
+    assert texts("aéb".encode()) == (["a", "", "é", "b"], None)
+    assert texts(b"ab", tokens=2) == (["a", "b"], "length")
+    assert texts("é".encode()[:1], tokens=1) == (["\N{REPLACEMENT CHARACTER}"], "length")
+
+
+def test_text_ends_before_stops_and_endings():
+    assert texts(b"a123x", stop=("12x", "23")) == (["a", "", "", "1"], "stop")
+    assert texts(b"a12b", stop=("12x",)) == (["a", "", "", "12b"], None)
+    assert texts(b"a12", stop=("12x",), tokens=3) == (["a", "", "12"], "length")
+    assert texts(b"ab12c", [list(b"12")]) == (["a", "b", "", ""], "stop")
+    assert texts(b"a1bc", [list(b"12"), [99]]) == (["a", "", "1b", ""], "stop")
+    assert texts(b"a1", [list(b"12")], tokens=2) == (["a", "1"], "length")
+
+
+def test_the_log_probability_of_a_token_is_named_with_the_likeliest():
+    text = generate.WrittenText(open_tokenizer("bytes"), Sampling(logprobs=2), [])
+    logits = torch.full((257,), -50.0).double()
+    logits[[97, 98]] = torch.tensor([0.25, 0.75]).double().log()
+    score = text.add(0, 97, logits).score
+    assert (score.text, [name for name, _ in score.likeliest]) == ("a", ["b", "a"])
+    assert score.logprob == score.likeliest[1][1] == pytest.approx(math.log(0.25))
+
+
+def test_pieces_of_a_row_do_not_wait_for_those_of_others():
+    pieces = iter([TextPiece(1, "a"), TextPiece(0, "b"), TextPiece(1, "c", "stop"), TextPiece(0, "d", "length")])
+    first, second = generate.by_row(pieces, 2)
+    assert next(first).text == "b"
+    assert [piece.text for piece in second] == ["a", "c"]
+    assert [piece.text for piece in first] == ["d"]
 
 
 def test_it_ends_before_the_stop_token():

@@ -229,7 +229,7 @@ def test_a_copied_model_recomputes_its_own_blocks():
 @pytest.mark.parametrize("cut", [[24], [1] * 24, [5, 1, 1, 9, 8]])
 def test_forward_with_a_cache_equals_forward_without(kind, cut):
     model, batch = made(options(kind, kv_heads=2)), tokens()
-    cache, parts, start = Cache(2, 24), [], 0
+    cache, parts, start = Cache(2), [], 0
     with torch.no_grad():
         whole = model(batch)
         for length in cut:

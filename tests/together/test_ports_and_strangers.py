@@ -24,9 +24,10 @@ from espalier.machine.network_interface import MeetingSocket
 from espalier.mechanisms.optimizer_node import wire
 from espalier.mechanisms.optimizer_node.aggregator import Aggregator
 from espalier.track.live_report import Live
-from espalier.train.workload_row import Sampling
+from espalier.train.workload_row import Sampling, Writer
 
 TOKEN, GUESSED = "0123456789abcdef", "f" * 16
+WRITER = Writer(lambda asked: [1], lambda *_: iter(()), 99)
 LINGER = struct.pack("ii", 1, 0)
 """Of a connection that is reset when it is closed."""
 
@@ -113,7 +114,7 @@ class Chat:
 
     def __init__(self, opened: ExitStack) -> None:
         uvicorn = pytest.importorskip("uvicorn")
-        app = chat_server.private(chat_server.application("a model", lambda *_: iter(()), Sampling()), f"/{TOKEN}")
+        app = chat_server.private(chat_server.application("a model", WRITER, Sampling()), f"/{TOKEN}")
         server = uvicorn.Server(uvicorn.Config(app, log_level="warning", http=chat_server.protocol()))
         door = opened.enter_context(chat_server.listening(0))
         self.address = door.getsockname()

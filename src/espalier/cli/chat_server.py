@@ -1,38 +1,34 @@
-"""`espalier predict RUN --serve`: a chat model on loopback, for programs that speak OpenAI's protocol.
+"""`espalier predict RUN --serve`: a decoder on loopback, for programs that speak OpenAI's protocol.
 
-For trying a model out: one answer at a time, in the order of the requests. Served are `GET /v1/models` and `POST
-/v1/chat/completions` (whole, or as a stream), by Starlette and uvicorn (extra `serve`), below a random path that other
-users of this machine do not know.
+For trying a model out: one request at a time, in their order. Served are `/v1/models`, `/v1/chat/completions` and
+`/v1/completions` (whole, or as a stream), by Starlette and uvicorn (extra `serve`), below a random path that other
+users of this machine do not know. `completion_requests` has the protocol's own records.
 """
 
 from __future__ import annotations
 
-import json
+import asyncio
 import secrets
 import socket
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
+from espalier.cli.completion_requests import Completion, Invalid
 from espalier.recipe.errors import UserError, missing_extra
 from espalier.recipe.terminal import say
-from espalier.train.workload_row import Sampling
+from espalier.train.workload_row import Sampling, TextPiece, Writer
 
 HOST = "127.0.0.1"
 LARGEST = 16 << 20
 """Bytes of a request."""
 VISITORS = 64
 """Connections at once that have not asked anything; one more closes the oldest."""
-Reply = Callable[[Sequence[tuple[str, str]], Sampling], Iterator[str]]
-"""(turns of (role, text), how it is drawn) -> the answer in pieces."""
+SECONDS = 600.0
+"""Of computing an answer; it then ends as if it had its tokens."""
 
 
-class Invalid(Exception):
-    """A request that means nothing."""
-
-
-def serve(name: str, reply: Reply, defaults: Sampling, port: int) -> None:
+def serve(name: str, writer: Writer, defaults: Sampling, port: int) -> None:
     """Answers until Ctrl-C. `name`: of the model; `defaults`: what a request does not say. Port 0 takes a free one.
 
     Raises UserError where the extra is missing, or the port is in use.
@@ -41,11 +37,12 @@ def serve(name: str, reply: Reply, defaults: Sampling, port: int) -> None:
         import uvicorn
 
         path = f"/{secrets.token_urlsafe(16)}"
-        app = private(application(name, reply, defaults), path)
+        app = private(application(name, writer, defaults), path)
         config = uvicorn.Config(app, log_level="warning", http=protocol())
     except ImportError:
         raise missing_extra("starlette", "serve", "espalier predict --serve") from None
     with listening(port) as where:
+        where.listen()  # who reads the address may ask at once
         say(f"{name} answers at http://{HOST}:{where.getsockname()[1]}{path}/v1 (Ctrl-C ends it)", flush=True)
         uvicorn.Server(config).run(sockets=[where])
 
@@ -101,41 +98,66 @@ def listening(port: int) -> socket.socket:
     return listener
 
 
-def application(name: str, reply: Reply, defaults: Sampling) -> Any:
+def application(name: str, writer: Writer, defaults: Sampling) -> Any:
     """The ASGI application."""
     from starlette.applications import Starlette
-    from starlette.concurrency import run_in_threadpool
     from starlette.responses import JSONResponse, StreamingResponse
     from starlette.routing import Route
 
-    turn = threading.Lock()
+    turn = asyncio.Lock()
+    card = {"id": name, "object": "model", "created": int(time.time()), "owned_by": "espalier"}
 
-    def answer(table: Mapping[str, Any]) -> Iterator[str]:
-        turns = _turns(table)
-        sampling = _sampling(table, defaults)
-
-        def pieces() -> Iterator[str]:
-            with turn:
-                yield from reply(turns, sampling)
-
-        return pieces()
+    def refused(error: Invalid) -> Any:
+        return JSONResponse({"error": error.body}, status_code=error.status)
 
     async def models(request: Any) -> Any:
-        return JSONResponse({"object": "list", "data": [{"id": name, "object": "model", "owned_by": "espalier"}]})
+        return JSONResponse({"object": "list", "data": [card]})
 
-    async def chat(request: Any) -> Any:
+    async def model(request: Any) -> Any:
+        asked = request.path_params["model"]
+        return JSONResponse(card) if asked == name else refused(Invalid(f"{asked} is not here", "model", status=404))
+
+    async def complete(request: Any) -> Any:
+        chat = request.url.path.endswith("/chat/completions")
         try:
-            table = json.loads(await _body(request))
-            pieces = answer(table)
-            if table.get("stream"):
-                return StreamingResponse(_events(name, pieces), media_type="text/event-stream")
-            text = await run_in_threadpool("".join, pieces)
-        except (Invalid, ValueError, RecursionError, UserError) as error:
-            body = {"message": str(error), "type": "invalid_request_error"}
-            return JSONResponse({"error": body}, status_code=400)
-        return JSONResponse(_said(name, "chat.completion", {"message": {"role": "assistant", "content": text}}, "stop"))
+            answer = Completion(await _body(request), chat, writer, card, defaults)
+        except Invalid as error:
+            return refused(error)
+        pieces = _taken(turn, answer.pieces, request.is_disconnected)
+        if answer.asked.stream:
+            return StreamingResponse(answer.events(pieces), media_type="text/event-stream")
+        return JSONResponse(await answer.whole(pieces))
 
-    return Starlette(routes=[Route("/v1/models", models), Route("/v1/chat/completions", chat, methods=["POST"])])
+    posts = [Route(f"/v1/{path}", complete, methods=["POST"]) for path in ("chat/completions", "completions")]
+    gets = [Route("/v1/models", models), Route("/v1/models/{model:path}", model)]
+    return Starlette(routes=[*gets, *posts])
+
+
+async def _taken(turn: asyncio.Lock, pieces: Iterator[TextPiece], gone: Callable[[], Any]) -> AsyncIterator[TextPiece]:
+    """`pieces`, computed in a turn that ends with them: for a reader that is slow they wait, and for one that is gone,
+    or after `SECONDS`, there are no more."""
+    waiting: asyncio.Queue[TextPiece | None] = asyncio.Queue()
+    computing = asyncio.create_task(_computed(turn, pieces, gone, waiting))
+    while (piece := await waiting.get()) is not None:
+        yield piece
+    await computing
+
+
+async def _computed(
+    turn: asyncio.Lock, pieces: Iterator[TextPiece], gone: Callable[[], Any], waiting: asyncio.Queue[TextPiece | None]
+) -> None:
+    from starlette.concurrency import run_in_threadpool
+
+    try:
+        async with turn:
+            end = time.monotonic() + SECONDS
+            while time.monotonic() < end and not await gone():
+                piece = await run_in_threadpool(next, pieces, None)
+                if piece is None:
+                    break
+                waiting.put_nowait(piece)
+    finally:
+        waiting.put_nowait(None)
 
 
 async def _body(request: Any) -> bytes:
@@ -143,55 +165,5 @@ async def _body(request: Any) -> bytes:
     async for piece in request.stream():
         body += piece
         if len(body) > LARGEST:
-            raise Invalid(f"a request has at most {LARGEST >> 20} MiB")
+            raise Invalid(f"a request has at most {LARGEST >> 20} MiB", status=413)
     return body
-
-
-def _turns(table: Any) -> list[tuple[str, str]]:
-    messages = table.get("messages") if isinstance(table, dict) else None
-    if not isinstance(messages, list) or not messages:
-        raise Invalid("messages has to be a list of {role, content}")
-    turns = []
-    for message in messages:
-        role, content = (message.get("role"), message.get("content")) if isinstance(message, dict) else (None, None)
-        if isinstance(content, list):
-            content = "".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
-        if role not in ("system", "user", "assistant", "tool") or not isinstance(content, str):
-            raise Invalid(f"{message!r} is no message: it needs a role (system, user, assistant) and text as content")
-        turns.append((role, content))
-    return turns
-
-
-def _sampling(table: Mapping[str, Any], defaults: Sampling) -> Sampling:
-    tokens = table.get("max_completion_tokens") or table.get("max_tokens") or defaults.tokens
-    temperature = table.get("temperature")
-    seed = table.get("seed")
-    numbers = [value for value in (tokens, temperature, seed) if value is not None]
-    if not all(isinstance(value, int | float) and not isinstance(value, bool) for value in numbers):
-        raise Invalid("max_tokens, temperature and seed have to be numbers")
-    return Sampling(
-        int(tokens),
-        defaults.temperature if temperature is None else float(temperature),
-        defaults.top_k,
-        defaults.seed if seed is None else int(seed),
-    )
-
-
-def _events(name: str, pieces: Iterator[str]) -> Iterator[str]:
-    """Server-sent events of an answer."""
-    kind = "chat.completion.chunk"
-    yield _event(_said(name, kind, {"delta": {"role": "assistant", "content": ""}}, None))
-    for piece in pieces:
-        yield _event(_said(name, kind, {"delta": {"content": piece}}, None))
-    yield _event(_said(name, kind, {"delta": {}}, "stop"))
-    yield "data: [DONE]\n\n"
-
-
-def _event(table: Mapping[str, Any]) -> str:
-    return f"data: {json.dumps(table)}\n\n"
-
-
-def _said(name: str, kind: str, choice: Mapping[str, Any], reason: str | None) -> dict[str, Any]:
-    made = int(time.time())
-    choices = [{"index": 0, "finish_reason": reason, **choice}]
-    return {"id": f"chatcmpl-{made}", "object": kind, "created": made, "model": name, "choices": choices}

@@ -7,10 +7,9 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator, Mapping
-from functools import partial
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 from espalier.cli import chat_server, infer_over_ranks
 from espalier.cli.open_run import DataChoice, Trained, load_trained
@@ -18,7 +17,10 @@ from espalier.recipe.errors import UserError
 from espalier.recipe.terminal import say, say_progress, visible
 from espalier.train import run_folder as runs
 from espalier.train import workload_registry
-from espalier.train.workload_row import Chats, Predicts, Renders, Row, Sampling, Tokenizes
+from espalier.train.workload_row import ROWS, Predicts, Renders, Row, Sampling, Tokenizes, Writer, Writes
+
+if TYPE_CHECKING:
+    from io import BufferedReader
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -29,9 +31,6 @@ def run(arguments: argparse.Namespace) -> int:
         return _serve(arguments)
     if arguments.turntable is not None:
         return _turntable(arguments)
-    from espalier.cli.input_check import prompt  # has asked already, without torch, whether it can be read
-
-    prompts = _lines() if arguments.input == "-" else [None if arguments.input is None else prompt(arguments.input)]
     if arguments.data is not None and isinstance(_row(arguments), Tokenizes):
         raise UserError("--data is for runs on graphs.", do=f"espalier predict {arguments.run} 'text to go on from'")
     choice = DataChoice(predicts=True, path=arguments.data)
@@ -44,21 +43,33 @@ def run(arguments: argparse.Namespace) -> int:
             do=f"in Python: espalier.open({arguments.run!r}).model(), which is your nn.Module",
         )
     trained.say_skipped(arguments.json)
-    sampling = _sampling(arguments)
-    failed = False
-    for asked in prompts:
-        try:
-            reply = row.answer(trained.workload, trained.model, asked, sampling)
-            _print({**reply.record(), **trained.checkpoint} if arguments.json else reply.text)
-        except UserError as error:
-            if arguments.input != "-":
-                raise
-            failed = True
-            if arguments.json:
-                _print({"error": error.what, "try": error.do, "input": asked})
-            else:
-                say_progress(f"espalier: {error}")
-    return 2 if failed else 0
+    if arguments.input == "-":
+        groups: Iterable[Sequence[str | None]] = _line_groups(ROWS if isinstance(row, Writes) else 1)
+        refused = sum(_refused(arguments, trained, row, texts) for texts in groups)
+        return 2 if refused else 0
+    from espalier.cli.input_check import prompt  # has asked already, without torch, whether it can be read
+
+    _refused(arguments, trained, row, [None if arguments.input is None else prompt(arguments.input)])
+    return 0
+
+
+def _refused(arguments: argparse.Namespace, trained: Trained, row: Predicts, texts: Sequence[str | None]) -> int:
+    """To how many of `texts` there are no answers; the others are printed."""
+    try:
+        answers = row.answers(trained.workload, trained.model, texts, _sampling(arguments))
+    except UserError as error:
+        if arguments.input != "-":
+            raise
+        if len(texts) > 1:  # some may have one
+            return sum(_refused(arguments, trained, row, [text]) for text in texts)
+        if arguments.json:
+            _print({"error": error.what, "try": error.do, "input": texts[0]})
+        else:
+            say_progress(f"espalier: {error}")
+        return 1
+    for answer in answers:
+        _print({**answer.record(), **trained.checkpoint} if arguments.json else answer.text)
+    return 0
 
 
 def _turntable(arguments: argparse.Namespace) -> int:
@@ -85,7 +96,8 @@ def _chat(arguments: argparse.Namespace) -> int:
         raise UserError(
             "--chat takes its questions from standard input.", do="leave the input out, or leave out --chat"
         )
-    trained, reply = _chatting(arguments)
+    trained, writer = _writing(arguments)
+    writer.prompt([("user", "x")])  # refused before anything is asked
     trained.say_skipped(arguments.json)
     turns: list[tuple[str, str]] = []
     people = sys.stdin.isatty() and not arguments.json
@@ -96,7 +108,8 @@ def _chat(arguments: argparse.Namespace) -> int:
             turns = []
             continue
         turns.append(("user", line))
-        pieces = list(_shown(reply(turns, _sampling(arguments)), arguments.json))
+        answer = (piece.text for piece in writer.write([writer.prompt(turns)], [_sampling(arguments)]))
+        pieces = list(_shown(answer, arguments.json))
         turns.append(("assistant", "".join(pieces)))
         if arguments.json:
             print(json.dumps({"question": line, "text": turns[-1][1], **trained.checkpoint}), flush=True)
@@ -107,21 +120,21 @@ def _serve(arguments: argparse.Namespace) -> int:
     """Answers requests until Ctrl-C."""
     if arguments.input is not None:
         raise UserError("--serve takes its questions from requests.", do="leave the input out, or leave out --serve")
-    trained, reply = _chatting(arguments)
+    trained, writer = _writing(arguments)
     trained.say_skipped()
-    chat_server.serve(trained.folder.path.name, reply, _sampling(arguments), arguments.port)
+    chat_server.serve(trained.folder.path.name, writer, _sampling(arguments), arguments.port)
     return 0
 
 
-def _chatting(arguments: argparse.Namespace) -> tuple[Trained, chat_server.Reply]:
-    """The trained model, and what answers turns. Raises UserError for a run that does not chat."""
+def _writing(arguments: argparse.Namespace) -> tuple[Trained, Writer]:
+    """The trained model, and what continues its prompts. Raises UserError for a run of another kind."""
     trained = load_trained(arguments.run, arguments.trust)
     row = workload_registry.row(trained.recipe)
-    if not isinstance(row, Chats):
+    if not isinstance(row, Writes):
         raise UserError(f"The run in {arguments.run} does not answer in text.", do=f"espalier predict {arguments.run}")
-    reply = partial(row.reply, trained.workload, trained.model)
-    reply([], _sampling(arguments))  # refused before anything is asked
-    return trained, reply
+    writer = row.writer(trained.workload, trained.model)
+    writer.write([writer.prompt("x")], [_sampling(arguments)])  # refused before anything is asked
+    return trained, writer
 
 
 def _row(arguments: argparse.Namespace) -> Row:
@@ -158,8 +171,17 @@ def _print(answer: Mapping[str, Any] | Iterator[str]) -> None:
         sys.stdout.flush()
 
 
-def _lines() -> Iterator[str]:
-    """Lines of standard input without their ends, those that are empty left out."""
-    for line in sys.stdin.buffer:
-        if text := line.decode("utf-8", "replace").rstrip("\r\n"):
-            yield text
+def _line_groups(most: int) -> Iterator[list[str]]:
+    """Lines of standard input without their ends, those that are empty left out: as many together as are there, up to
+    `most`."""
+    rest, stdin = b"", cast("BufferedReader", sys.stdin.buffer)
+    while read := stdin.read1(1 << 16):
+        *lines, rest = (rest + read).split(b"\n")
+        yield from _texts(lines, most)
+    yield from _texts([rest], most)
+
+
+def _texts(lines: Sequence[bytes], most: int) -> Iterator[list[str]]:
+    texts = [text for line in lines if (text := line.decode("utf-8", "replace").rstrip("\r"))]
+    for start in range(0, len(texts), most):
+        yield texts[start : start + most]

@@ -7,7 +7,6 @@ when it is used. Its base class asks for three methods; requests are its `Instan
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import takewhile
 from typing import Any
 
 from espalier.evaluate.multiple_choice import loglikelihoods
@@ -15,6 +14,7 @@ from espalier.language import generate, gpt
 from espalier.language.tokenizer import Tokenizer
 from espalier.parallel.workload import Sums
 from espalier.recipe.errors import missing_extra
+from espalier.train.workload_row import Sampling
 
 TOKENS = 256
 """Tokens generated where a task sets no `max_gen_toks`, as the harness's own models do."""
@@ -27,51 +27,56 @@ class Answers:
         self.model = model
         self.tokenizer = tokenizer
 
-    def continuation(self, context: str, continuation: str) -> tuple[float, bool]:
-        """Log-likelihood (nats) of `continuation` after `context`, and whether greedy decoding would give it."""
-        tail = self._ids(continuation)
-        if not tail:
-            return 0.0, True
-        return loglikelihoods(self.model, [([self.tokenizer.boundary, *self._ids(context)], tail)])[0]
+    def continuations(self, pairs: Sequence[tuple[str, str]]) -> list[tuple[float, bool]]:
+        """Of each (context, continuation): log-likelihood (nats) of the continuation, and whether greedy decoding would
+        give it."""
+        ids = [(self._prompt(context), self._ids(continuation)) for context, continuation in pairs]
+        scores = iter(loglikelihoods(self.model, [pair for pair in ids if pair[1]]))
+        return [next(scores) if tail else (0.0, True) for _, tail in ids]
 
-    def rolling(self, text: str) -> float:
-        """Log-likelihood (nats) of all of `text`, each token seen once, with as much before it as fits."""
-        ids = [self.tokenizer.boundary, *self._ids(text)]
+    def rolling(self, texts: Sequence[str]) -> list[float]:
+        """Log-likelihood (nats) of all of each text, each token seen once, with as much before it as fits."""
         room = self.model.size.context
-        total = 0.0
-        for start in range(1, len(ids), room):
-            stop = min(len(ids), start + room)
-            head = ids[max(0, stop - room - 1) : start]
-            total += loglikelihoods(self.model, [(head, ids[start:stop])])[0][0]
-        return total
+        pairs, of_text = [], []
+        for number, ids in enumerate(map(self._prompt, texts)):
+            for start in range(1, len(ids), room):
+                stop = min(len(ids), start + room)
+                pairs.append((ids[max(0, stop - room - 1) : start], ids[start:stop]))
+                of_text.append(number)
+        totals = [0.0] * len(texts)
+        for number, (total, _) in zip(of_text, loglikelihoods(self.model, pairs), strict=True):
+            totals[number] += total
+        return totals
 
-    def until(self, context: str, options: Mapping[str, Any]) -> str:
-        """What the model writes after `context`, up to the first of `options["until"]`."""
-        stops = options.get("until") or []
-        stops = [stops] if isinstance(stops, str) else list(stops)
-        temperature = float(options.get("temperature") or 0.0) if options.get("do_sample") else 0.0
-        fresh = generate.generate(
-            self.model,
-            [self.tokenizer.boundary, *self._ids(context)],
-            tokens=int(options.get("max_gen_toks", TOKENS)),
-            temperature=temperature,
-            seed=0,
-            stop=(self.tokenizer.boundary, *self.tokenizer.document_end),
-        )
-        made = []
+    def until(self, requests: Sequence[tuple[str, Mapping[str, Any]]]) -> list[str]:
+        """What the model writes after each context, up to the first of its `options["until"]`."""
+        prompts = [self._prompt(context) for context, _ in requests]
+        samplings = [_sampling(options) for _, options in requests]
+        endings = [[token] for token in (self.tokenizer.boundary, *self.tokenizer.document_end)]
+        texts = [""] * len(requests)
+        for numbers in generate.groups([len(prompt) for prompt in prompts]):
+            together = [prompts[number] for number in numbers], [samplings[number] for number in numbers]
+            decoding = generate.Decoding(self.model, *together)
+            for piece in generate.write(decoding, self.tokenizer, endings):
+                texts[numbers[piece.row]] += piece.text
+        return texts
 
-        def going_on(token: int) -> bool:
-            made.append(token)
-            return not any(stop in self.tokenizer.decode(made) for stop in stops)
-
-        for _ in takewhile(going_on, fresh):
-            pass
-        text = self.tokenizer.decode(made)
-        ends = [text.index(stop) for stop in stops if stop in text]
-        return text[: min(ends)] if ends else text
+    def _prompt(self, text: str) -> list[int]:
+        return [self.tokenizer.boundary, *self._ids(text)]
 
     def _ids(self, text: str) -> list[int]:
         return [int(token) for token in self.tokenizer.encode(text.encode())]
+
+
+def _sampling(options: Mapping[str, Any]) -> Sampling:
+    stops = options.get("until") or []
+    return Sampling(
+        tokens=int(options.get("max_gen_toks", TOKENS)),
+        temperature=float(options.get("temperature") or 0.0) if options.get("do_sample") else 0.0,
+        top_k=options.get("top_k"),
+        top_p=options.get("top_p"),
+        stop=tuple(stop for stop in ([stops] if isinstance(stops, str) else stops) if stop),
+    )
 
 
 def lm(model: gpt.GPT, tokenizer: Tokenizer) -> Any:
@@ -89,13 +94,13 @@ def lm(model: gpt.GPT, tokenizer: Tokenizer) -> Any:
         """The harness's face of the model."""
 
         def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
-            return [answers.continuation(*request.args) for request in requests]
+            return answers.continuations([request.args for request in requests])
 
         def loglikelihood_rolling(self, requests: Sequence[Any]) -> list[float]:
-            return [answers.rolling(*request.args) for request in requests]
+            return answers.rolling([request.args[0] for request in requests])
 
         def generate_until(self, requests: Sequence[Any]) -> list[str]:
-            return [answers.until(*request.args) for request in requests]
+            return answers.until([request.args for request in requests])
 
     return Espalier()
 

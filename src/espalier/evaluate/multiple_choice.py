@@ -13,12 +13,16 @@ import msgspec
 import torch
 import xxhash
 
-from espalier.language import gpt, row_files
+from espalier.language import generate, gpt, row_files
+from espalier.language.kv_cache import Cache
 from espalier.language.row_files import Row, SourceFile
 from espalier.language.tokenizer import Tokenizer
 from espalier.parallel.workload import Sums
 from espalier.recipe.errors import UserError
 from espalier.recipe.foreign_files import Fields, FieldUse, parsing, printable
+
+PLACES = 256
+"""Tokens whose logits are there at a time."""
 
 
 class Question(msgspec.Struct, frozen=True):
@@ -138,20 +142,36 @@ def loglikelihoods(model: gpt.GPT, pairs: Sequence[tuple[Sequence[int], Sequence
     What does not fit into the model's context is cut off on the left, as far as into the continuation itself, whose cut
     tokens then do not count.
     """
-    device = next(model.parameters()).device
     rows = [[*head, *tail][-(model.size.context + 1) :] for head, tail in pairs]
-    longest = max(map(len, rows))
-    # Padding stands on the right, where no token that counts can see it.
-    padded = torch.tensor([row + [0] * (longest - len(row)) for row in rows], device=device)
-    logits = model(padded[:, :-1]).double().log_softmax(-1)
-    scores = []
-    for row, (_, tail), row_logits, ids in zip(rows, pairs, logits, padded, strict=True):
-        first = max(0, len(row) - 1 - len(tail))
-        positions = row_logits[first : len(row) - 1]
-        wanted = ids[first + 1 : len(row)]
-        chosen = positions.gather(1, wanted[:, None])
-        scores.append((float(chosen.sum()), bool((positions.argmax(-1) == wanted).all())))
+    tails = [min(len(tail), len(row) - 1) for row, (_, tail) in zip(rows, pairs, strict=True)]
+    scores = [(0.0, True)] * len(rows)
+    for numbers in generate.groups([len(row) for row in rows]):
+        together = _together(model, [rows[number] for number in numbers], [tails[number] for number in numbers])
+        for number, score in zip(numbers, together, strict=True):
+            scores[number] = score
     return scores
+
+
+@torch.no_grad()
+def _together(model: gpt.GPT, rows: Sequence[Sequence[int]], tails: Sequence[int]) -> list[tuple[float, bool]]:
+    """Of the last `tails` tokens of each row. Logits are never there of more than `PLACES` tokens."""
+    device = next(model.parameters()).device
+    tokens, padding = generate.padded([row[:-1] for row in rows], device)
+    wanted, _ = generate.padded([row[1:] for row in rows], device)
+    cache = Cache(model.size.layers, padding)
+    count, start, most = tokens.shape[1], 0, max(1, PLACES // len(rows))
+    scored = torch.arange(count, device=device) >= count - torch.tensor(tails, device=device)[:, None]
+    totals = torch.zeros(len(rows), dtype=torch.float64, device=device)
+    likeliest = torch.ones(len(rows), dtype=torch.bool, device=device)
+    while start < count:
+        begun = max(start, count - max(tails))
+        stop = min(start + generate.READ, begun + most, count)
+        logits = model(tokens[:, start:stop], cache, last=max(1, stop - begun)).double().log_softmax(-1)
+        start, part = stop, slice(stop - logits.shape[1], stop)
+        chosen = logits.gather(2, wanted[:, part, None]).squeeze(2)
+        totals += chosen.where(scored[:, part], 0.0).sum(1)
+        likeliest &= ((logits.argmax(-1) == wanted[:, part]) | ~scored[:, part]).all(1)
+    return list(zip(totals.tolist(), likeliest.tolist(), strict=True))
 
 
 def _likeliest(values: Sequence[float]) -> int:

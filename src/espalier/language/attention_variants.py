@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from espalier.parallel.whole_attention import visible
+
 if TYPE_CHECKING:
     from jaxtyping import Float, Float64
 
@@ -72,14 +74,7 @@ class LimitedAttention(NamedTuple):
         value: Float[Tensor, "batch kv_heads keys head"],
         where: Where,
     ) -> Float[Tensor, "batch heads seq head"]:
-        queries, keys = query.shape[2], key.shape[2]
-        ages = torch.arange(keys - queries, keys, device=query.device)[:, None] - torch.arange(
-            keys, device=query.device
-        )
-        seen = ages >= 0 if self.window is None else (ages >= 0) & (ages < self.window)
-        if where.documents is not None:
-            assert queries == keys, "documents are of all keys"
-            seen = seen & (where.documents[:, None, :, None] == where.documents[:, None, None, :])
+        seen = visible(query.shape[2], key.shape[2], where, self.window)
         if self.cap is None:
             return F.scaled_dot_product_attention(query, key, value, attn_mask=seen, scale=self.scale, enable_gqa=True)
         groups = query.shape[1] // key.shape[1]

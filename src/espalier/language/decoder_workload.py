@@ -84,6 +84,10 @@ class DecoderWorkload(Plain):
             hf.load_into(model, Path(self.options.initial))
         return model.to(dtype)
 
+    def text_prompt(self, text: str) -> list[int]:
+        """The tokens of a document that begins with `text`."""
+        return [self.tokenizer.boundary, *(int(token) for token in self.tokenizer.encode(text.encode()))]
+
     def skeleton(self) -> Skeleton:
         """The decoder on the meta device but for its positions, and its weights one by one."""
         model, seed = new_model(self.options, self.recipe.train.seed, torch.device("meta")), self.recipe.train.seed

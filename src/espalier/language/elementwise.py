@@ -2,6 +2,7 @@
 
 PyTorch's CPU build composes RMSNorm from eight kernels, and autograd keeps every factor of a product. Each function
 here keeps only its inputs; its plain form stands in the first line of its docstring and is the test's reference.
+Without gradients it is no autograd function, whose call takes longer than its work on one token.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ if TYPE_CHECKING:
 def rms_norm(x: Float[Tensor, "*batch width"], weight: Float[Tensor, " width"], epsilon: float) -> Tensor:
     """`F.rms_norm(x, (width,), weight, epsilon)`; PyTorch's own kernel except in fp32 and fp64 on the CPU."""
     if x.device.type == "cpu" and x.dtype == weight.dtype and x.dtype in (torch.float32, torch.float64):
-        return _RmsNorm.apply(x, weight, epsilon)
+        return _RmsNorm.apply(x, weight, epsilon) if torch.is_grad_enabled() else _normed(x, weight, epsilon)[0]
     return F.rms_norm(x, weight.shape, weight, epsilon)
 
 
 def swiglu(gate: Float[Tensor, "*batch inner"], up: Float[Tensor, "*batch inner"]) -> Float[Tensor, "*batch inner"]:
     """`F.silu(gate) * up`; silu(gate) is computed again in backward instead of kept."""
-    return _Swiglu.apply(gate, up)
+    return _Swiglu.apply(gate, up) if torch.is_grad_enabled() else F.silu(gate).mul_(up)
 
 
 def rotate(
@@ -38,16 +39,23 @@ def rotate(
     Rotary positions (RoFormer, arXiv 2104.09864) in the half-split order of Hugging Face's Llama, so that its weights
     and ours are the same numbers in the same order.
     """
-    return _Rotate.apply(heads, cos.unsqueeze(-2).to(heads.dtype), sin.unsqueeze(-2).to(heads.dtype))
+    turns = cos.unsqueeze(-2).to(heads.dtype), sin.unsqueeze(-2).to(heads.dtype)
+    return _Rotate.apply(heads, *turns) if torch.is_grad_enabled() else _turned(heads, *turns)
+
+
+def _normed(x: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+    """The normalised x, and what it was scaled by."""
+    square = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_()
+    scale = square.div_(x.shape[-1]).add_(epsilon).rsqrt_()
+    return (x * scale).mul_(weight), scale
 
 
 class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-        square = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_()
-        scale = square.div_(x.shape[-1]).add_(epsilon).rsqrt_()
+        normal, scale = _normed(x, weight, epsilon)
         ctx.save_for_backward(x, weight, scale)
-        return (x * scale).mul_(weight)
+        return normal
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:

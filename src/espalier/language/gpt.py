@@ -193,6 +193,7 @@ class Given(NamedTuple):
     turn: Rotary
     pasts: Sequence[Past | None]
     targets: Tensor | None
+    last: int
 
 
 class GPT(nn.Module):
@@ -210,7 +211,7 @@ class GPT(nn.Module):
         # Tied: no second name for the table, so that moving from the meta device cannot tear the two apart.
         self.head = None if size.tied else nn.Linear(size.width, size.vocabulary, bias=False)
         self.through: Through = plainly
-        self.predict: Callable[[Tensor, Tensor], Tensor] = F.linear
+        self.predict: Callable[[Tensor, Tensor, int], Tensor] = predict
         self.score: Callable[..., Tensor] = partial(score, cap=size.logit_cap)
         self.loss_chunk = 0
         """Tokens whose logits are there at a time while the loss is computed; 0: all."""
@@ -225,10 +226,12 @@ class GPT(nn.Module):
         cache: Cache | None = None,
         where: Where | None = None,
         targets: Int[Tensor, "batch seq"] | None = None,
+        last: int = 0,
     ) -> Float[Tensor, "batch seq vocabulary"] | Float[Tensor, ""]:
-        """Logits of the token after each of `tokens`, or with `targets` the sum of their losses. With a cache, `tokens`
-        continue what it remembers. `where`: None for rows that are a document each, and whole."""
-        return self.pieces()(tokens, cache, where, targets)
+        """Logits of the token after each of the `last` of `tokens` (0: of all), or with `targets` the sum of the losses
+        of all. With a cache, `tokens` continue what it remembers. `where`: None for rows that are a document each, and
+        whole."""
+        return self.pieces()(tokens, cache, where, targets, last)
 
     def loss_sum(
         self, tokens: Int[Tensor, "batch seq"], targets: Int[Tensor, "batch seq"], where: Where | None = None
@@ -253,19 +256,20 @@ class GPT(nn.Module):
         cache: Cache | None = None,
         where: Where | None = None,
         targets: Tensor | None = None,
+        last: int = 0,
     ) -> Given:
         pasts = [None] * len(self.blocks) if cache is None else cache.layers
-        return Given(self.turn(tokens, cache, where), pasts, targets)
+        return Given(self.turn(tokens, cache, where), pasts, targets, last)
 
     def _passed(self, index: int, x: Any, given: Given) -> Any:
         return self.through(self.blocks[index], x, given.turn, given.pasts[index])
 
     def _ended(self, x: Any, given: Given) -> Any:
-        return self.logits(x) if given.targets is None else self.losses(x, given.targets)
+        return self.logits(x, given.last) if given.targets is None else self.losses(x, given.targets)
 
-    def logits(self, x: Float[Tensor, "batch seq width"]) -> Float[Tensor, "batch seq vocabulary"]:
-        """Logits from the residual stream after the last block."""
-        return capped(self.predict(self.norm(x), self.words), self.size.logit_cap)
+    def logits(self, x: Float[Tensor, "batch seq width"], last: int) -> Float[Tensor, "batch seq vocabulary"]:
+        """Logits from the residual stream after the last block; `last`: of so many tokens at its end (0: of all)."""
+        return capped(self.predict(self.norm(x), self.words, last), self.size.logit_cap)
 
     def losses(self, x: Float[Tensor, "batch seq width"], targets: Int[Tensor, "batch seq"]) -> Float[Tensor, ""]:
         """Sum of the cross entropies of `targets`, from the residual stream after the last block."""
@@ -283,8 +287,18 @@ class GPT(nn.Module):
             start = 0 if cache is None else cache.length
             stop = start + tokens.shape[1]
             assert stop <= self.size.context, f"{stop} positions, but the context is {self.size.context}"
-            where = Where(torch.arange(start, stop, device=tokens.device))
+            padding = None if cache is None else cache.padding
+            positions = torch.arange(start, stop, device=tokens.device)
+            positions = positions if padding is None else (positions - padding[:, None]).clamp_(min=0)
+            where = Where(positions, padding=padding)
         return self.rotation(where)
+
+
+def predict(
+    x: Float[Tensor, "batch seq width"], words: Float[Tensor, "vocabulary width"], last: int
+) -> Float[Tensor, "batch seq vocabulary"]:
+    """Logits by the head `words`, which may be stored in fewer bits, of the `last` tokens (0: of all)."""
+    return F.linear(x[:, -last:], words.to(x.dtype))
 
 
 def score(

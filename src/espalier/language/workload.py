@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
-from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,7 +20,6 @@ from espalier.recipe import Recipe, data_hash
 from espalier.recipe.errors import UserError
 from espalier.recipe.units import plural
 from espalier.store.artifacts import Artifact, Text
-from espalier.train.workload_row import Answer, Sampling
 
 
 class StoredCorpus(NamedTuple):
@@ -128,22 +125,22 @@ class LanguageWorkload(DecoderWorkload):
         fresh = generate.generate(model, torch.tensor(start), tokens=200, temperature=0.8, top_k=40, seed=1)
         return [Text(self.tokenizer.decode([token for token in (*start, *fresh) if token not in ends]))]
 
-    def answer(self, model: gpt.GPT, text: str | None, sampling: Sampling) -> Answer:
-        """`text`, and what follows it."""
-        if text is None:
-            raise UserError("espalier predict needs a prompt.", do="espalier predict RUN 'def '")
-        from espalier.language import generate
+    @property
+    def endings(self) -> list[list[int]]:
+        """What ends a document."""
+        return [[self.tokenizer.boundary], *([token] for token in self.tokenizer.document_end)]
 
-        tokenizer = self.tokenizer
-        ids = [tokenizer.boundary, *(int(token) for token in tokenizer.encode(text.encode()))]
-        stop = (tokenizer.boundary, *tokenizer.document_end)
-        fresh = generate.generate(model, torch.tensor(ids), stop=stop, **asdict(sampling))
+    def question(self, text: str) -> list[int]:
+        """The prompt that `text` is the beginning of."""
+        return self.text_prompt(text)
 
-        def record() -> Mapping[str, Any]:
-            tokens = list(fresh)
-            return {"prompt": text, "text": tokenizer.decode(tokens), "tokens": len(tokens)}
-
-        return Answer(chain([text], generate.text_of(fresh, tokenizer), ["\n"]), record)
+    def prompt(self, turns: Sequence[tuple[str, str]]) -> list[int]:
+        """Refuses turns."""
+        raise UserError(
+            "The run was trained on plain text, which has no turns.",
+            why="a chat template says where questions and answers begin",
+            do="a recipe with [tune] (docs/tune.md), or espalier predict RUN 'text to go on from'",
+        )
 
     def freeze(self, folder: Path) -> None:
         """Writes the tokenizer, as Hugging Face reads it, and the held-out windows: what `thaw` reads."""

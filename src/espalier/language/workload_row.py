@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -23,7 +24,6 @@ from espalier.recipe.cost import Anatomy, Cut, ExpertSizes, Profile
 from espalier.recipe.errors import UserError
 from espalier.train.workload_row import (
     Answer,
-    Chats,
     Exports,
     Freezes,
     Opening,
@@ -31,7 +31,10 @@ from espalier.train.workload_row import (
     Prepared,
     Row,
     Sampling,
+    TextPiece,
     Tokenizes,
+    Writer,
+    Writes,
 )
 from espalier.train.wrap_policy import deeper, on_last_rank, sizes_of, tally
 
@@ -223,7 +226,18 @@ def _to_peft(workload: DecoderWorkload, model: gpt.GPT, folder: Path) -> str:
     return peft.export(workload, model, folder)
 
 
-class LanguageRow(Row, Freezes, Predicts, Chats, Tokenizes, Exports):
+def _answer(text: str, pieces: Iterator[TextPiece], shown: bool) -> Answer:
+    """What was written of `text`, which is `shown` to people before it."""
+
+    def record() -> Mapping[str, Any]:
+        written = list(pieces)
+        count = sum(piece.tokens for piece in written) - (written[-1].finish == "stop")
+        return {"prompt": text, "text": "".join(piece.text for piece in written), "tokens": count}
+
+    return Answer(chain([text] if shown else [], (piece.text for piece in pieces), ["\n"]), record)
+
+
+class LanguageRow(Row, Freezes, Predicts, Writes, Tokenizes, Exports):
     """Decoders, trained on text or on conversations."""
 
     reading = "Reading the corpus"
@@ -281,27 +295,42 @@ class LanguageRow(Row, Freezes, Predicts, Chats, Tokenizes, Exports):
         self, workload: LanguageWorkload | TuneWorkload, model: gpt.GPT, text: str | None, sampling: Sampling
     ) -> Answer:
         """What follows a text; to a question, the answer."""
-        return workload.answer(model, text, sampling)
+        return self.answers(workload, model, [text], sampling)[0]
+
+    def answers(
+        self,
+        workload: LanguageWorkload | TuneWorkload,
+        model: gpt.GPT,
+        texts: Sequence[str | None],
+        sampling: Sampling,
+    ) -> Sequence[Answer]:
+        """Written together."""
+        from espalier.language import generate
+
+        if None in texts:
+            raise UserError("espalier predict needs a text.", do="espalier predict RUN 'text'")
+        asked = [text for text in texts if text is not None]
+        prompts = [workload.question(text) for text in asked]
+        pieces = self.writer(workload, model).write(prompts, [sampling] * len(asked))
+        rows = generate.by_row(pieces, len(asked))
+        return [_answer(text, row, workload.recipe.tune is None) for text, row in zip(asked, rows, strict=True)]
+
+    def writer(self, workload: LanguageWorkload | TuneWorkload, model: gpt.GPT) -> Writer:
+        """See `language.generate`. Turns are for a run with [tune]."""
+        from espalier.language import generate
+
+        def prompt(asked: str | Sequence[tuple[str, str]]) -> list[int]:
+            return workload.text_prompt(asked) if isinstance(asked, str) else workload.prompt(asked)
+
+        def write(prompts: Sequence[Sequence[int]], samplings: Sequence[Sampling]) -> Iterator[TextPiece]:
+            decoding = generate.Decoding(model, prompts, samplings)
+            return generate.write(decoding, workload.tokenizer, workload.endings)
+
+        return Writer(prompt, write, model.size.context)
 
     def usage(self, recipe: Mapping[str, Any]) -> tuple[str, str]:
         """A question, or the beginning of a program."""
         return ("ask", " --chat") if recipe.get("tune") else ("go on", " 'def '")
-
-    def reply(
-        self,
-        workload: LanguageWorkload | TuneWorkload,
-        model: gpt.GPT,
-        turns: Sequence[tuple[str, str]],
-        sampling: Sampling,
-    ) -> Iterator[str]:
-        """Of a run with [tune]."""
-        if isinstance(workload, LanguageWorkload):
-            raise UserError(
-                "The run was trained on plain text, which has no turns.",
-                why="a chat template says where questions and answers begin",
-                do="a recipe with [tune] (docs/tune.md), or espalier predict RUN 'text to go on from'",
-            )
-        return workload.reply(model, turns, sampling)
 
     def tokenizer(self, workload: DecoderWorkload) -> Tokenizer:
         """Of the model."""

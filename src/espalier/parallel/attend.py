@@ -24,11 +24,13 @@ class Where(NamedTuple):
         documents: int64 [batch, seq]; equal for tokens that may see each other. None: each row is one document. With
             `slots` it is of the whole sequences, [batch, slots.length].
         slots: which tokens of a longer sequence these are, where several ranks share it; None: all of them.
+        padding: int64 [batch]; how many of the first keys of each row are none of it. None: none of any row.
     """
 
     positions: Int[Tensor, "*batch seq"]
     documents: Int[Tensor, "batch seq"] | None = None
     slots: SequenceSlots | None = None
+    padding: Int[Tensor, " batch"] | None = None
 
 
 class Attend(Protocol):

@@ -50,14 +50,53 @@ class Prepared(NamedTuple):
     derivations: Sequence[Derivation] = ()
 
 
+ROWS = 8
+"""Prompts that a model continues together."""
+
+
 @dataclass(frozen=True)
 class Sampling:
-    """How text is drawn from a model."""
+    """How text is drawn from a model.
+
+    Attributes:
+        tokens: that it has at most.
+        temperature: 0 takes the likeliest token; above, tokens are drawn from softmax(logits / temperature).
+        top_k, top_p: draws among this many likeliest tokens only, or among those whose probabilities add up to this.
+        seed: makes the draw repeatable.
+        stop: texts that end it, and are not in it.
+        logprobs: how many of the likeliest tokens are named with each token; None: nothing is said of them.
+    """
 
     tokens: int = 200
     temperature: float = 0.0
     top_k: int | None = None
     seed: int = 0
+    top_p: float | None = None
+    stop: tuple[str, ...] = ()
+    logprobs: int | None = None
+
+
+class TokenScore(NamedTuple):
+    """The text of a token, the logarithm of its probability, and both of the `likeliest` in its place."""
+
+    text: str
+    logprob: float
+    likeliest: Sequence[tuple[str, float]]
+
+
+class TextPiece(NamedTuple):
+    """What a step adds to the text of the prompt `row`.
+
+    Attributes:
+        finish: why the text ends here: `stop` or `length`; None: it goes on.
+        tokens: how many it took; 0 while prompts are read.
+    """
+
+    row: int
+    text: str = ""
+    finish: str | None = None
+    tokens: int = 0
+    score: TokenScore | None = None
 
 
 class Answer(NamedTuple):
@@ -81,7 +120,7 @@ class Row(Protocol):
     """What the planner and the verbs do with every kind of model.
 
     What only some kinds can do is a Protocol of its own, below: the class of a row inherits those that it answers, and
-    a verb asks `isinstance(row, Chats)`. `workload` and `model` are of the row's own kind.
+    a verb asks `isinstance(row, Writes)`. `workload` and `model` are of the row's own kind.
 
     Attributes:
         reading: shown while data is read.
@@ -129,18 +168,37 @@ class Predicts(Protocol):
     def answer(self, workload: Any, model: Any, text: str | None, sampling: Sampling) -> Answer:
         """To the input `text`; None: none was given. Raises UserError for an input that means nothing."""
 
+    def answers(self, workload: Any, model: Any, texts: Sequence[str | None], sampling: Sampling) -> Sequence[Answer]:
+        """To several inputs, to be read in their order. Raises UserError where one of them means nothing."""
+        return [self.answer(workload, model, text, sampling) for text in texts]
+
     def usage(self, recipe: Mapping[str, Any]) -> tuple[str, str]:
         """(what an answer is, what follows `espalier predict RUN`), by the recipe's tables."""
         return "answers", ""
 
 
-@runtime_checkable
-class Chats(Protocol):
-    """Answers in the turns of a chat."""
+class Writer(NamedTuple):
+    """What continues prompts of tokens in text, several together.
 
-    def reply(self, workload: Any, model: Any, turns: Sequence[tuple[str, str]], sampling: Sampling) -> Iterator[str]:
-        """The next answer to `turns` of (role, text), in pieces. Raises UserError for a run that was not trained on
-        conversations."""
+    Attributes:
+        prompt: the tokens of a text, or of the turns of a chat, (role, text), up to its next answer. Raises UserError
+            for turns that the model was not trained on.
+        write: what follows each prompt, in pieces. Raises UserError, before the first, for prompts and samplings that
+            mean nothing.
+        context: tokens of a prompt and what follows it that the model sees at once.
+    """
+
+    prompt: Callable[[str | Sequence[tuple[str, str]]], list[int]]
+    write: Callable[[Sequence[Sequence[int]], Sequence[Sampling]], Iterator[TextPiece]]
+    context: int
+
+
+@runtime_checkable
+class Writes(Protocol):
+    """Continues prompts in text."""
+
+    def writer(self, workload: Any, model: Any) -> Writer:
+        """What does."""
 
 
 @runtime_checkable

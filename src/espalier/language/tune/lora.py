@@ -138,7 +138,6 @@ def adapt(model: GPT, options: Adapters, seed: int, fill: Fill | None = None) ->
         for table in {model.embedding.weight, model.words}:
             table.data = table.data.to(torch.bfloat16)
         model.embedding.__class__ = WideEmbedding
-        model.predict = _predict
     leave_out_frozen(model)
     return model
 
@@ -148,11 +147,6 @@ class WideEmbedding(nn.Embedding):
 
     def forward(self, tokens: Tensor) -> Tensor:
         return super().forward(tokens).float()
-
-
-def _predict(x: Float[Tensor, "*batch width"], words: Tensor) -> Float[Tensor, "*batch vocabulary"]:
-    """Logits by a head that may be stored in fewer bits."""
-    return F.linear(x, words.to(x.dtype))
 
 
 def leave_out_frozen(model: nn.Module) -> None:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import copy
 import json
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
 from functools import lru_cache, partial
-from itertools import chain, groupby
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,7 +29,6 @@ from espalier.recipe import Adapters, Dpo, Lora, Recipe, Tuning, data_hash
 from espalier.recipe.cost import Work
 from espalier.recipe.errors import UserError
 from espalier.store.artifacts import Artifact, Text
-from espalier.train.workload_row import Answer, Sampling
 
 BASE = "base"
 """The folder, beside what preprocessing decided, of the weights that are frozen under adapters."""
@@ -186,7 +184,7 @@ class TuneWorkload(DecoderWorkload):
         else:
             tokens, answers = held_out.tokens[: held_out.starts[1]], held_out.answers[: held_out.starts[1]]
             start = tokens[: int(np.flatnonzero(answers)[0])].tolist()
-        made = list(generate.generate(model, start, tokens=100, stop=self.endings[-1]))
+        made = list(generate.generate(model, start, tokens=100, stop=self.endings[0][-1]))
         return [Text(self.tokenizer.decode([*start, *made]))]
 
     # --- chatting ------------------------------------------------------------------------------------------------
@@ -197,24 +195,14 @@ class TuneWorkload(DecoderWorkload):
         return [int(token) for token in self.tokenizer.encode_marked([text])[0][0]]
 
     @property
-    def endings(self) -> list[int]:
-        """The tokens that end an answer."""
+    def endings(self) -> list[list[int]]:
+        """What ends an answer."""
         ids = self.tokenizer.encode_marked([self.chats.template.ending])[0][0]
-        return [int(token) for token in ids] or [self.tokenizer.boundary]
+        return [[int(token) for token in ids] or [self.tokenizer.boundary]]
 
-    def answer(self, model: gpt.GPT, text: str | None, sampling: Sampling) -> Answer:
-        """The answer to one question."""
-        if text is None:
-            raise UserError("espalier predict needs a question.", do="espalier predict RUN 'What is …?', or --chat")
-        pieces = self.reply(model, [("user", text)], sampling)
-        return Answer(chain(pieces, ["\n"]), lambda: {"prompt": text, "text": "".join(pieces)})
-
-    def reply(self, model: gpt.GPT, turns: Sequence[tuple[str, str]], sampling: Sampling) -> Iterator[str]:
-        """The assistant's next answer in a chat of (role, text), in pieces."""
-        ending = self.endings
-        stop = ending[0] if len(ending) == 1 else None
-        fresh = generate.generate(model, self.prompt(turns), stop=stop, **asdict(sampling))
-        yield from generate.text_of(generate.before(fresh, ending), self.tokenizer)
+    def question(self, text: str) -> list[int]:
+        """The prompt that asks `text`."""
+        return self.prompt([("user", text)])
 
     # --- what is said and compared -------------------------------------------------------------------------------
 

@@ -110,8 +110,8 @@ def _install_head(model: Any, stream: Stream) -> None:
     def largest(values: Tensor) -> Tensor:
         return stream.sum(values, dist.ReduceOp.MAX)()
 
-    def predict(x: Tensor, words: Tensor) -> Tensor:
-        return layers.whole_words(columns.product(0, x), stream, total)
+    def predict(x: Tensor, words: Tensor, last: int) -> Tensor:
+        return layers.whole_words(columns.product(0, x), stream, total)[:, -last:]
 
     def score(x: Tensor, words: Tensor, targets: Tensor, chunk: int = 0) -> Tensor:
         cap = model.size.logit_cap
