@@ -33,7 +33,7 @@ import msgspec
 
 from acme_rank import Task
 from espalier.track import events
-from espalier.track.goodput import account
+from espalier.track.log_reader import account
 from table import Row
 
 EVERY, GOAL, RANKS, SEED = 20.0, 0.70, 2, 1

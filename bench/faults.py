@@ -40,7 +40,7 @@ import acme_soak
 import memory_cgroup
 from espalier.cli import main as cli
 from espalier.track import report
-from espalier.track.goodput import account
+from espalier.track.log_reader import account
 from espalier.train.trainer import Trainer
 from many_ranks.faults import Fault, strike
 from table import Row, arguments, publish

@@ -19,7 +19,7 @@ from espalier.cli import main as cli
 from espalier.comm import multihost_probe
 from espalier.machine import cluster as clusters
 from espalier.machine import probe
-from espalier.track.goodput import account
+from espalier.track.log_reader import account
 
 RECIPE = """
 [model]

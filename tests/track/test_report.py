@@ -41,7 +41,11 @@ class Tidy(HTMLParser):
 
 
 def checked(path: Path) -> str:
+    """The page without its script, which is ours and the only one that a browser runs."""
     text = path.read_text()
+    assert f"script-src '{page.script_hash()}';" in text
+    assert text.count("Content-Security-Policy") == text.count(f"<script>{page.script()}</script>") == 1
+    text = text.replace(f"<script>{page.script()}</script>", "")
     tidy = Tidy()
     tidy.feed(text)
     assert tidy.open == []
@@ -165,7 +169,7 @@ FRAMES = """<body style="margin:0">{frames}<script>
 addEventListener("load", () => {{
   document.title = [...document.querySelectorAll("iframe")].map(f =>
     f.contentDocument.documentElement.scrollWidth + "/" + f.contentWindow.innerWidth + "/" +
-    f.contentDocument.querySelectorAll("svg").length).join(" ");
+    f.contentDocument.querySelectorAll(".chart canvas").length).join(" ");
 }});
 </script></body>"""
 
@@ -177,12 +181,12 @@ def test_a_browser_lays_it_out_without_overflow_or_error(tmp_path: Path) -> None
     frames = "".join(
         f'<iframe style="border:0" width={w} height=900 srcdoc="{html.escape(text)}"></iframe>' for w in widths
     )
-    page = tmp_path / "frames.html"
-    page.write_text(FRAMES.format(frames=frames))
+    framed = tmp_path / "frames.html"
+    framed.write_text(FRAMES.format(frames=frames))
     command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
                "--hide-scrollbars", "--disable-background-networking", "--disable-component-update", "--disable-sync",
                "--enable-logging=stderr", f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom",
-               page.as_uri()]  # fmt: skip
+               framed.as_uri()]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, timeout=50, check=False)
     found = re.search(r"<title>([^<]*)</title>", done.stdout.split("<iframe")[0] + done.stdout.split("</iframe>")[-1])
     assert found is not None, done.stderr[-2000:]
@@ -204,11 +208,11 @@ def test_failures_and_what_they_cost_are_on_the_page(tmp_path: Path) -> None:
         log.write("step", step=3, loss=1.0, seconds=0.5)
         log.write("recovered", kind="killed", rank=1, step=2, attempt=1, seconds=1.25, lost_steps=1, source="disk")
         log.write("end", reason="finished")
-    page = report.write(run).read_text()
-    assert "goodput" in page
-    assert "Time to recover" in page
-    assert "1.2 s" in page or "1.25 s" in page
-    assert "<small>the system</small>" in page
+    text = report.write(run).read_text()
+    assert "goodput" in text
+    assert "Time to recover" in text
+    assert "1.2 s" in text or "1.25 s" in text
+    assert "<small>the system</small>" in text
 
 
 def graph_run(folder: Path) -> Path:
@@ -243,7 +247,7 @@ def test_the_page_of_a_graph_begins_with_its_metric_and_knows_no_tokens(tmp_path
         ("accuracy", "0.812", "validation; test 0.797"),
         ("f1", "0.800", "validation; test 0.790"),
     ]
-    assert plots[0][0] == "Accuracy"
+    assert plots[0].title == "Accuracy"
     text = checked(report.write(tmp_path))
     shown = re.sub(r"<style>.*?</style>", "", text, flags=re.DOTALL).lower()
     assert "samples per second" in shown

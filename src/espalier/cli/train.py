@@ -345,9 +345,12 @@ def life(job: RunStart, forked: bool = False, stop_after: int | None = None) -> 
 
 
 def _nothing_to_do(job: RunStart, as_json: bool) -> int:
+    from espalier.track.run_tables import RunTables
+
     steps = job.resolved.recipe.train.steps or 0
     if as_json:
-        print(json.dumps({"run": str(job.folder.path), "finished": True, **printing.results(job.folder.path)}))
+        figures = printing.results(RunTables.read(job.folder.path))
+        print(json.dumps({"run": str(job.folder.path), "finished": True, **figures}))
     else:
         say(f"{job.folder.path} is finished ({steps} of {steps} steps). To train further: train.steps={2 * steps}")
     return 0
@@ -362,13 +365,15 @@ def _ended(job: RunStart, log: Log, error: EspalierError, seconds: float) -> Non
 
 def _finished(job: RunStart, log: Log, seconds: float, as_json: bool) -> int:
     from espalier.track import report
+    from espalier.track.run_tables import RunTables
 
     log.write("end", reason="finished", seconds=seconds, steps=job.resolved.recipe.train.steps)
-    page = report.write(job.folder.path)
+    run = RunTables.read(job.folder.path)
+    page = report.write(run)
     if as_json:
-        print(json.dumps({"run": str(job.folder.path), "report": str(page), **printing.results(job.folder.path)}))
+        print(json.dumps({"run": str(job.folder.path), "report": str(page), **printing.results(run)}))
     else:
-        printing.finished(job.folder.path, page, seconds)
+        printing.finished(run, page, seconds)
     sys.stdout.flush()
     return 0
 
