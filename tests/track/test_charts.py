@@ -41,10 +41,10 @@ def test_a_long_line_keeps_its_extremes_in_few_points() -> None:
     curves = Curves()
     for start in range(90_000, -1, -10_000):  # as a log is read
         curves.add(np.arange(start, start + 10_000), {"x": y[start : start + 10_000]})
-    assert len(curves.mean("x")) == STRETCHES
-    assert (np.nanmax(curves.greatest("x")), np.nanmin(curves.least("x"))) == (10.0, -10.0)
-    assert np.nanargmax(curves.greatest("x")) == 12_345 // 100
-    line = Series("x", np.arange(STRETCHES), curves.mean("x"), curves.least("x"), curves.greatest("x"))
+    assert len(curves["x"].means) == STRETCHES
+    assert (np.nanmax(curves["x"].greatest), np.nanmin(curves["x"].least)) == (10.0, -10.0)
+    assert np.nanargmax(curves["x"].greatest) == 12_345 // 100
+    line = Series("x", np.arange(STRETCHES), curves["x"].means, curves["x"].least, curves["x"].greatest)
     (chart,) = charts.charts(Chart("x", "", [line]))
     handed = json.loads(charts.as_json(chart))["series"][0]
     assert (max(handed["high"]), min(handed["low"])) == (10.0, -10.0)
@@ -66,11 +66,11 @@ def test_curves_hold_what_plain_arrays_say(rows: list[float], length: int, cuts:
     finite = values[np.isfinite(values)]
     assert ("x" in curves) == bool(len(finite))
     if len(finite):
-        assert curves.total("x") == pytest.approx(finite.sum(dtype=np.float64))
-        assert curves.average("x") == pytest.approx(finite.mean(dtype=np.float64))
-        assert np.nanmin(curves.least("x")) == finite.min()
-        assert np.nanmax(curves.greatest("x")) == finite.max()
-        assert curves.last["x"] == finite[-1]
+        assert curves["x"].total == pytest.approx(finite.sum(dtype=np.float64))
+        assert curves["x"].average == pytest.approx(finite.mean(dtype=np.float64))
+        assert np.nanmin(curves["x"].least) == finite.min()
+        assert np.nanmax(curves["x"].greatest) == finite.max()
+        assert curves["x"].last == finite[-1]
 
 
 @given(values=st.lists(st.floats(allow_nan=True, allow_infinity=True, width=32), max_size=30))

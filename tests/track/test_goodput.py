@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from accounts import account
 from espalier.track.goodput import UNATTENDED
-from espalier.track.log_reader import account
 
 
 def run(time, step):

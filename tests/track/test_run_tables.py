@@ -65,7 +65,7 @@ def test_each_step_counts_once_with_the_last_attempts_value(attempts: list[tuple
         == truth
     )
     assert len(run.validations.get("step", ())) == len(truth)
-    assert run.curves.total("loss") == sum(truth.values())
+    assert run.curves["loss"].total == sum(truth.values())
     assert run.latest.get("step") == max(truth, default=None)
 
 

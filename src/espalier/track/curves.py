@@ -6,6 +6,8 @@ The least and the greatest of a stretch are kept beside its mean, so that a spik
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,88 +16,89 @@ from numpy.typing import NDArray
 Array = NDArray[Any]
 
 STRETCHES = 1000
+_UNKNOWN, _ZEROS = partial(np.full, STRETCHES, np.nan), partial(np.zeros, STRETCHES)
 
 
-class Curves:
-    """Columns over steps, by name. Has state: what was added so far.
-
-    Rows are added from the last to the first: the greatest step decides how long a stretch is.
+@dataclass
+class Curve:
+    """A column of numbers by stretches of steps, [STRETCHES] float64 each. Has state: what was added so far.
 
     Attributes:
-        last: the last finite value of each column.
+        least, greatest, sample: of a stretch the least and the greatest number, and that of one row; NaN without any.
+        totals, counts: their sum, and how many they are.
+        last: the last finite number; None: there is none.
     """
 
-    def __init__(self) -> None:
-        self.last: dict[str, float] = {}
-        self._length = 0
-        self._columns: dict[str, tuple[Array, Array]] = {}  # least, greatest, sample; total, count
+    least: Array = field(default_factory=_UNKNOWN)
+    greatest: Array = field(default_factory=_UNKNOWN)
+    sample: Array = field(default_factory=_UNKNOWN)
+    totals: Array = field(default_factory=_ZEROS)
+    counts: Array = field(default_factory=_ZEROS)
+    last: float | None = None
+
+    def add(self, at: Array, starts: Array, column: Array) -> None:
+        """Rows before those added so far, of which those from `starts` on are of the stretches `at`."""
+        finite = np.isfinite(column)
+        if self.last is None and finite.any():
+            self.last = float(column[finite][-1])
+        values = np.where(finite, column, np.nan)
+        self.least[at] = np.fmin(self.least[at], np.fmin.reduceat(values, starts))
+        self.greatest[at] = np.fmax(self.greatest[at], np.fmax.reduceat(values, starts))
+        self.sample[at] = values[starts]
+        self.totals[at] += np.add.reduceat(np.where(finite, column, 0.0), starts)
+        self.counts[at] += np.add.reduceat(finite, starts, dtype=np.float64)
+
+    @property
+    def means(self) -> Array:
+        """NaN for a stretch without a number."""
+        return np.divide(self.totals, self.counts, out=self.least.copy(), where=self.counts > 0)
+
+    @property
+    def total(self) -> float:
+        """The sum of the column; 0 without a number."""
+        return float(self.totals.sum())
+
+    @property
+    def average(self) -> float:
+        """The mean of the column; NaN without a number."""
+        return self.total / float(self.counts.sum()) if self.last is not None else np.nan
+
+    @property
+    def lowest(self) -> float:
+        """The least number; NaN without one."""
+        return float(np.fmin.reduce(self.least))
+
+    @property
+    def peak(self) -> float:
+        """The greatest number; 0 without one."""
+        return float(np.fmax.reduce(self.greatest, initial=0.0))
+
+
+class Curves(dict[str, Curve]):
+    """Columns over steps, by name; one that is not there has no number. Has state: what was added so far.
+
+    Rows are added from the last to the first: the greatest step decides how long a stretch is.
+    """
+
+    length = 0
 
     def add(self, steps: Array, columns: Mapping[str, Array]) -> None:
         """Rows at ascending `steps`, int64 [rows]; `columns` float64 [rows], not finite: none."""
         if not len(steps):
             return
-        self._length = self._length or int(steps[-1]) // STRETCHES + 1
-        stretches = np.minimum(steps // self._length, STRETCHES - 1)
+        self.length = self.length or int(steps[-1]) // STRETCHES + 1
+        stretches = np.minimum(steps // self.length, STRETCHES - 1)
         starts = np.flatnonzero(np.diff(stretches, prepend=-1))
-        at = stretches[starts]
         for name, column in columns.items():
-            if name not in self._columns:
-                self._columns[name] = np.full((3, STRETCHES), np.nan), np.zeros((2, STRETCHES))
-            (least, greatest, sample), (total, count) = self._columns[name]
-            finite = np.isfinite(column)
-            if name not in self.last and finite.any():
-                self.last[name] = float(column[finite][-1])
-            values = np.where(finite, column, np.nan)
-            least[at] = np.fmin(least[at], np.fmin.reduceat(values, starts))
-            greatest[at] = np.fmax(greatest[at], np.fmax.reduceat(values, starts))
-            sample[at] = values[starts]
-            total[at] += np.add.reduceat(np.where(finite, column, 0.0), starts)
-            count[at] += np.add.reduceat(finite, starts, dtype=np.float64)
+            if name in self or np.isfinite(column).any():
+                self.setdefault(name, Curve()).add(stretches[starts], starts, column)
 
-    def __contains__(self, name: str) -> bool:
-        """Whether the column has a number."""
-        return name in self.last
+    def __missing__(self, name: str) -> Curve:
+        return Curve()
 
-    def names(self, prefix: str = "") -> list[str]:
-        """The columns that have a number and begin with `prefix`."""
-        return [name for name in self.last if name.startswith(prefix)]
 
-    def least(self, name: str) -> Array:
-        """[STRETCHES] float64, NaN where there is none; likewise below."""
-        return self._of(name)[0][0]
-
-    def greatest(self, name: str) -> Array:
-        return self._of(name)[0][1]
-
-    def sample(self, name: str) -> Array:
-        """Of one row of each stretch."""
-        return self._of(name)[0][2]
-
-    def mean(self, name: str) -> Array:
-        total, count = self._of(name)[1]
-        return np.divide(total, count, out=np.full(STRETCHES, np.nan), where=count > 0)
-
-    def total(self, name: str) -> float:
-        """The sum of the column; 0 without a number."""
-        return float(self._of(name)[1][0].sum())
-
-    def average(self, name: str) -> float:
-        """The mean of the column; NaN without a number."""
-        return self.total(name) / float(self._of(name)[1][1].sum()) if name in self else np.nan
-
-    def median(self, *names: str) -> float:
-        """Of the products of the columns, of one row a stretch; NaN without a number."""
-        values = np.prod([self.sample(name) for name in names], axis=0)
-        values = values[np.isfinite(values)]
-        return float(np.median(values)) if len(values) else np.nan
-
-    def lowest(self, name: str) -> float:
-        """The least number; NaN without one."""
-        return float(np.fmin.reduce(self.least(name)))
-
-    def peak(self, name: str) -> float:
-        """The greatest number; 0 without one."""
-        return float(np.fmax.reduce(self.greatest(name), initial=0.0))
-
-    def _of(self, name: str) -> tuple[Array, Array]:
-        return self._columns.get(name, (np.full((3, STRETCHES), np.nan), np.zeros((2, STRETCHES))))
+def median(*curves: Curve) -> float:
+    """Of the products of the columns, of one row a stretch; NaN without a number."""
+    values = np.prod([curve.sample for curve in curves], axis=0)
+    values = values[np.isfinite(values)]
+    return float(np.median(values)) if len(values) else np.nan

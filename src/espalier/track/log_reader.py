@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from espalier.track import events
 from espalier.track.events import Event
-from espalier.track.goodput import Account, GoodputMeter, Segment
+from espalier.track.goodput import Segment
 
 Array = NDArray[Any]
 
@@ -173,11 +173,3 @@ class LogReader:
             if loser is not None:
                 loser.lost_steps += int((lost_at == index).sum())
                 loser.lost_seconds += float(columns["seconds"][lost_at == index].sum())
-
-
-def account(log: Iterable[Event]) -> Account:
-    """Where the time of a run with these events went."""
-    reader = LogReader([list(map(msgspec.json.encode, log))])
-    for _ in reader.spans():
-        pass
-    return GoodputMeter(reversed(reader.segments)).account()

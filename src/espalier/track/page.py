@@ -47,9 +47,9 @@ def environment() -> Any:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    made.globals |= {name: getattr(units, name) for name in ("show_rate", "show_seconds", "show_size")} | {
-        "units": charts.UNITS
-    }
+    made.globals |= {
+        name: getattr(units, name) for name in ("plural", "show_count", "show_rate", "show_seconds", "show_size")
+    } | {"units": charts.UNITS}
     made.globals |= {
         "script": Markup(script()),
         "script_hash": script_hash(),

@@ -12,7 +12,7 @@ import numpy as np
 from espalier.recipe import cache_dir
 from espalier.recipe.foreign_files import parsing
 from espalier.recipe.units import plural, show_count, show_seconds, show_size
-from espalier.track import charts, page
+from espalier.track import charts, curves, page
 from espalier.track.charts import Chart, Series
 from espalier.track.page import Figure
 from espalier.track.run_tables import VALIDATION, RunTables
@@ -71,7 +71,6 @@ def _context(run: RunTables) -> dict[str, Any]:
         "kind": run.state,
         "state": run.state,
         "mood": run.state,
-        "subtitle": _subtitle(run),
         "figures": _figures(run),
         "plots": _plots(run),
         "clocks": clocks(run),
@@ -80,11 +79,9 @@ def _context(run: RunTables) -> dict[str, Any]:
         "step_seconds": predicted.get("step_seconds") or 0.0,
         "spent": charts.shares(run.account.parts, show_seconds),
         "traffic": _traffic(run, predicted),
-        "encoded": _encoded(run),
-        "experts": _experts(run),
+        **{table: _means(run, table) for table in ("saved", "coding", "lost", "experts", "dispatch")},
         "compared": _compared(run, predicted),
         "plan": run.plan,
-        "layout": _layout(run.plan),
         "incidents": _rows(run, "incident"),
         "account": run.account,
         "samples": [_drawn(row) for row in _rows(run, "sample")[-6:][::-1]],
@@ -94,19 +91,6 @@ def _context(run: RunTables) -> dict[str, Any]:
         "about": {**(run.start.get("versions") or {}), **(run.start.get("host") or {})},
         "recipe": flat(run.recipe),
     }
-
-
-def _subtitle(run: RunTables) -> list[str]:
-    start, model = run.start, run.recipe.get("model") or {}
-    words = [str(model["kind"])] if "kind" in model else []
-    if start.get("parameters"):
-        words.append(f"{show_count(start['parameters'])} parameters")
-    if start.get("ranks"):
-        ranks, threads = start["ranks"], start.get("threads") or 1
-        words.append(f"{plural(ranks, 'rank')} × {plural(threads, 'thread')}")
-    host = start.get("host") or {}
-    words += [str(host[key]) for key in ("cpu", "device") if host.get(key)][:1]
-    return words + ([page.moment(start["time"])] if start.get("time") else [])
 
 
 def _figures(run: RunTables) -> list[Figure]:
@@ -125,32 +109,15 @@ def _figures(run: RunTables) -> list[Figure]:
         figures.append(Figure("memory", show_size(measured.peak), f"peak, per rank: {_kind(run)}"))
     if latest.get("skipped"):
         figures.append(Figure("steps left out", f"{latest['skipped']:,}", "gradients too large for fp16"))
-    figures += _offloaded(latest)
     if latest.get("store"):
         steps, read = run.of_attempt, sum(latest["store"].get(tier) or 0 for tier in ("disk_cache", "packed"))
-        share = steps.total("waited") / max(1e-9, steps.total("seconds"))
+        share = steps["waited"].total / max(1e-9, steps["seconds"].total)
         figures.append(Figure("features from disk", show_size(read), f"the latest step; {share:.1%} of time waiting"))
     attempts = f"in {run.attempts} attempts" if run.attempts > 1 else ""
     figures.append(Figure("time", show_seconds(run.seconds()), attempts))
     if run.account.failures:
         failures = run.account.failures
         figures.append(Figure("goodput", f"{run.account.goodput:.1%}", f"{plural(failures, 'failure')}"))
-    return figures
-
-
-def _offloaded(latest: Mapping[str, Any]) -> list[Figure]:
-    """What the latest step moved from and to other tiers than the device, and how long it waited for that."""
-    figures = []
-    for what in ("offload", "activations"):
-        for tier, moved in (latest.get(what) or {}).items():
-            name = f"{'states' if what == 'offload' else what} on {tier}"
-            size = f"{show_size(moved['read'])} read, {show_size(moved['written'])} written"
-            figures.append(Figure(name, size, f"a step, which waited {show_seconds(moved['stalled'])} for them"))
-    if node := latest.get("node"):
-        size = f"{show_size(node['pulled'])} pulled, {show_size(node['pushed'])} pushed"
-        figures.append(Figure("model on nodes", size, f"a step, which waited {show_seconds(node['stalled'])} for them"))
-        size = f"{show_size(node.get('read') or 0)} read, {show_size(node.get('written') or 0)} written"
-        figures.append(Figure("disks of nodes", size, "a step, of all optimizer nodes"))
     return figures
 
 
@@ -182,17 +149,20 @@ def _or_nan(value: Any) -> float:
 
 def _measured(run: RunTables) -> Measured:
     steps = run.of_attempt
-    seconds = steps.median("seconds") or math.nan
-    work = steps.median("mfu", "seconds")  # of the peak, so that it agrees with the seconds
-    return Measured(seconds, steps.median("tokens") / seconds, work / seconds, steps.peak("memory"))
+    seconds = curves.median(steps["seconds"]) or math.nan
+    work = curves.median(steps["mfu"], steps["seconds"])  # of the peak, so that it agrees with the seconds
+    return Measured(seconds, curves.median(steps["tokens"]) / seconds, work / seconds, steps["memory"].peak)
 
 
 def _plots(run: RunTables) -> list[Chart]:
     """Those that have something to show."""
     per = "per token, in nats" if run.unit == "tokens" else "on training and held-out data"
     losses = [curve(run, "loss", "training", smoothed=True), curve(run, f"{VALIDATION}loss", "validation")]
-    tiers = [curve(run, name, name.removeprefix("store.").replace("_", " ")) for name in run.curves.names("store.")]
-    tiers = [tier for tier in tiers if np.any(tier.y)]
+    tiers = [
+        curve(run, name, name.removeprefix("store.").replace("_", " "))
+        for name in run.curves
+        if name.startswith("store.") and run.curves[name].total
+    ]
     return charts.charts(
         *(_metric(run, name) for name in run.metrics()[:1]),
         Chart("Loss", per, losses),
@@ -210,8 +180,8 @@ def curve(run: RunTables, name: str, label: str = "", smoothed: bool = False, nu
     """A column of a run as a line, which is called `label` or by its name; `number`: of the run among those of a page.
     `smoothed`: the mean of neighbours, with the values round it."""
     columns = run.curves
-    x = columns.sample(f"{VALIDATION * name.startswith(VALIDATION)}step")
-    y, low, high = columns.mean(name), columns.least(name), columns.greatest(name)
+    x = columns[f"{VALIDATION * name.startswith(VALIDATION)}step"].sample
+    y, low, high = columns[name].means, columns[name].least, columns[name].greatest
     good = np.isfinite(y)
     x, y, low, high = x[good], y[good], low[good], high[good]
     label = label or name.replace("_", " ")
@@ -226,9 +196,9 @@ def clocks(*runs: RunTables) -> str:
     """As JSON, for charts.js: after how many hours each run was at which step, and where attempts began."""
     table = []
     for run in runs:
-        steps, times = run.curves.sample("step"), run.curves.sample("time")
+        steps, times = run.curves["step"].sample, run.curves["time"].sample
         good = np.isfinite(steps) & np.isfinite(times)
-        hours = (times[good] - run.curves.lowest("time")) / 3600
+        hours = (times[good] - run.curves["time"].lowest) / 3600
         table.append({"clock": [steps[good], hours], "resumed": run.resumed[-MARKS:]})
     return charts.as_json(table)
 
@@ -277,28 +247,10 @@ def _traffic(run: RunTables, predicted: Mapping[str, Any]) -> list[tuple[str, fl
     return sorted(rows, key=lambda row: -max(row[1:]))
 
 
-def _encoded(run: RunTables) -> list[tuple[str, float, float, float]]:
-    """(class, bytes saved, seconds in codecs, share kept for the next step) of encoded classes, per step and rank."""
-    saved, coding, lost = (_means(run, what) for what in ("saved", "coding", "lost"))
-    return [(kind.replace("_", " "), size, coding.get(kind, 0.0), lost.get(kind, 0.0)) for kind, size in saved.items()]
-
-
-def _experts(run: RunTables) -> dict[str, Any]:
-    """Of experts over ranks: (number, rows a step, times an even share) of each, the busiest first, and what ranks
-    waited for them a step. Empty: there are none."""
-    rows_by_expert = {name: rows for name, rows in _means(run, "experts").items() if name.isdecimal()}
-    if not rows_by_expert:
-        return {}
-    even = max(1e-9, sum(rows_by_expert.values()) / len(rows_by_expert))
-    loads = sorted(((int(name), rows, rows / even) for name, rows in rows_by_expert.items()), key=lambda load: -load[1])
-    waits = _means(run, "dispatch")
-    return {"loads": loads, "waited": waits.get("waited", 0.0), "longest": waits.get("longest", 0.0)}
-
-
 def _means(run: RunTables, table: str) -> dict[str, float]:
     """The means of what the latest attempt's steps have in a table, by name."""
-    names = run.of_attempt.names(f"{table}.")
-    return {name.removeprefix(f"{table}."): run.of_attempt.average(name) for name in names}
+    named = (name.partition(".") for name in run.of_attempt)
+    return {name: run.of_attempt[f"{table}.{name}"].average for prefix, _, name in named if name and prefix == table}
 
 
 def _compared(run: RunTables, predicted: Mapping[str, Any]) -> list[ComparedRow]:
@@ -336,16 +288,6 @@ def _kind(run: RunTables) -> str:
     return (
         "allocated on the GPU" if str(ranks[0].get("device", "cpu")).startswith("cuda") else "anonymous, shared pages"
     )
-
-
-def _layout(plan: Mapping[str, Any]) -> list[tuple[str, str]]:
-    layout = {"planner": plan["planner"]} if "planner" in plan else {}
-    layout |= plan.get("layout") or {}
-
-    def shown(value: Any) -> str:
-        return ", ".join(f"{k} {v}" for k, v in value.items()) if isinstance(value, dict) else str(value)
-
-    return [(key.replace("_", " "), shown(value)) for key, value in layout.items()]
 
 
 def _drawn(sample: dict[str, Any]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import numpy as np
 from espalier.recipe import cache_dir
 from espalier.recipe.errors import UserError
 from espalier.recipe.units import show_count, show_seconds
-from espalier.track import charts, page, report
+from espalier.track import charts, curves, page, report
 from espalier.track.charts import Chart
 from espalier.track.page import Figure
 from espalier.track.run_tables import VALIDATION, RunTables
@@ -51,7 +51,7 @@ def summary(folder: str | Path) -> Summary:
     steps = run.start.get("steps") or (run.recipe.get("train") or {}).get("steps") or 0
     names = {name: VALIDATION + name for name in run.metrics()[:METRICS]}
     names |= {"validation loss": f"{VALIDATION}loss", "loss": "loss"}
-    metrics = {label: run.curves.last[name] for label, name in names.items() if name in run.curves.last}
+    metrics = {label: last for label, name in names.items() if (last := run.curves[name].last) is not None}
     return Summary(run, str(folder), run.state, int(run.latest.get("step", 0)), int(steps), metrics)
 
 
@@ -73,7 +73,7 @@ def figures(runs: Sequence[Summary]) -> list[tuple[str, list[str]]]:
     """(name, of each run) of the figures that several runs are compared by."""
     names = dict.fromkeys(name for entry in runs for name in entry.metrics)
     table = [(name.replace("_", " "), [_shown(entry.metrics.get(name)) for entry in runs]) for name in names]
-    took = [entry.run.curves.median("seconds") for entry in runs]
+    took = [curves.median(entry.run.curves["seconds"]) for entry in runs]
     table.append(("seconds per step", [show_seconds(seconds) if np.isfinite(seconds) else "" for seconds in took]))
     table.append(("time in steps", [show_seconds(entry.run.seconds()) for entry in runs]))
     return table

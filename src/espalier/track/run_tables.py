@@ -179,7 +179,7 @@ class RunTables:
     def metrics(self) -> list[str]:
         """The task's own figures among those of validations, as their workload orders them: all but losses and those
         of the test part."""
-        names = (name.removeprefix(VALIDATION) for name in self.curves.names(VALIDATION))
+        names = (name.removeprefix(VALIDATION) for name in self.curves if name.startswith(VALIDATION))
         others = ("step", "time", "seconds", "loss")
         return [name for name in names if name not in others and not name.startswith(("test_", "tasks."))]
 
@@ -190,7 +190,7 @@ class RunTables:
 
     def seconds(self) -> float:
         """Seconds of work in the steps that count."""
-        return self.curves.total("seconds")
+        return self.curves["seconds"].total
 
     def __repr__(self) -> str:
         return f"<Run {self.folder}: {', '.join(f'{key} {value}' for key, value in self._headline())}>"
