@@ -232,7 +232,7 @@ function polygon(ctx, corners) {
 /** The layouts of the picture, by size, and the labels: the plan, and the fastest that fits of each other algorithm. */
 function layouts(chart) {
   const points = chart.points.map(([y, x, fits, label, mark, chosen, frontier]) => ({
-    x, y, fits, mark,
+    x, y, fits, mark, frontier,
     kind: chosen ? "best" : frontier ? "edge" : fits ? "in" : "out",
     text: `${visible(label)}\n${UNITS.seconds(y)} per step, ${UNITS.size(x)} per rank${fits ? "" : ", does not fit"}`,
   })).sort((a, b) => a.x - b.x);
@@ -272,7 +272,7 @@ function drawScatter(box, chart) {
       line(ctx, [[x, bbox.top], [x, bbox.top + bbox.height]], colour("--bad"), 1.5 * ratio, [5 * ratio, 4 * ratio]);
       text(ctx, `limit ${UNITS.size(chart.limit)}`, x + (right ? -6 : 6) * ratio, bbox.top + 14 * ratio, right, colour("--bad"));
     }
-    const front = points.filter(point => point.kind === "edge" || point.kind === "best");
+    const front = points.filter(point => point.frontier);
     line(ctx, front.map(at), colour("--ink") + "a6", 1.5 * ratio, []);
     for (const kind of ["out", "in", "edge", "best"])
       for (const point of points.filter(other => other.kind === kind)) {
@@ -315,7 +315,7 @@ function drawScatter(box, chart) {
     height: 420,
     scales: {x: {time: false, distr: 3, log: 2, range: limits}, y: {distr: 3, range: range(0.1, 1.1 * below / (1 - below))}},
     axes: axes(
-      {values: (plot, ticks) => ticks.map(tick(UNITS.size)), splits: factorTicks(true), filter: (plot, ticks) => ticks, label: "memory per rank", labelSize: 16, labelFont: "12px system-ui, sans-serif"},
+      {values: (plot, ticks) => ticks.map(tick(UNITS.size)), splits: factorTicks(true), filter: (plot, ticks) => ticks},
       {values: (plot, ticks) => ticks.map(tick(UNITS.seconds)), splits: factorTicks(false), filter: (plot, ticks) => ticks}),
     cursor: {drag: {x: true, y: true}, points: {show: false}},
     series: [{}, {paths: () => null, points: {show: false}}],
