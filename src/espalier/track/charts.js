@@ -198,7 +198,7 @@ function drawLines(box, chart, runs) {
       ctx.restore();
     }],
   };
-  const y = {values: (plot, ticks) => ticks.map(tick(show))};
+  const y = {values: (plot, ticks) => ticks.map(tick(show)), size: chart.unit === "seconds" ? 78 : 64};
   if (state.log) y.splits = factorTicks(chart.unit === "size");
   if (state.log) y.filter = (plot, ticks) => ticks;
   if (chart.unit === "size" && !state.log) y.incrs = Array.from({length: 60}, (_, power) => 2 ** power);
@@ -316,7 +316,7 @@ function drawScatter(box, chart) {
     scales: {x: {time: false, distr: 3, log: 2, range: limits}, y: {distr: 3, range: range(0.1, 1.1 * below / (1 - below))}},
     axes: axes(
       {values: (plot, ticks) => ticks.map(tick(UNITS.size)), splits: factorTicks(true), filter: (plot, ticks) => ticks},
-      {values: (plot, ticks) => ticks.map(tick(UNITS.seconds)), splits: factorTicks(false), filter: (plot, ticks) => ticks}),
+      {size: 78, values: (plot, ticks) => ticks.map(tick(UNITS.seconds)), splits: factorTicks(false), filter: (plot, ticks) => ticks}),
     cursor: {drag: {x: true, y: true}, points: {show: false}},
     series: [{}, {paths: () => null, points: {show: false}}],
     hooks: {

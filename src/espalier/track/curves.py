@@ -20,7 +20,7 @@ _UNKNOWN, _ZEROS = partial(np.full, STRETCHES, np.nan), partial(np.zeros, STRETC
 
 
 @dataclass
-class Curve:
+class StepCurve:
     """A column of numbers by stretches of steps, [STRETCHES] float64 each. Has state: what was added so far.
 
     Attributes:
@@ -74,7 +74,7 @@ class Curve:
         return float(np.fmax.reduce(self.greatest, initial=0.0))
 
 
-class Curves(dict[str, Curve]):
+class Curves(dict[str, StepCurve]):
     """Columns over steps, by name; one that is not there has no number. Has state: what was added so far.
 
     Rows are added from the last to the first: the greatest step decides how long a stretch is.
@@ -91,13 +91,13 @@ class Curves(dict[str, Curve]):
         starts = np.flatnonzero(np.diff(stretches, prepend=-1))
         for name, column in columns.items():
             if name in self or np.isfinite(column).any():
-                self.setdefault(name, Curve()).add(stretches[starts], starts, column)
+                self.setdefault(name, StepCurve()).add(stretches[starts], starts, column)
 
-    def __missing__(self, name: str) -> Curve:
-        return Curve()
+    def __missing__(self, name: str) -> StepCurve:
+        return StepCurve()
 
 
-def median(*curves: Curve) -> float:
+def median(*curves: StepCurve) -> float:
     """Of the products of the columns, of one row a stretch; NaN without a number."""
     values = np.prod([curve.sample for curve in curves], axis=0)
     values = values[np.isfinite(values)]

@@ -33,7 +33,7 @@ _scalars, _tables = attrgetter(*SCALARS), attrgetter(*TABLES)
 
 
 @dataclass
-class Span:
+class LogSpan:
     """Consecutive events of one attempt.
 
     Attributes:
@@ -86,7 +86,7 @@ class LogReader:
         self._barriers: list[tuple[float, Segment | None]] = []  # ascending, the nearest in the log last
         self._lines, self._misfits, self._first = 0, 0, (0, "")
 
-    def spans(self) -> Iterator[Span]:
+    def spans(self) -> Iterator[LogSpan]:
         """The spans, the last of the log first. Of the events in `others` only those that count are left."""
         for lines in self.blocks:
             for span in reversed(self._decoded(lines)):
@@ -99,8 +99,8 @@ class LogReader:
         after, reason = self._first
         return events.left_out(self.name, self._misfits, self._lines - after, reason)
 
-    def _decoded(self, lines: list[bytes]) -> list[Span]:
-        spans = [Span()]
+    def _decoded(self, lines: list[bytes]) -> list[LogSpan]:
+        spans = [LogSpan()]
         misfits: list[tuple[int, str]] = []
         for number, line in enumerate(lines):
             span = spans[-1]
@@ -121,14 +121,14 @@ class LogReader:
                 span.lines.append(line)
             elif event["event"] in _ENDS or (event["event"] == "incident" and "attempt" in event):
                 span.end = event
-                spans.append(Span())
+                spans.append(LogSpan())
             else:
                 span.others.append((len(span.steps), event))
         self._misfits += len(misfits)
         self._first = [*misfits, self._first][0]
         return spans
 
-    def _sort_out(self, span: Span) -> None:
+    def _sort_out(self, span: LogSpan) -> None:
         """Which events of the span count, by those after it; takes its seconds."""
         if span.end:
             self.segments.append(Segment(span.end))
@@ -158,7 +158,7 @@ class LogReader:
             self._barriers.pop()
         self._barriers.append((step, segment))
 
-    def _book(self, span: Span, lost_at: Array) -> None:
+    def _book(self, span: LogSpan, lost_at: Array) -> None:
         """The seconds of a span. `lost_at`: for each step 0, or which barrier it was lost at, from 1."""
         columns = {name: np.nan_to_num(span.values[:, SCALARS.index(name)]) for name in ("time", *SPENT)}
         segment = self.segments[-1]

@@ -70,8 +70,8 @@ def environment() -> Any:
 @cache
 def script() -> str:
     """The script of every page, with uPlot's licence."""
-    own = Path(__file__).with_name("charts.js").read_text(encoding="utf-8")
-    return f"/*\n{_uplot('LICENSE')}\n*/\n{_uplot('uPlot.iife.min.js')}\n{own}"
+    charts_js = Path(__file__).with_name("charts.js").read_text(encoding="utf-8")
+    return f"/*\n{_uplot('LICENSE')}\n*/\n{_uplot('uPlot.iife.min.js')}\n{charts_js}"
 
 
 def script_hash() -> str:

@@ -26,7 +26,7 @@ from espalier.track import events as event_log
 from espalier.track.curves import Curves
 from espalier.track.events import Event
 from espalier.track.goodput import Account, GoodputMeter
-from espalier.track.log_reader import LogReader, Span
+from espalier.track.log_reader import LogReader, LogSpan
 
 VALIDATION = "validation."
 """Before the names of curves of validations."""
@@ -226,7 +226,7 @@ class RunTables:
             rows += [event for event in (*span.events(), *steps) if event["event"] == kind]
         return rows[::-1] + (reader.left_out() if kind == "incident" else [])
 
-    def _take(self, span: Span, latest: bool) -> None:
+    def _take(self, span: LogSpan, latest: bool) -> None:
         """The span before those taken so far, in the log; `latest`: of the latest attempt."""
         columns = span.columns()
         columns["speed"] = columns["tokens"] / np.maximum(columns["seconds"], 1e-9)
