@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, compress
 from math import inf
 from operator import attrgetter
 from typing import Any
@@ -29,7 +29,6 @@ TABLES = events.fields("step", "numbers")
 _STEP = (b'{"event":"step"', b'{"event": "step"')
 SPENT = ("seconds", "exposed", "waited")
 _ENDS = ("run", "recovered", "end")
-_scalars, _tables = attrgetter(*SCALARS), attrgetter(*TABLES)
 
 
 @dataclass
@@ -40,7 +39,7 @@ class LogSpan:
         steps, lines: its steps, and the line of each.
         others: other events, each with the number of the steps that stand before it.
         end: the event after them that begins, ends or interrupts an attempt; empty: none does.
-        values: [steps, SCALARS] float64, NaN where a step lacks one.
+        values: of each of SCALARS float64 [steps], NaN where a step lacks one.
         counts: [steps] bool, whether no later attempt did the step anew.
     """
 
@@ -48,7 +47,7 @@ class LogSpan:
     lines: list[bytes] = field(default_factory=list)
     others: list[tuple[int, Event]] = field(default_factory=list)
     end: Event = field(default_factory=dict)
-    values: Array = field(default_factory=lambda: np.empty((0, len(SCALARS))))
+    values: dict[str, Array] = field(default_factory=dict)
     counts: Array = field(default_factory=lambda: np.empty(0, bool))
 
     def events(self) -> Iterator[Event]:
@@ -64,9 +63,10 @@ class LogSpan:
 
     def columns(self) -> dict[str, Array]:
         """Of the steps that count, float64 [steps]: SCALARS, and what is in TABLES as `bytes.gradients`."""
-        columns = dict(zip(SCALARS, self.values[self.counts].T, strict=True))
-        steps = [step for step, counts in zip(self.steps, self.counts, strict=True) if counts]
-        for name, tables in zip(TABLES, zip(*map(_tables, steps), strict=True), strict=False):
+        columns = {name: values[self.counts] for name, values in self.values.items()}
+        steps = list(compress(self.steps, self.counts))
+        for name in TABLES:
+            tables = list(map(attrgetter(name), steps))
             for key in dict.fromkeys(chain.from_iterable(filter(None, tables))):
                 values = [np.nan if table is None else table.get(key, np.nan) for table in tables]
                 columns[f"{name}.{key}"] = np.array(values, np.float64)
@@ -134,9 +134,8 @@ class LogReader:
             self.segments.append(Segment(span.end))
             if span.end["event"] == "run" and span.end.get("step") is not None:
                 self._bar(span.end["step"] + 1, self.segments[-1])
-        if span.steps:
-            span.values = np.array(list(map(_scalars, span.steps)), np.float64)
-        steps = span.values[:, SCALARS.index("step")]
+        span.values = {name: _column(name, span.steps) for name in SCALARS}
+        steps = span.values["step"]
         bounds = np.array([bound for bound, _ in self._barriers])
         later = np.minimum.accumulate(np.append(steps, inf)[::-1])[::-1]
         nearest = np.searchsorted(bounds, steps, side="right")
@@ -160,7 +159,7 @@ class LogReader:
 
     def _book(self, span: LogSpan, lost_at: Array) -> None:
         """The seconds of a span. `lost_at`: for each step 0, or which barrier it was lost at, from 1."""
-        columns = {name: np.nan_to_num(span.values[:, SCALARS.index(name)]) for name in ("time", *SPENT)}
+        columns = {name: np.nan_to_num(span.values[name]) for name in ("time", *SPENT)}
         segment = self.segments[-1]
         segment.add_others(span.others, has_steps=bool(span.steps))
         if span.steps:
@@ -173,3 +172,10 @@ class LogReader:
             if loser is not None:
                 loser.lost_steps += int((lost_at == index).sum())
                 loser.lost_seconds += float(columns["seconds"][lost_at == index].sum())
+
+
+def _column(name: str, steps: list[Any]) -> Array:
+    values = list(map(attrgetter(name), steps))
+    if None in values[:1] and values.count(None) == len(values):
+        return np.full(len(values), np.nan)
+    return np.array(values, np.float64)

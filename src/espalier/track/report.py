@@ -21,7 +21,7 @@ NAME = "report.html"
 
 
 METRICS = 3
-"""Figures of the task among the headline figures."""
+"""Figures of the task among the headline figures, and in a comparison."""
 DOTS = 60
 """Validations up to which they are not joined."""
 MARKS = 200

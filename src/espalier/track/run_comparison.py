@@ -18,8 +18,6 @@ from espalier.track.page import Figure
 from espalier.track.run_tables import VALIDATION, RunTables
 
 NAME = "comparison.html"
-METRICS = 3
-"""Figures of the task that are compared."""
 
 
 class Summary(NamedTuple):
@@ -49,7 +47,7 @@ def summary(folder: str | Path) -> Summary:
     """The run in `folder`. Raises UserError when there is none."""
     run = RunTables.read(folder)
     steps = run.start.get("steps") or (run.recipe.get("train") or {}).get("steps") or 0
-    names = {name: VALIDATION + name for name in run.metrics()[:METRICS]}
+    names = {name: VALIDATION + name for name in run.metrics()[: report.METRICS]}
     names |= {"validation loss": f"{VALIDATION}loss", "loss": "loss"}
     metrics = {label: last for label, name in names.items() if (last := run.curves[name].last) is not None}
     return Summary(run, str(folder), run.state, int(run.latest.get("step", 0)), int(steps), metrics)
