@@ -31,9 +31,10 @@ from pathlib import Path
 
 import msgspec
 
+sys.path.insert(1, str(Path(__file__).parents[1] / "tests" / "support"))
+from accounts import account
 from acme_rank import Task
 from espalier.track import events
-from espalier.track.goodput import account
 from table import Row
 
 EVERY, GOAL, RANKS, SEED = 20.0, 0.70, 2, 1

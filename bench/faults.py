@@ -38,9 +38,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(1, str(Path(__file__).parents[1] / "tests" / "support"))
 import acme_soak
 import memory_cgroup
+from accounts import account
 from espalier.cli import main as cli
 from espalier.track import report
-from espalier.track.goodput import account
 from espalier.train.trainer import Trainer
 from many_ranks.faults import Fault, strike
 from table import Row, arguments, publish

@@ -14,6 +14,7 @@ from espalier.cli import printing
 from espalier.plan.base import Plan, Predicted, Rank, RunnerUp
 from espalier.recipe.base import Derivation
 from espalier.track.goodput import Account, FailureCost
+from espalier.track.run_tables import RunTables
 
 TERMS = {"launch": 1e-3, "other": 4e-3, "optimizer": 2e-3, "backward": 0.02, "forward": 0.01, "all_reduce": 0.003}
 PREDICTED = Predicted(
@@ -103,7 +104,7 @@ def run_folder(path: Path, kind: str, *events: dict[str, object]) -> Path:
 def test_a_run_without_samples_ends_well_and_is_offered_only_what_works(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    printing.finished(run_folder(tmp_path / "run", "module"), tmp_path / "report.html", 3.0)
+    printing.finished(RunTables.read(run_folder(tmp_path / "run", "module")), tmp_path / "report.html", 3.0)
     text = capsys.readouterr().out
     assert "Done in 3.0 s: steps 1, loss 0.5." in text
     assert "espalier eval" in text
@@ -116,7 +117,7 @@ def test_a_language_run_shows_its_sample_whole_and_what_comes_next(
 ) -> None:
     sample = {"event": "sample", "time": 2.0, "step": 1, "text": "word " * 40 + "end"}
     folder = run_folder(tmp_path / "a-rather-long-name-of-a-run-that-does-not-fit-on-a-line", "gpt", sample)
-    printing.finished(folder, tmp_path / "report.html", 3.0)
+    printing.finished(RunTables.read(folder), tmp_path / "report.html", 3.0)
     lines = capsys.readouterr().out.split("\n")
     assert sample["text"] in lines
     assert f"  go on     espalier predict {folder} 'def '" in lines

@@ -13,9 +13,9 @@ import time
 import pytest
 from struck import PHASES, Struck, recipe_of, same
 
+from accounts import account
 from espalier.launch.ranks import supervisor as supervise
 from espalier.recipe.errors import Interrupted, RunFailed, UserError
-from espalier.track.goodput import account
 from espalier.train import rank_spec as base
 from many_ranks.faults import Fault
 

@@ -15,11 +15,11 @@ from pathlib import Path
 import pytest
 from programs import environment, forked, launched
 
+from accounts import account
 from espalier.cli import main as cli
 from espalier.comm import multihost_probe
 from espalier.machine import cluster as clusters
 from espalier.machine import probe
-from espalier.track.goodput import account
 
 RECIPE = """
 [model]

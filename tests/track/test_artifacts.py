@@ -82,7 +82,7 @@ def test_only_embedded_images_are_shown(tmp_path: Path) -> None:
 
 
 def test_the_terminal_shows_every_kind_in_letters(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    printing.finished(run_that_showed(tmp_path, *SHOWN), tmp_path / "report.html", 1.0)
+    printing.finished(RunTables.read(run_that_showed(tmp_path, *SHOWN)), tmp_path / "report.html", 1.0)
     told = capsys.readouterr().out
     assert "some <b>words</b>" in told
     assert "a <view> (3 × 2)" in told

@@ -23,9 +23,10 @@ def test_the_report_draws_each_metric_with_a_line_for_each_task(tmp_path: Path) 
         figure(run, step, "logic", "accuracy", 0.5)
         figure(run, step, "held-out", "perplexity", 9.0)
     found = report._evaluations(RunTables.read(run))
-    assert [title for title, _, _ in found] == ["Accuracy", "Perplexity"]
-    assert "facts" in found[0][2]
-    assert "logic" in found[0][2]
+    assert [chart.title for chart in found] == ["Accuracy", "Perplexity"]
+    assert [line.name for line in found[0].series] == ["facts", "logic"]
+    assert found[0].series[0].x.tolist() == [200, 400]
+    assert found[0].series[0].y.tolist() == [0.2, 0.4]
     assert "Perplexity" in report.write(run).read_text()
 
 

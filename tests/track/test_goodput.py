@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from espalier.track.goodput import UNATTENDED, GoodputMeter, account
+from accounts import account
+from espalier.track.goodput import UNATTENDED
 
 
 def run(time, step):
@@ -103,16 +104,13 @@ def test_checkpoints_that_could_not_be_read_are_no_failures_of_the_run():
 
 @given(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 9), st.floats(0.1, 5.0)), max_size=8))
 def test_every_step_is_counted_once_as_useful_and_all_others_as_done_again(attempts):
-    ledger, now, step, worked = GoodputMeter(), 0.0, 0, 0
+    log, now, step, worked = [], 0.0, 0, 0
     for number, (length, back, down) in enumerate(attempts):
-        ledger.take(run(now, step))
-        for event in steps(step + 1, step + length, now):
-            ledger.take(event)
+        log += [run(now, step), *steps(step + 1, step + length, now)]
         now, step, worked = now + length, step + length, worked + length
-        ledger.take(incident(now, attempt=number))
+        log.append(incident(now, attempt=number))
         now, step = now + down, max(0, step - back)
-    ledger.take(run(now, step))
-    found = ledger.account()
+    found = account([*log, run(now, step)])
     assert found.useful == step
     assert found.useful + found.again == worked
     assert found.wall == pytest.approx(now)

@@ -44,7 +44,8 @@ def test_a_running_run_is_shown_as_it_goes_on(tmp_path: Path) -> None:
     with running(Live(folder)) as server:
         status, page = get(server)
         assert status == 200
-        assert "<script>" in page
+        assert "data-live" in page
+        assert "connect-src 'self'" in page
         assert "def read_lines" not in page
         with Log(folder / "events.jsonl") as log:
             log.write("sample", step=5, text="def read_lines")

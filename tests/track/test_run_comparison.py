@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import html
 import json
+import re
 from pathlib import Path
+from typing import Any
 
 import made
 import pytest
@@ -11,6 +14,10 @@ import pytest
 from espalier.cli import main as cli
 from espalier.track import run_comparison
 from espalier.track.run_tables import RunTables
+
+
+def charts_of(page: str) -> list[dict[str, Any]]:
+    return [json.loads(html.unescape(data)) for data in re.findall(r'data-chart="([^"]*)"', page)]
 
 
 @pytest.fixture
@@ -57,8 +64,10 @@ def test_runs_are_compared_by_what_differs(runs: list[str], capsys: pytest.Captu
     assert "model.width" in said
     assert "model.depth" not in said, "the same in all"
     page = (Path("runs") / run_comparison.NAME).read_text()
-    assert all(name in page for name in (*runs, "model.width", "Options that differ", "<svg"))
-    assert "<script" not in page
+    assert all(name in page for name in (*runs, "model.width", "Options that differ"))
+    (loss,) = [chart for chart in charts_of(page) if chart["title"] == "Loss"]
+    assert [line["name"] for line in loss["series"]] == runs, "each can be switched off by its name"
+    assert [line["run"] for line in loss["series"]] == [0, 1, 2]
 
 
 def test_one_seed_twice_differs_in_nothing(runs: list[str]) -> None:

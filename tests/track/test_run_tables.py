@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import socket
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +17,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from espalier.recipe.errors import UserError
+from espalier.track.events import NAME
 from espalier.track.run_tables import RunTables
 
 
-def events(*rows: dict[str, Any]) -> list[dict[str, Any]]:
-    return [{"time": 1.0, **row} for row in rows]
+def opened(*rows: dict[str, Any]) -> RunTables:
+    """A run with these events, as it is read; its tables are read again when they are asked for."""
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / NAME).write_text("".join(json.dumps({"time": 1.0, **row}) + "\n" for row in rows))
+        run = RunTables.read(folder)
+        for table in ("steps", "validations"):
+            run.table(table)
+    return run
 
 
 def test_columns_hold_what_the_steps_said(tmp_path: Path) -> None:
@@ -49,41 +58,41 @@ def test_each_step_counts_once_with_the_last_attempts_value(attempts: list[tuple
             log.append({"event": "step", "step": step, "loss": float(number)})
             log.append({"event": "validation", "step": step, "loss": float(number)})
             truth[step] = number
-    run = RunTables(Path("."), events(*log))
+    run = opened(*log)
     steps = run.steps
     assert (
         dict(zip(steps.get("step", np.empty(0)).tolist(), steps.get("loss", np.empty(0)).tolist(), strict=True))
         == truth
     )
     assert len(run.validations.get("step", ())) == len(truth)
+    assert run.curves["loss"].total == sum(truth.values())
+    assert run.latest.get("step") == max(truth, default=None)
 
 
 def test_missing_and_strange_fields_keep_columns_equally_long() -> None:
-    run = RunTables(
-        Path("."),
-        events(
-            {"event": "step", "step": 1, "loss": 1.0},
-            {"event": "step", "step": 2, "loss": float("nan"), "bytes": {"a": 1}},
-            {"event": "step", "step": 3, "loss": "what", "new": "text"},
-        ),
+    run = opened(
+        {"event": "step", "step": 1, "loss": 1.0},
+        {"event": "step", "step": 2, "loss": None, "loss_is": "nan", "bytes": {"a": 1}},
+        {"event": "step", "step": 3, "loss": "what"},
+        {"event": "step", "step": 3, "loss": 2.0, "new": "text", "odd": 1},
+        {"event": "step", "step": 4, "odd": "text"},
     )
-    assert {len(column) for column in run.steps.values()} == {3}
+    assert {len(column) for column in run.steps.values()} == {4}
     assert np.isnan(run.steps["bytes.a"][0])
-    assert run.steps["new"].tolist() == [None, None, "text"]
+    assert np.isnan(run.steps["loss"][1])
+    assert run.steps["new"].tolist() == [None, None, "text", None]
+    assert run.steps["odd"].tolist() == [None, None, 1, "text"]
 
 
 def test_state_tells_a_living_run_from_a_dead_one() -> None:
     start = {"event": "run", "step": 0, "host": {"name": socket.gethostname()}}
     step = {"event": "step", "step": 1, "loss": 1.0}
-    assert RunTables(Path("."), events({**start, "pid": os.getpid()}, step)).state == "running"
-    assert RunTables(Path("."), events({**start, "pid": os.getpid()})).state == "waiting"
-    assert RunTables(Path("."), events({**start, "pid": 2**22 + 1}, step)).state == "silent"
-    assert RunTables(Path("."), events(start, step)).state == "silent"  # the last sign of life is from 1970
-    assert RunTables(Path("."), events(start, step, {"event": "end", "reason": "failed"})).state == "failed"
-    assert (
-        RunTables(Path("."), events(start, {"event": "end", "reason": "failed"}, {**start, "pid": os.getpid()})).state
-        == "waiting"
-    )
+    assert opened({**start, "pid": os.getpid()}, step).state == "running"
+    assert opened({**start, "pid": os.getpid()}).state == "waiting"
+    assert opened({**start, "pid": 2**22 + 1}, step).state == "silent"
+    assert opened(start, step).state == "silent"  # the last sign of life is from 1970
+    assert opened(start, step, {"event": "end", "reason": "failed"}).state == "failed"
+    assert opened(start, {"event": "end", "reason": "failed"}, {**start, "pid": os.getpid()}).state == "waiting"
 
 
 def test_no_folder_and_no_run_are_the_users_errors(tmp_path: Path) -> None:

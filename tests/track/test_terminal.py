@@ -16,6 +16,7 @@ from espalier.recipe import terminal
 from espalier.recipe.terminal import line, rows, say, visible
 from espalier.track.events import Log
 from espalier.track.progress import Progress, Waiting
+from espalier.track.run_tables import RunTables
 
 ATTACK = "\x1b]0;title\x07\x1b[2K\rgone\x9b1A\u202etxt"
 SHOWN = r"\x1b]0;title\x07\x1b[2K\rgone\x9b1A\u202etxt"
@@ -107,7 +108,7 @@ def test_a_finished_run_shows_its_sample_without_obeying_it(tmp_path, capsys, mo
         log.write("run", step=0, steps=2, ranks=1, workload="language")
         log.write("step", step=1, loss=1.0, seconds=1.0, tokens=1)
         log.write("sample", step=1, text=f"[red]def{ATTACK}")
-    printing.finished(tmp_path, tmp_path / "report.html", 1.0)
+    printing.finished(RunTables.read(tmp_path), tmp_path / "report.html", 1.0)
     assert f"[red]def{SHOWN}" in capsys.readouterr().out
 
 

@@ -36,8 +36,9 @@ def tell(path: Path, steps: int, as_json: bool) -> None:
     """Says that the run in `path` has made all its steps."""
     if as_json:
         from espalier.cli import printing
+        from espalier.track.run_tables import RunTables
 
-        print(json.dumps({"run": str(path), "finished": True, **printing.results(path)}))
+        print(json.dumps({"run": str(path), "finished": True, **printing.results(RunTables.read(path))}))
     else:
         say(f"{path} is finished ({steps} of {steps} steps). To train further: train.steps={2 * steps}")
 

@@ -1,4 +1,4 @@
-"""Plan page (`espalier plan --html`): the plan among what else was possible, time against memory. No script."""
+"""Plan page (`espalier plan --html`): the plan among what else was possible, time against memory."""
 
 from __future__ import annotations
 
@@ -62,9 +62,9 @@ def render(plan: Plan, points: Sequence[Point], title: str, steps: int | None = 
         subtitle=[where(plan), *words(plan.layout)],
         plan=plan,
         figures=[*_figures(predicted), *_run_figure(predicted, steps)],
-        chart=charts.scatter(points, limit, f"limit {show_size(limit)}" if math.isfinite(limit) else "", NAMES),
-        keys=[(charts.shape(name), NAMES.get(name, name), counts[name]) for name in _order(counts)],
-        timetable=charts.timetable(_spans(plan, predicted)),
+        chart=charts.scatter(points, limit, NAMES),
+        keys=[(name, NAMES.get(name, name), counts[name]) for name in _order(counts)],
+        timetable=_spans(plan, predicted),
         fitting=sum(point.fits for point in points),
         priced=len(points),
         time=_ladder(predicted.terms, predicted.step_seconds, show_seconds, predicted.sources),

@@ -19,6 +19,7 @@ from espalier.recipe.units import plural, show_count, show_flops, show_rate, sho
 
 if TYPE_CHECKING:
     from espalier.track.goodput import Account
+    from espalier.track.run_tables import RunTables
 
 TERMS = (
     "forward", "backward", "recompute", "tensor", "sequence", "weights", "pipeline", "send", "optimizer", "all_reduce",
@@ -183,35 +184,30 @@ def _link(link: Link) -> str:
     return f"{show_rate(link.bandwidth)}, {show_seconds(link.latency)}"
 
 
-def results(folder: Path) -> dict[str, Any]:
+def results(run: RunTables) -> dict[str, Any]:
     """The figures of a finished run, from its log."""
-    from espalier.track.run_tables import RunTables
+    numbers: dict[str, Any] = {"steps": run.latest["step"]} if run.latest else {}
+    rows = [("", run.latest), *(("validation_", row) for row in run.newest("validation"))]
+    losses = {
+        prefix + name: float(row[name])
+        for prefix, row in rows
+        for name in ("loss", "bits_per_byte")
+        if row.get(name) is not None
+    }
+    return numbers | losses
 
-    run = RunTables.read(folder)
-    numbers: dict[str, Any] = {}
-    if len(run.steps["step"]):
-        numbers |= {"steps": int(run.steps["step"][-1]), "loss": float(run.steps["loss"][-1])}
-    for name in ("loss", "bits_per_byte"):
-        if name in run.validations and len(run.validations[name]):
-            numbers["validation_" + name] = float(run.validations[name][-1])
-    return numbers
 
-
-def finished(folder: Path, page: Path, seconds: float) -> None:
+def finished(run: RunTables, page: Path, seconds: float) -> None:
     """What a person wants to read when a run has ended, and what to do next."""
     console = Console(highlight=False)
-    from espalier.track.run_tables import RunTables
-
-    run = RunTables.read(folder)
-    steps = run.samples["step"]
-    shown = zip(run.samples["text"], steps, strict=True) if len(steps) else ()
-    latest = [str(text) for text, step in shown if step == steps[-1]]
+    samples = run.newest("sample")
+    latest = [str(sample.get("text")) for sample in samples if sample["step"] == samples[-1]["step"]]
     for text in latest:
         console.rule("sample", align="left")
         console.print(visible(text), markup=False, soft_wrap=True)
     if latest:
         console.rule()
-    numbers = results(folder)
+    numbers = results(run)
     figures = ", ".join(f"{name.replace('_', ' ')} {value:.4g}" for name, value in numbers.items())
     say()
     line(f"Done in {show_seconds(seconds)}: {figures or 'no steps were left'}.")
@@ -224,10 +220,10 @@ def finished(folder: Path, page: Path, seconds: float) -> None:
     row: object = None if kind is None else workload_registry.row_of(kind)
     if isinstance(row, Predicts):
         word, question = row.usage(run.recipe)
-        say(f"  {word:<8}  espalier predict {folder}{question}")
-    say(f"  evaluate  espalier eval {folder}")
+        say(f"  {word:<8}  espalier predict {run.folder}{question}")
+    say(f"  evaluate  espalier eval {run.folder}")
     if isinstance(row, Exports) and "hf" in row.exports:
-        say(f"  export    espalier export {folder} --to hf")
+        say(f"  export    espalier export {run.folder} --to hf")
 
 
 def account(times: Account) -> None:

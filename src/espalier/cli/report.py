@@ -33,12 +33,12 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.serve:
         live_report.serve(folder.path, port=arguments.port)
         return 0
-    page = report.write(folder.path)
-    account = RunTables.read(folder.path).account
+    tables = RunTables.read(folder.path)
+    page, account = report.write(tables), tables.account
     if arguments.json:
         ledger = {"goodput": account.goodput, "failures": account.failures} if account.failures else {}
         spent = {"time": account.parts} if account.useful else {}
-        print(json.dumps({"report": str(page), **printing.results(folder.path), **spent, **ledger}))
+        print(json.dumps({"report": str(page), **printing.results(tables), **spent, **ledger}))
     else:
         printing.account(account)
         say(str(page))

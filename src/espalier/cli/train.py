@@ -352,13 +352,15 @@ def _ended(job: RunStart, log: Log, error: EspalierError, seconds: float) -> Non
 
 def _finished(job: RunStart, log: Log, seconds: float, as_json: bool) -> int:
     from espalier.track import report
+    from espalier.track.run_tables import RunTables
 
     log.write("end", reason="finished", seconds=seconds, steps=job.resolved.recipe.train.steps)
-    page = report.write(job.folder.path)
+    run = RunTables.read(job.folder.path)
+    page = report.write(run)
     if as_json:
-        print(json.dumps({"run": str(job.folder.path), "report": str(page), **printing.results(job.folder.path)}))
+        print(json.dumps({"run": str(job.folder.path), "report": str(page), **printing.results(run)}))
     else:
-        printing.finished(job.folder.path, page, seconds)
+        printing.finished(run, page, seconds)
     sys.stdout.flush()
     return 0
 

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from markupsafe import Markup
 
 from espalier.ops.job_trace import Characters, JobGroup
 from espalier.recipe import cache_dir
@@ -17,7 +16,7 @@ from espalier.recipe.errors import UserError
 from espalier.recipe.terminal import rows, say
 from espalier.recipe.units import show_count, show_seconds
 from espalier.track import charts, page
-from espalier.track.charts import BarShare
+from espalier.track.charts import BarShare, Chart, Series
 from espalier.track.page import Figure
 
 SHOWN = 12
@@ -148,23 +147,19 @@ def _figures(characters: Characters) -> list[Figure]:
     return figures + [Figure(title, show_seconds(float(values[50]))) for title, values in medians if len(values)]
 
 
-def _plots(characters: Characters) -> list[tuple[str, str, Markup]]:
-    """(title, remark, drawing) of each."""
-    plots = []
-    if len(characters.hours):
-        line = charts.Series("GPUs in use", characters.hours, characters.in_use, along="hour")
-        chart = charts.line_chart("GPUs in use", [line], show_count, zero=True)
-        plots.append(("GPUs in use", "over the hours of the trace", chart))
-    for title, remark, values in (
-        ("Waits", "in the queue", characters.waits),
-        ("Runs", "from start to end", characters.runs),
-    ):
-        if len(values):
-            y = np.log10(np.maximum(values[:100], 1.0))
-            line = charts.Series(title.lower(), np.arange(100), y, colour=3, along="percentile")
-            chart = charts.line_chart(title, [line], lambda power: show_seconds(10.0**power))
-            plots.append((title, f"{remark}; the scale is logarithmic", chart))
-    return plots
+def _plots(characters: Characters) -> list[Chart]:
+    in_use = Series("GPUs in use", characters.hours, characters.in_use)
+    times = [
+        (title, remark, Series(title.lower(), np.arange(len(values))[:100], np.maximum(values[:100], 1.0)))
+        for title, remark, values in (
+            ("Waits", "in the queue", characters.waits),
+            ("Runs", "from start to end", characters.runs),
+        )
+    ]
+    return charts.charts(
+        Chart("GPUs in use", "over the hours of the trace", [in_use], "count", along="hour", zero=True),
+        *(Chart(title, remark, [line], "seconds", along="percentile", log=True) for title, remark, line in times),
+    )
 
 
 def _shares(title: str, groups: Sequence[JobGroup]) -> tuple[str, list[BarShare], list[BarShare]]:

@@ -56,7 +56,7 @@ import errno
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from math import inf, isfinite
 from pathlib import Path
@@ -75,8 +75,10 @@ NAME = "events.jsonl"
 
 Event = dict[str, Any]
 
+BY_STEP = ("step", "validation", "sample", "rule", "eval")
+"""Events that an attempt that goes back to an earlier step takes back."""
 _MARK = b'_is":"'
-_BLOCK = 1 << 16
+_BLOCK = 1 << 20
 
 
 class Log:
@@ -96,12 +98,9 @@ class Log:
 
     def write(self, event: str, **fields: Any) -> Event:
         """Appends one event, at once visible to readers, and returns it as readers will see it."""
-        entry: Event = {"event": event, "time": time.time(), **fields}
-        line = msgspec.json.encode(_plain(entry)) + b"\n"
+        entry, line = _entry(event, fields)
         with self._lock, writing(self.path):
-            if os.write(self._file, line) < len(line):  # the disk filled up within the line
-                _mend(self._file)
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            _put(self._file, line, mend=True)
         return entry
 
     def close(self) -> None:
@@ -124,52 +123,73 @@ def append(path: str | Path, event: str, **fields: Any) -> Event:
     Nothing is mended here, since what looks like a torn line may be one on its way; a newline before ours keeps the two
     apart. Raises UserError when the log is not there or cannot be written.
     """
-    entry: Event = {"event": event, "time": time.time(), **fields}
-    line = msgspec.json.encode(_plain(entry)) + b"\n"
+    entry, line = _entry(event, fields)
     with writing(path):
         file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC)
         try:
             size = os.fstat(file).st_size
             torn = size > 0 and os.pread(file, 1, size - 1) != b"\n"
-            line = b"\n" * torn + line
-            if os.write(file, line) < len(line):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            _put(file, b"\n" * torn + line)
         finally:
             os.close(file)
     return entry
+
+
+def _entry(event: str, fields: Mapping[str, Any]) -> tuple[Event, bytes]:
+    entry: Event = {"event": event, "time": time.time(), **fields}
+    return entry, msgspec.json.encode(_plain(entry)) + b"\n"
+
+
+def _put(file: int, line: bytes, mend: bool = False) -> None:
+    """Writes a line by one call. With `mend`, what is torn where the disk fills up within it is cut off."""
+    if os.write(file, line) < len(line):
+        if mend:
+            _mend(file)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def read(path: str | Path) -> Iterator[Event]:
     """The events in the file `path`, in order. A torn last line is left out. Other lines that are no events, or whose
     fields do not fit, are left out and counted: an incident after the last event says how many. Raises UserError when
     there is no such file."""
-    with parsing(path, "name the folder of a run (runs/NAME)"):
-        lines = Path(path).read_bytes().split(b"\n")
-    left_out = []
-    for number, line in enumerate(lines, 1):
-        if line:
-            event = _parse(line)
-            reason = misfit(event) if event is not None else "it is no table with the key event"
-            if not reason and event is not None:
+    misfits = []
+    with parsing(path, "name the folder of a run (runs/NAME)"), Path(path).open("rb") as file:
+        for number, line in enumerate(file, 1):
+            event, reason = parsed(line.rstrip(b"\n"))
+            if event is not None:
                 yield event
-            elif event is not None or number < len(lines):
-                left_out.append(f"line {number} of {Path(path).name}: {reason}")
-    if left_out:
-        what = f"{plural(len(left_out), 'line')} of the run log left out that do not fit, the first {left_out[0]}"
-        yield {"event": "incident", "kind": "log", "what": what, "action": "read on"}
+            elif line != b"\n" and (reason != NO_EVENT or line.endswith(b"\n")):
+                misfits.append((number, reason))
+    yield from left_out(Path(path).name, len(misfits), *([*misfits, (0, "")][0]))
+
+
+def left_out(name: str, count: int, number: int, reason: str) -> list[Event]:
+    """The incident of `count` lines of the log `name` that are no events, the first of which is line `number`."""
+    first = f"line {number} of {name}: {reason}"
+    what = f"{plural(count, 'line')} of the run log left out that do not fit, the first {first}"
+    return [{"event": "incident", "kind": "log", "what": what, "action": "read on"}] if count else []
+
+
+def blocks(path: Path, stop: int | None = None) -> Iterator[list[bytes]]:
+    """The lines of the file `path` up to byte `stop`, in blocks, the last of the file first; each block is in order.
+    The last line of the first block is what stands after the last line end."""
+    rest = b""
+    with path.open("rb") as file:
+        start = file.seek(0, os.SEEK_END) if stop is None else stop
+        while start > 0:
+            stop, start = start, max(0, start - _BLOCK)
+            file.seek(start)
+            rest, *lines = (file.read(stop - start) + rest).split(b"\n")
+            yield lines
+    yield [rest]
 
 
 def last(path: str | Path, *names: str) -> Event | None:
     """The last event with one of these `names` in the file `path` whose fields fit, read from its end; None where there
     is none."""
-    rest = b""
-    with suppress(FileNotFoundError), Path(path).open("rb") as file:
-        start = file.seek(0, os.SEEK_END)
-        while start > 0:
-            stop, start = start, max(0, start - _BLOCK)
-            file.seek(start)
-            rest, *lines = (file.read(stop - start) + rest).split(b"\n")
-            for line in (*reversed(lines), *([] if start else [rest])):
+    with suppress(FileNotFoundError):
+        for lines in blocks(Path(path)):
+            for line in reversed(lines):
                 event = _parse(line)
                 if event is not None and event["event"] in names and not misfit(event):
                     return event
@@ -201,6 +221,16 @@ def _parse(line: bytes) -> Event | None:
     if not isinstance(event, dict) or "event" not in event:
         return None
     return _restored(event) if _MARK in line.replace(b'": "', b'":"') else event
+
+
+NO_EVENT = "it is no table with the key event"
+
+
+def parsed(line: bytes) -> tuple[Event | None, str]:
+    """The event in a line, or None and why it is none, as a predicate."""
+    event = _parse(line)
+    reason = NO_EVENT if event is None else misfit(event)
+    return (None, reason) if reason else (event, "")
 
 
 def _plain(value: Any) -> Any:
@@ -241,16 +271,6 @@ def _restored(value: Any) -> Any:
 
 _LARGEST = 1e200
 """Of numbers, so that their sums are finite."""
-_KINDS: dict[str, Any] = {
-    "whole": Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)],
-    "number": float,
-    "process": Annotated[int, msgspec.Meta(gt=0, lt=1 << 31)],
-    "text": str,
-    "numbers": dict[str, float],
-    "table": dict[str, Any],
-    "texts": list[str],
-    "cells": list[list[Any]],
-}
 
 
 class _Event(msgspec.Struct, kw_only=True):
@@ -258,20 +278,48 @@ class _Event(msgspec.Struct, kw_only=True):
     time: Annotated[float, msgspec.Meta(ge=0, lt=253402300800)] | None = None  # before the year 10000
 
 
-def _form(kind: str) -> Any:
-    """The struct of a table."""
-    table = _TABLES[kind]
-    fields: list[Any] = [
-        (name, form) if name in table.get("needed", ()) else (name, form | None, None)
-        for word, form in _KINDS.items()
-        for name in table.get(word, ())
-    ]
-    return msgspec.defstruct(kind, fields, bases=(_Event,), kw_only=True)
+def _forms(number: Any, **options: Any) -> dict[str, Any]:
+    """The struct of each table, with numbers of the type `number`."""
+    kinds: dict[str, Any] = {
+        "whole": Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)],
+        "number": number,
+        "process": Annotated[int, msgspec.Meta(gt=0, lt=1 << 31)],
+        "text": str,
+        "numbers": dict[str, number],
+        "table": dict[str, Any],
+        "texts": list[str],
+        "cells": list[list[Any]],
+    }
+    forms: dict[str, Any] = {}
+    for kind, table in _TABLES.items():
+        names: list[Any] = [
+            (name, type_) if name in table.get("needed", ()) else (name, type_ | None, None)
+            for word, type_ in kinds.items()
+            for name in table.get(word, ())
+        ]
+        form: Any = msgspec.defstruct(kind, names, bases=(_Event,), kw_only=True, **options)
+        forms[kind] = form
+        kinds |= {"moved": dict[str, form]} if kind == "Moved" else {kind.lower(): form, f"{kind.lower()}s": list[form]}
+    return forms
 
 
 _TABLES = data_table(__file__)
-_KINDS |= {"moved": dict[str, _form("Moved")], "node": _form("Node"), "reasons": list[_form("Reason")]}  # type: ignore[misc]
-_FORMS = {kind: _form(kind) for kind in _TABLES}
+_FORMS = _forms(float)
+_FINITE = Annotated[float, msgspec.Meta(ge=-_LARGEST, le=_LARGEST)]
+decode_step = msgspec.json.Decoder(_forms(_FINITE, forbid_unknown_fields=True, gc=False)["step"]).decode
+"""The step in a line, where all its numbers are finite and none of its fields unknown: a quick way past `parsed`.
+
+Raises msgspec.DecodeError for any other line."""
+
+
+def fields(kind: str, *words: str) -> tuple[str, ...]:
+    """The fields of an event that are of the kinds `words` in events.toml."""
+    return tuple(name for word in words for name in _TABLES[kind].get(word, ()))
+
+
+def as_step(event: Event) -> Any:
+    """The fields that `events.toml` names of a step event that fits."""
+    return msgspec.convert(event, _FORMS["step"])
 
 
 def misfit(event: dict[str, Any]) -> str:

@@ -7,9 +7,10 @@ the last event before somebody had to begin it anew. What lies between two such 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from espalier.track.events import Event
 
@@ -88,12 +89,44 @@ class Account:
         return self.wall / self.failures if self.failures else float("inf")
 
 
-class _StepSeconds(NamedTuple):
-    """Seconds of a step, and of these the waits for communication and for batches."""
+@dataclass
+class Segment:
+    """The events between two that begin, end or interrupt an attempt. Times are seconds since 1970.
 
-    seconds: float
-    exposed: float
-    waited: float
+    Attributes:
+        end: the event after them: run, incident, recovered or end; one without a name where the log ends.
+        first: when its first step began; None: it has none. last: the time of its last event.
+        before_first: seconds of the validations before its first step.
+        spent: seconds by what on: `seconds`, `exposed` and `waited` of the steps that count, validating and saving.
+        lost_steps, lost_seconds: of the steps, here and earlier, that the run in `end` had to do again.
+    """
+
+    end: Event = field(default_factory=lambda: {"event": ""})
+    first: float | None = None
+    last: float = 0.0
+    before_first: float = 0.0
+    spent: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    lost_steps: int = 0
+    lost_seconds: float = 0.0
+
+    @property
+    def time(self) -> float:
+        """Of `end`; 0 where it is not known."""
+        return self.end.get("time") or 0.0
+
+    def add_others(self, events: Sequence[tuple[int, Event]], has_steps: bool) -> None:
+        """Events that are no steps and stand before those added so far; each with how many steps precede it, where the
+        part of the log that they are from `has_steps`."""
+        if has_steps:
+            self.before_first = 0.0
+        for steps_before, event in events:
+            self.last = max(self.last, event.get("time") or 0.0)
+            if event["event"] == "validation":
+                seconds = event.get("seconds") or 0.0
+                self.spent["validating"] += seconds
+                self.before_first += 0.0 if steps_before else seconds
+            elif event["event"] == "checkpoint":
+                self.spent["saving"] += event.get("blocked") or 0.0
 
 
 _Key = tuple[str, str, str]
@@ -101,60 +134,53 @@ _Key = tuple[str, str, str]
 _NOBODYS: _Key = (UNATTENDED, "", "")
 
 
-@dataclass
 class GoodputMeter:
-    """Takes events one after the other. Has state: what has happened so far."""
+    """Goes through segments of a log, in its order. Has state: what has happened so far."""
 
-    _wall: float = 0.0
-    _began: float | None = None
-    _last: float = 0.0
-    _done: dict[int, _StepSeconds] = field(default_factory=dict)
-    _validating: float = 0.0
-    _saving: float = 0.0
-    _recovering: float = 0.0
-    _lost_since: float | None = None
-    """The time of the last event before a failure after which no step was made yet, and the validations since."""
-    _causes: dict[_Key, FailureCost] = field(default_factory=dict)
-    _failed: _Key | None = None
-    """The failure that the run has not got over."""
-    _until: int | None = None
-    """The last step of the phase that began last."""
+    def __init__(self, segments: Iterable[Segment]) -> None:
+        self._wall, self._last, self._recovering = 0.0, 0.0, 0.0
+        self._began: float | None = None
+        self._lost_since: float | None = None
+        """The time of the last event before a failure after which no step was made yet, and the validations since."""
+        self._causes: dict[_Key, FailureCost] = {}
+        self._failed: _Key | None = None
+        """The failure that the run has not got over."""
+        self._until: int | None = None
+        """The last step of the phase that began last."""
+        self._spent: dict[str, float] = defaultdict(float)
+        for segment in segments:
+            self._take(segment)
 
-    def take(self, event: Event) -> None:
-        """One more event of the run log, in its order."""
-        kind, now = event["event"], event.get("time") or 0.0
-        if kind == "run":
-            self._begins(event, now)
-        elif kind == "step":
-            self._goes_on(now - (event.get("seconds") or 0.0))
-            self._done[event["step"]] = _StepSeconds(*(event.get(name) or 0.0 for name in _StepSeconds._fields))
-        elif kind == "validation":
-            self._validating += (seconds := (event.get("seconds") or 0.0))
-            if self._lost_since is not None:
-                self._lost_since += seconds
-        elif kind == "checkpoint":
-            self._saving += event.get("blocked") or 0.0
-        elif kind == "incident" and "attempt" in event:
+    def _take(self, segment: Segment) -> None:
+        for name, seconds in segment.spent.items():
+            self._spent[name] += seconds
+        if self._lost_since is not None:
+            self._lost_since += segment.before_first
+        if segment.first is not None:
+            self._goes_on(segment.first)
+        self._last = max(self._last, segment.last)
+        event = segment.end
+        if event["event"] == "run":
+            self._begins(segment)
+        elif event["event"] == "incident":
             self._failed = _key(event)
             self._book(self._failed, count=1)
             self._lost_since = self._last if self._lost_since is None else self._lost_since
-        elif kind == "recovered":
+        elif event["event"] == "recovered":
             self._book(_key(event), recovered=1, down=(event.get("seconds") or 0.0))
             self._failed = None
-        self._last = max(self._last, now)
-        if kind == "end":
+        self._last = max(self._last, segment.time)
+        if event["event"] == "end":
             self._close()
 
     def account(self) -> Account:
-        wall = self._wall + (self._last - self._began if self._began is not None else 0.0)
+        """Of all of them."""
         causes = self._causes.values()
+        spent = self._spent
         return Account(
-            wall=wall,
-            useful=sum(step.seconds for step in self._done.values()),
-            exposed=sum(step.exposed for step in self._done.values()),
-            waited=sum(step.waited for step in self._done.values()),
-            validating=self._validating,
-            saving=self._saving,
+            wall=self._wall + (self._last - self._began if self._began is not None else 0.0),
+            useful=spent["seconds"],
+            **{name: spent[name] for name in ("exposed", "waited", "validating", "saving")},
             recovering=self._recovering,
             again=sum(cause.again for cause in causes),
             down=sum(cause.down for cause in causes),
@@ -162,7 +188,8 @@ class GoodputMeter:
             causes=tuple(sorted(causes, key=lambda cause: (-(cause.down + cause.again), cause.kind, cause.reason))),
         )
 
-    def _begins(self, event: Event, now: float) -> None:
+    def _begins(self, segment: Segment) -> None:
+        event = segment.end
         phase_over = self._until == (event.get("step") or 0)
         self._until = event.get("until")
         if self._began is not None and not self._failed and not phase_over:
@@ -170,14 +197,12 @@ class GoodputMeter:
             self._failed = _NOBODYS
             self._book(_NOBODYS, count=1)
             self._close()
-        again = [step for step in self._done if step > (event.get("step") or 0)]
-        seconds = sum(self._done.pop(step).seconds for step in again)
         if self._failed:
-            self._book(self._failed, steps=len(again), again=seconds)
+            self._book(self._failed, steps=segment.lost_steps, again=segment.lost_seconds)
         if self._failed == _NOBODYS:
             self._failed = None
         if self._began is None:
-            self._began = now
+            self._began = segment.time
 
     def _book(self, key: _Key, **more: float) -> None:
         """Adds to what failures of this cause cost."""
@@ -201,11 +226,3 @@ class GoodputMeter:
 
 def _key(event: Event) -> _Key:
     return str(event.get("kind", "unknown")), str(event.get("category") or ""), str(event.get("reason") or "")
-
-
-def account(events: Iterable[Event]) -> Account:
-    """What the failures in a run log cost."""
-    ledger = GoodputMeter()
-    for event in events:
-        ledger.take(event)
-    return ledger.account()

@@ -6,6 +6,7 @@ import hmac
 import secrets
 import socket
 import threading
+import time
 from contextlib import suppress
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -14,10 +15,13 @@ from typing import Any
 
 from espalier.recipe.errors import EspalierError, UserError
 from espalier.recipe.terminal import say
+from espalier.track import events
 from espalier.track.report import render
 from espalier.track.run_tables import RunTables
 
 _HOST = "127.0.0.1"
+QUICK, SELDOM = 1.0, 20
+"""A page that takes more than so many seconds of a processor is made anew after so many times as many, at the most."""
 VISITORS = 64
 """Connections at once; one more closes the oldest."""
 
@@ -35,6 +39,7 @@ class Live(ThreadingHTTPServer):
         RunTables.read(self.folder)
         self._lock = threading.Lock()
         self._seen: tuple[int, int] | None = None
+        self._due = 0.0
         self._page = b""
         self._visitors: dict[Any, None] = {}  # the oldest first
         self._door = threading.Lock()
@@ -74,12 +79,14 @@ class Live(ThreadingHTTPServer):
     def page(self) -> bytes:
         """The report as it is now."""
         with self._lock:
-            log = self.folder / "events.jsonl"
+            log = self.folder / events.NAME
             stat = log.stat() if log.is_file() else None
             seen = (stat.st_size, stat.st_mtime_ns) if stat else (0, 0)
-            if seen != self._seen or not self._page:
+            if not self._page or (seen != self._seen and time.monotonic() > self._due):
+                began = time.thread_time()
                 self._page = render(RunTables.read(self.folder), live=True).encode()
-                self._seen = seen
+                self._seen, took = seen, time.thread_time() - began
+                self._due = time.monotonic() + (SELDOM * took if took > QUICK else 0.0)
             return self._page
 
 

@@ -1,20 +1,25 @@
 """HTML pages of one look: run report, plan, job trace. Each is one file without outside resources, dark and light.
 
-Each fills the blocks of page.html.j2. What a template is given is escaped, control characters as on terminals.
+Each fills the blocks of page.html.j2. What a template is given is escaped, control characters as on terminals. Its one
+script is uPlot with charts.js; the page's policy names its hash, so that a browser runs no other.
 """
 
 from __future__ import annotations
 
 import re
+from base64 import b64encode
 from datetime import datetime
 from functools import cache
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 from markupsafe import Markup, escape
 
 from espalier.recipe import units
 from espalier.recipe.terminal import visible
+from espalier.track import charts
 
 
 class Figure(NamedTuple):
@@ -42,9 +47,40 @@ def environment() -> Any:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    made.globals |= {name: getattr(units, name) for name in ("show_rate", "show_seconds", "show_size")}
-    made.filters |= {"moment": moment, "percent": signed, "coded": _coded, "place": place}
+    made.globals |= {
+        name: getattr(units, name) for name in ("plural", "show_count", "show_rate", "show_seconds", "show_size")
+    } | {"units": charts.UNITS}
+    made.globals |= {
+        "script": Markup(script()),
+        "script_hash": script_hash(),
+        "uplot_style": Markup(_uplot("uPlot.min.css")),
+    }
+    made.filters |= {
+        "moment": moment,
+        "percent": signed,
+        "coded": _coded,
+        "place": place,
+        "json": charts.as_json,
+        "least": np.min,
+        "greatest": np.max,
+    }
     return made
+
+
+@cache
+def script() -> str:
+    """The script of every page, with uPlot's licence."""
+    charts_js = Path(__file__).with_name("charts.js").read_text(encoding="utf-8")
+    return f"/*\n{_uplot('LICENSE')}\n*/\n{_uplot('uPlot.iife.min.js')}\n{charts_js}"
+
+
+def script_hash() -> str:
+    """As a Content-Security-Policy names the script."""
+    return "sha256-" + b64encode(sha256(script().encode()).digest()).decode()
+
+
+def _uplot(name: str) -> str:
+    return (Path(__file__).parent / "uplot" / name).read_text(encoding="utf-8")
 
 
 def place(value: float) -> str:

@@ -5,20 +5,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from espalier.recipe import cache_dir
 from espalier.recipe.errors import UserError
 from espalier.recipe.units import show_count, show_seconds
-from espalier.track import charts, page, report
+from espalier.track import charts, curves, page, report
+from espalier.track.charts import Chart
 from espalier.track.page import Figure
-from espalier.track.run_tables import RunTables
+from espalier.track.run_tables import VALIDATION, RunTables
 
 NAME = "comparison.html"
-METRICS = 3
-"""Figures of the task that are compared."""
 
 
 class Summary(NamedTuple):
@@ -48,18 +47,10 @@ def summary(folder: str | Path) -> Summary:
     """The run in `folder`. Raises UserError when there is none."""
     run = RunTables.read(folder)
     steps = run.start.get("steps") or (run.recipe.get("train") or {}).get("steps") or 0
-    metrics = {name: _last(run.validations[name]) for name in run.metrics()[:METRICS]}
-    for label, table in (("validation loss", run.validations), ("loss", run.steps)):
-        if "loss" in table:
-            metrics[label] = _last(table["loss"])
-    known = {name: value for name, value in metrics.items() if np.isfinite(value)}
-    return Summary(run, str(folder), run.state, int(run.latest.get("step", 0)), int(steps), known)
-
-
-def _last(values: Any) -> float:
-    """The last finite value; NaN: there is none."""
-    finite = values[np.isfinite(values)]
-    return float(finite[-1]) if len(finite) else float("nan")
+    names = {name: VALIDATION + name for name in run.metrics()[: report.METRICS]}
+    names |= {"validation loss": f"{VALIDATION}loss", "loss": "loss"}
+    metrics = {label: last for label, name in names.items() if (last := run.curves[name].last) is not None}
+    return Summary(run, str(folder), run.state, int(run.latest.get("step", 0)), int(steps), metrics)
 
 
 def row(entry: Summary) -> list[str]:
@@ -80,10 +71,8 @@ def figures(runs: Sequence[Summary]) -> list[tuple[str, list[str]]]:
     """(name, of each run) of the figures that several runs are compared by."""
     names = dict.fromkeys(name for entry in runs for name in entry.metrics)
     table = [(name.replace("_", " "), [_shown(entry.metrics.get(name)) for entry in runs]) for name in names]
-    took = [np.asarray(entry.run.steps.get("seconds", np.empty(0)), float) for entry in runs]
-    table.append(
-        ("seconds per step", [show_seconds(float(np.nanmedian(seconds))) if len(seconds) else "" for seconds in took])
-    )
+    took = [curves.median(entry.run.curves["seconds"]) for entry in runs]
+    table.append(("seconds per step", [show_seconds(seconds) if np.isfinite(seconds) else "" for seconds in took]))
     table.append(("time in steps", [show_seconds(entry.run.seconds()) for entry in runs]))
     return table
 
@@ -116,7 +105,7 @@ def render(runs: Sequence[Summary]) -> str:
         title="Comparison of runs", kind="comparison", state=f"{len(runs)} runs", subtitle=names,
         figures=[Figure(Path(entry.name).name, *_headline(entry)) for entry in runs],
         names=names, tables=[("Figures", figures(runs)), ("Options that differ", differences(runs))],
-        plots=_plots(runs),
+        plots=_plots(runs), clocks=report.clocks(*(entry.run for entry in runs)),
     )  # fmt: skip
 
 
@@ -125,20 +114,18 @@ def _headline(entry: Summary) -> tuple[str, str]:
     return _shown(value) or "–", f"{name.replace('_', ' ')}, step {entry.step:,}"
 
 
-def _plots(runs: Sequence[Summary]) -> list[tuple[str, str, Any]]:
-    """(title, remark, drawing) of the losses and of the first figure of the task that all runs have."""
-    shared = [name for name in runs[0].run.metrics() if all(name in entry.run.validations for entry in runs)][:1]
-    wanted = [*((name, "validations") for name in shared), ("loss", "validations"), ("loss", "steps")]
-    drawn = []
-    for name, table in wanted:
-        lines = [
-            charts.Series(entry.name, rows["step"], rows[name], colour=at % charts.COLOURS + 1)
-            for at, entry in enumerate(runs)
-            if name in (rows := entry.run.table(table))
-        ]
-        group = "held out" if table == "validations" else "training"
-        title = name.replace("_", " ")
-        drawn.append(
-            (title[:1].upper() + title[1:], group, charts.line_chart(title, lines, lambda value: f"{value:.3g}"))
+def _plots(runs: Sequence[Summary]) -> list[Chart]:
+    """The first figure of the task that all runs have, and the losses."""
+    shared = [name for name in runs[0].run.metrics() if all(VALIDATION + name in entry.run.curves for entry in runs)]
+    wanted = [*((name, VALIDATION + name, "held out") for name in shared[:1])]
+    wanted += [("validation loss", f"{VALIDATION}loss", "held out"), ("loss", "loss", "training")]
+    return charts.charts(
+        *(
+            Chart(
+                title[:1].upper() + title[1:].replace("_", " "),
+                group,
+                [report.curve(entry.run, name, entry.name, number=number) for number, entry in enumerate(runs)],
+            )
+            for title, name, group in wanted
         )
-    return [chart for chart in drawn if chart[2]]
+    )

@@ -12,7 +12,6 @@ import os
 import socket
 import time
 import tomllib
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Self
 
@@ -24,12 +23,15 @@ from espalier.recipe.errors import UserError, nearest
 from espalier.recipe.foreign_files import parsing, read_text
 from espalier.recipe.units import show_count, show_seconds, show_size
 from espalier.track import events as event_log
+from espalier.track.curves import Curves
 from espalier.track.events import Event
 from espalier.track.goodput import Account, GoodputMeter
+from espalier.track.log_reader import LogReader, LogSpan
 
+VALIDATION = "validation."
+"""Before the names of curves of validations."""
 Table = dict[str, NDArray[Any]]
 
-_BY_STEP = ("step", "validation", "sample", "rule")
 _NAMES = {
     "steps": "step",
     "validations": "validation",
@@ -39,6 +41,8 @@ _NAMES = {
     "rules": "rule",
     "evals": "eval",
 }
+_NEWEST = {"step": 50, "validation": 1, "checkpoint": 5, "incident": 1000, "sample": 8, "rule": 0, "eval": 4000}
+"""How many events of each kind are held."""
 _QUIET = 60.0
 """Seconds without an event, beyond ten steps' time, after which a run counts as silent."""
 
@@ -46,30 +50,45 @@ _QUIET = 60.0
 class RunTables:
     """What a run folder holds. Made by `RunTables.read`.
 
-    Tables are dicts of equally long NumPy arrays: numbers as float64 (`step` as int64; what an event lacks is NaN),
-    the rest as objects. Fields that are tables themselves become `bytes.gradients` and the like. A table without rows
-    has the column `step` alone.
+    Of the log the curves, the sums and the newest events are held, however long it is. Tables are read from it when
+    they are asked for: dicts of equally long NumPy arrays, numbers as float64 (`step` as int64; what an event lacks is
+    NaN), the rest as objects. Fields that are tables themselves become `bytes.gradients` and the like. A table without
+    rows has the column `step` alone.
 
     Attributes:
         folder: the run folder.
         recipe: run.toml; plan: plan.json; both empty when the file is not there yet.
         start: the latest `run` event; finish: the `end` event after it, or empty while there is none.
+        attempts: how often it was begun; resumed: the steps that attempts began after, the first attempt's left out.
+        curves: numbers of all steps that count, and those of validations as `validation.NAME`; of_attempt: of the steps
+            that the latest attempt made, with the plan that the folder holds.
+        best: the lowest loss of a validation, and its step.
+        account: where the time went, and what failures cost.
     """
 
-    def __init__(self, folder: Path, events: Iterable[Event]) -> None:
+    def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.recipe = _parsed(folder / "run.toml", tomllib.loads)
         self.plan = _parsed(folder / "plan.json", json.loads)
         self.start: Event = {}
         self.finish: Event = {}
         self.attempts = 0
-        self.last_time = 0.0
-        self._reached = 0
-        self._ledger = GoodputMeter()
-        self._rows: dict[str, list[Event]] = {kind: [] for kind in _NAMES.values()}
+        self.resumed: list[int] = []
+        self.curves, self.of_attempt = Curves(), Curves()
+        self.best: tuple[float, int] | None = None
+        self._newest: dict[str, list[Event]] = {kind: [] for kind in _NEWEST}  # the latest first
         self._tables: dict[str, Table] = {}
-        for event in events:
-            self._take(event)
+        log = folder / event_log.NAME
+        self._size = log.stat().st_size if log.is_file() else 0
+        reader = self._reader()
+        for span in reader.spans():
+            self._take(span, latest=all(segment.end["event"] != "run" for segment in reader.segments))
+        self._newest["incident"] = [*reader.left_out(), *self._newest["incident"]]
+        segments = reader.segments[::-1]
+        self.account: Account = GoodputMeter(segments).account()
+        self.last_time = max(max(segment.last, segment.time) for segment in segments)
+        for segment in segments:
+            self._begin_or_end(segment.end)
 
     @classmethod
     def read(cls, folder: str | Path) -> Self:
@@ -79,11 +98,10 @@ class RunTables:
             near = nearest(path.name, _siblings(path))
             hint = f"did you mean {path.parent / near}?" if near else "name the folder of a run, such as runs/language"
             raise UserError(f"No folder {path}.", do=hint)
-        log = path / "events.jsonl"
-        if not log.is_file() and not (path / "run.toml").is_file():
+        if not (path / event_log.NAME).is_file() and not (path / "run.toml").is_file():
             what = f"{path} is not a run folder: it has no events.jsonl."
             raise UserError(what, do="espalier train RECIPE makes one")
-        return cls(path, event_log.read(log) if log.is_file() else ())
+        return cls(path)
 
     @property
     def steps(self) -> Table:
@@ -116,12 +134,6 @@ class RunTables:
         return self.table("evals")
 
     @property
-    def attempt(self) -> Table:
-        """The rows of `steps` that the latest attempt made, with the plan that the folder holds."""
-        steps, begun = self.steps, self.start.get("step") or 0
-        return {name: column[steps["step"] > begun] for name, column in steps.items()}
-
-    @property
     def unit(self) -> str:
         """What speed is counted in: `tokens` of a language model, else `samples`."""
         kind = model_kinds.tagged((self.recipe.get("model") or {}).get("kind"))
@@ -130,8 +142,11 @@ class RunTables:
     @property
     def latest(self) -> Event:
         """The newest step event; empty before the first step."""
-        rows = self._rows["step"]
-        return dict(rows[-1]) if rows else {}
+        return next(iter(self._newest["step"]), {})
+
+    def newest(self, kind: str) -> list[Event]:
+        """The newest events of a kind that count, in the order of the log."""
+        return self._newest[kind][::-1]
 
     @property
     def state(self) -> str:
@@ -140,7 +155,7 @@ class RunTables:
             return str(self.finish.get("reason", "finished"))
         if self._silent():
             return "silent"
-        return "running" if self._rows["step"] else "waiting"
+        return "running" if self.latest else "waiting"
 
     def table(self, name: str) -> Table:
         """The table `name`: steps, validations, checkpoints, incidents, samples, rules or evals."""
@@ -148,7 +163,7 @@ class RunTables:
             near = nearest(name, _NAMES)
             raise UserError(f"A run has no table {name!r}.", do=f"ask for {near!r}" if near else ", ".join(_NAMES))
         if name not in self._tables:
-            self._tables[name] = _columns(self._rows[_NAMES[name]]) or {"step": np.empty(0, np.int64)}
+            self._tables[name] = _columns(self._rows(_NAMES[name])) or {"step": np.empty(0, np.int64)}
         return self._tables[name]
 
     def frame(self, name: str) -> Any:
@@ -161,27 +176,21 @@ class RunTables:
             ) from None
         return pandas.DataFrame(self.table(name))
 
-    @property
-    def account(self) -> Account:
-        """What failures cost: goodput, work done again, time to recover, by cause."""
-        return self._ledger.account()
-
     def metrics(self) -> list[str]:
         """The task's own figures among those of validations, as their workload orders them: all but losses and those
         of the test part."""
+        names = (name.removeprefix(VALIDATION) for name in self.curves if name.startswith(VALIDATION))
         others = ("step", "time", "seconds", "loss")
-        numbers = (name for name, column in self.validations.items() if column.dtype == np.float64)
-        return [name for name in numbers if name not in others and not name.startswith(("test_", "tasks."))]
+        return [name for name in names if name not in others and not name.startswith(("test_", "tasks."))]
 
-    def speed(self, last: int = 50) -> float:
-        """Tokens per second over the `last` steps; 0 before the first."""
-        rows = self._rows["step"][-last:]
-        seconds = sum(row.get("seconds") or 0.0 for row in rows)
-        return sum(row.get("tokens") or 0 for row in rows) / seconds if seconds else 0.0
+    def speed(self) -> float:
+        """Tokens per second over the last 50 steps; 0 before the first."""
+        seconds, tokens = (sum(row.get(name) or 0.0 for row in self._newest["step"]) for name in ("seconds", "tokens"))
+        return tokens / seconds if seconds else 0.0
 
     def seconds(self) -> float:
         """Seconds of work in the steps that count."""
-        return float(sum(row.get("seconds") or 0.0 for row in self._rows["step"]))
+        return self.curves["seconds"].total
 
     def __repr__(self) -> str:
         return f"<Run {self.folder}: {', '.join(f'{key} {value}' for key, value in self._headline())}>"
@@ -197,8 +206,7 @@ class RunTables:
         latest, rows = self.latest, [("state", self.state), ("step", f"{self.latest.get('step', 0):,}")]
         if latest.get("loss") is not None:
             rows.append(("loss", f"{latest['loss']:.4g}"))
-        if self._rows["validation"]:
-            last = self._rows["validation"][-1]
+        for last in self._newest["validation"]:
             rows += [(name.replace("_", " "), f"{last[name]:.4g}") for name in self.metrics()[:1] if name in last]
         if latest.get("tokens"):
             rows.append(("speed", f"{show_count(self.speed())} {self.unit}/s"))
@@ -206,34 +214,46 @@ class RunTables:
             rows.append(("memory", show_size(latest["memory"])))
         return [*rows, ("time", show_seconds(self.seconds()))]
 
-    def _take(self, event: Event) -> None:
-        kind = event["event"]
-        self._ledger.take(event)
-        self.last_time = max(self.last_time, event.get("time") or 0.0)
-        if kind == "run":
-            phase_over = bool(self.start.get("until")) and not self.finish and self.start["until"] == event.get("step")
-            self.start, self.finish = event, {}
-            self.attempts += not phase_over
-            self._forget(event.get("step", None), after=True)
-            valid = [row for row in self._rows["eval"] if row["step"] <= (event.get("step") or 0)]
-            self._rows["eval"] = valid  # in the order of their evaluation, not by step
-        elif kind == "end":
-            self.finish = event
-        elif kind in self._rows:
-            if kind == "step":
-                if event["step"] <= self._reached:
-                    self._forget(event["step"], after=False)
-                self._reached = event["step"]
-            self._rows[kind].append(event)
+    def _reader(self) -> LogReader:
+        return LogReader(event_log.blocks(self.folder / event_log.NAME, self._size) if self._size else ())
 
-    def _forget(self, step: int | None, after: bool) -> None:
-        """Drops what an earlier attempt did from `step` on (after it: a step's own validation came after it)."""
-        if step is None:
-            return
-        for kind in _BY_STEP:
-            rows = self._rows[kind]
-            while rows and (rows[-1].get("step") or 0) >= step + after:
-                rows.pop()
+    def _rows(self, kind: str) -> list[Event]:
+        """All events of a kind that count, read again."""
+        rows: list[Event] = []
+        reader = self._reader()
+        for span in reader.spans():
+            steps = span.counted() if kind == "step" else ()
+            rows += [event for event in (*span.events(), *steps) if event["event"] == kind]
+        return rows[::-1] + (reader.left_out() if kind == "incident" else [])
+
+    def _take(self, span: LogSpan, latest: bool) -> None:
+        """The span before those taken so far, in the log; `latest`: of the latest attempt."""
+        columns = span.columns()
+        columns["speed"] = columns["tokens"] / np.maximum(columns["seconds"], 1e-9)
+        steps = columns["step"].astype(np.int64)
+        for curves in (self.curves, self.of_attempt)[: 1 + latest]:
+            curves.add(steps, columns)
+        validations = [event for event in span.events() if event["event"] == "validation"][::-1]
+        names = dict.fromkeys(name for event in validations for name in event)
+        numbers = {VALIDATION + name: np.array([_number(event.get(name)) for event in validations]) for name in names}
+        self.curves.add(np.array([event["step"] for event in validations], np.int64), numbers)
+        losses = [(event["loss"], event["step"]) for event in validations if event.get("loss") is not None]
+        self.best = min([*losses, *filter(None, [self.best])], default=None)
+        missing = {kind: _NEWEST[kind] - len(rows) for kind, rows in self._newest.items()}
+        for event in (*span.events(), *span.counted(missing["step"])):
+            if missing.get(event["event"], 0) > 0:
+                self._newest[event["event"]].append(event)
+                missing[event["event"]] -= 1
+
+    def _begin_or_end(self, event: Event) -> None:
+        if event["event"] == "run":
+            phase_over = bool(self.start.get("until")) and not self.finish and self.start["until"] == event.get("step")
+            if self.start and not phase_over:
+                self.resumed.append(event.get("step") or 0)
+            self.attempts += not phase_over
+            self.start, self.finish = event, {}
+        elif event["event"] == "end":
+            self.finish = event
 
     def _silent(self) -> bool:
         if not self.last_time:
@@ -241,8 +261,13 @@ class RunTables:
         alive = _alive(self.start)
         if alive is not None:
             return not alive
-        usual = float(np.median([row.get("seconds") or 0.0 for row in self._rows["step"][-50:]] or [0.0]))
+        usual = float(np.median([row.get("seconds") or 0.0 for row in self._newest["step"]] or [0.0]))
         return time.time() - self.last_time > _QUIET + 10 * usual
+
+
+def _number(value: Any) -> float:
+    """NaN where it is none."""
+    return value if isinstance(value, int | float) else np.nan
 
 
 def _siblings(path: Path) -> list[str]:
