@@ -7,7 +7,7 @@ the allocator and the optimizer need for a moment, and gathered layers, are kind
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -34,6 +34,8 @@ processor a share of what comes and goes in a step: of 12 recipes 0 to 0.64 of i
 that were live (glibc's malloc; bench/processors.py)."""
 COMMUNICATION = 2**28
 """Bytes of buffers that NCCL holds for each kind of group a rank is in. Assumed."""
+LOGITS = 3
+"""Values of each logit at the loss's worst moment, of which the head's backward passes have one."""
 CAST = 4
 """Bytes per parameter of 16-bit gradients that are cast for the update, all together."""
 
@@ -46,8 +48,13 @@ def memory_bytes(step: CostInputs, size: Number, in_flight: Number) -> Terms:
         in_flight: micro-batches per step.
     """
     first, last = ends(step, size, in_flight)
-    fuller = sum(first.values()) >= sum(last.values())
-    return first if last is first else {name: np.where(fuller, first[name], last[name]) for name in first}
+    return first if last is first else _fullest([first, last])
+
+
+def _fullest(moments: Sequence[Terms]) -> Terms:
+    """The kinds of the moment with most bytes, of each layout."""
+    most = np.argmax(np.stack(np.broadcast_arrays(*(sum(moment.values()) for moment in moments))), axis=0)
+    return {name: np.choose(most, [moment[name] for moment in moments]) for name in moments[0]}
 
 
 def ends(step: CostInputs, size: Number, in_flight: Number) -> tuple[Terms, Terms]:
@@ -71,6 +78,8 @@ def stage(step: CostInputs, anatomy: Anatomy, micro_batches: Number, is_first: b
     request, layouts, factors = step.request, step.layouts, step.on.factors
     pp, device = np.asarray(layouts.pp), step.kind.table.device
     sizes = dict(step.device_states)
+    if request.system.storage is None and request.offload.parameters == "device":
+        sizes |= {"gathered": 0.0, "buckets": 0.0}
     for name, size in step.frozen().memory_bytes.items():
         sizes[name] = sizes.get(name, 0.0) + size
     waiting = np.minimum(pipeline_cost.most_in_flight(pp - behind, layouts.chunks) if is_first else 1, micro_batches)
@@ -91,14 +100,34 @@ def stage(step: CostInputs, anatomy: Anatomy, micro_batches: Number, is_first: b
     in_layer = anatomy.layer.transient + travelling + growing
     if request.system.storage is None:  # its work counts on room that the head's share leaves
         in_layer = in_layer + (~has_head) * anatomy.rest.saved
-    transient = np.maximum(in_layer, has_head * anatomy.rest.transient)
-    transient = np.maximum(transient, step.gathering)
-    temporaries = _temporaries(step) if request.system.storage is not None else 0.0
-    update = np.maximum(orthogonal_bytes(request, layouts.tp), temporaries * step.owned)
-    update = 0.0 * update if has_window else update
-    sizes["activations"] = factors.activations * activations
-    # The worst moment is in backward, or in the optimizer's step when no activation is held any more.
-    sizes["transient"] = np.maximum(factors.activations * transient, update - factors.activations * activations)
+    loss = has_head * anatomy.rest.transient
+    update = 0.0 * layouts.tp if has_window else orthogonal_bytes(request, layouts.tp)
+    if request.system.storage is None and not has_window:
+        tail = has_head * anatomy.rest.saved
+        gone = inputs / np.maximum(1, waiting) + tail
+        held = {
+            "next": (True, activations - tail, 0.0),
+            "loss": (has_head, activations, loss),
+            "head": (has_head, activations, loss / LOGITS),
+            "last": (True, activations, in_layer),
+            "layer": (step.stage_layers > 1, activations - anatomy.layer.saved, in_layer),
+            "table": ((pp == 1) | is_first, activations - gone, anatomy.rest.saved),
+            "update": (True, 0.0, update / factors.activations),
+        }
+        moments = []
+        for moment, sizes_beside in step.passing(micro_batches).items():
+            there, waits, working = held[moment]
+            now = {"activations": factors.activations * waits, "transient": factors.activations * working}
+            moments.append({kind: there * size for kind, size in {**now, **sizes_beside}.items()})
+        for kind, size in _fullest(moments).items():
+            sizes[kind] = sizes.get(kind, 0.0) + size
+    else:
+        # The worst moment is in backward, or in the optimizer's step when no activation is held any more.
+        transient = np.maximum(np.maximum(in_layer, loss), step.gathering)
+        temporaries = _temporaries(step) if request.system.storage is not None else 0.0
+        update = np.maximum(update, 0.0 if has_window else temporaries * step.owned)
+        sizes["activations"] = factors.activations * activations
+        sizes["transient"] = np.maximum(factors.activations * transient, update - factors.activations * activations)
     if request.system.fsdp:
         sizes["gathered"] = np.where(_fsdp(step) & (pp > 1), _resident(step), sizes["gathered"])
     within = sum(sizes.values()) if step.cuda else sizes["activations"] + sizes["transient"]

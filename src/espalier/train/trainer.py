@@ -104,6 +104,7 @@ class Trainer:
                 self.built.agreement.finish(rate)
         if agreed.faulty or not (agreed.skipped or math.isfinite(agreed.gradient_norm)):
             raise not_finite(self, agreed, batches)
+        self.built.sharding.clear()  # what comes between steps has their room
         for follow in self.built.context.follow_loss:
             follow([agreed.loss])
         self.tokens += round(self.step_tokens * (following - self.step))

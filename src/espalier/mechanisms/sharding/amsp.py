@@ -28,7 +28,7 @@ from torch._C._distributed_c10d import AllreduceOptions
 
 from espalier.checkpoint.base import Stateful, StatefulParts
 from espalier.comm.base import Traffic, traffic
-from espalier.mechanisms.sharding.async_collectives import Exchanges
+from espalier.mechanisms.sharding.async_collectives import Chain, Exchanges
 from espalier.mechanisms.sharding.axis_groups import AxisGroups, Codecs, Groups
 from espalier.mechanisms.sharding.broadcast import BufferSync, same_start
 from espalier.mechanisms.sharding.flat_parameter import FlatParameter, FlatUnit, FrozenUnit, ParameterSlot
@@ -95,6 +95,7 @@ class Amsp:
         same_start(model, self._channel)
         self._running = BufferSync(model, self._channel)
         self._reducing, self._moving = Exchanges(), Exchanges()
+        self._sending: list[tuple[Chain, FlatParameter]] = []
         blocks = blocks_of(self._called) if self.spread.blocks is None else self.spread.blocks
         self._member = Membership(self._called, list(blocks))
         self._meshes = self._placed(self._channel)
@@ -109,6 +110,8 @@ class Amsp:
             for slot in flat.slots:
                 hook = slot.parameter.register_post_accumulate_grad_hook(self._arrival(flat, slot))
                 self._hooks.append(hook)
+        last = blocks[-1] if len(blocks) else self._called
+        self._hooks.append(last.register_forward_hook(lambda *_: self._arrived()))
         self._seen = ModelSignature(model)
         flats = [*self.flats, *self.frozen]
         self._windows = GatherHooks(self._called, self._member, flats, self._moving, self.spread.prefetch)
@@ -254,9 +257,30 @@ class Amsp:
             if flat.missing and not everything:
                 break
             if last or flat.scattered:
-                self._reducing.begin(flat.exchange(last))
+                self._make_room(self._beside(flat))
+                stages = flat.exchange(last)
+                self._sending.append((self._reducing.begin(stages), flat))
             self._launched += 1
         self._reducing.advance()
+
+    def _arrived(self) -> None:
+        """What the round before has left on its way had a forward pass to arrive in."""
+        if torch._C._current_graph_task_id() == -1:  # not where the pass runs again in backward
+            self._make_room()
+
+    def _beside(self, flat: FlatParameter) -> int:
+        """Bytes of gradients that may be on their way when those of `flat` follow: of units of a few megabytes two
+        buckets in all, of a block none, or another one that crosses the network while this is summed in a machine."""
+        if not flat.sharded:
+            return 2 * self.spread.bucket_bytes - flat.full.nbytes
+        return flat.full.nbytes * flat.mesh.placement.by_level
+
+    def _make_room(self, room: int = 0) -> None:
+        """Waits until the units on their way hold at most `room` bytes."""
+        self._sending = [(chain, flat) for chain, flat in self._sending if chain.ended < flat.holding]
+        while self._sending and sum(flat.full.nbytes for _, flat in self._sending) > room:
+            chain, flat = self._sending.pop(0)
+            self._reducing.finish(chain, flat.holding)
 
     def wait(self, totals: Tensor | None = None) -> None:
         """See `Sharding.wait`.

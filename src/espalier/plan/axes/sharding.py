@@ -58,7 +58,7 @@ class StateSizes:
             None: `sizes`.
         whole: matrices lie on one rank each (an optimizer of matrices moves them).
         elements, layers, layer: trainable parameters of a rank before sharding, its layers, parameters of one layer.
-        outside: parameters outside the layers.
+        outside: parameters outside the layers, in tables of `table`; tied: the head has the embedding's.
         cut: whether a rank has less than the whole model, so that `elements` counts and not `sizes`.
         largest: elements of the largest matrix that stays whole.
         width: bytes of a value that `storage` is meant for.
@@ -77,6 +77,8 @@ class StateSizes:
     layers: Number = 1
     layer: Number = 0
     outside: Number = 0
+    table: Number = 0
+    tied: bool = False
     cut: Any = False
     largest: Number = 0
     width: int = 4
@@ -374,6 +376,57 @@ def memory_bytes(states: StateSizes, division: Division, state_volumes: Sequence
         feedback = sum(np.maximum(FEEDBACK_BYTES, volume.storage.grads) * volume.elements for volume in state_volumes)
         result["feedback"] = rounds_off * feedback
     return result
+
+
+def passing(states: StateSizes, division: Division, staged: bool, rounds: Number = 2) -> dict[str, Terms]:
+    """Bytes that a rank holds beside its states, at most, by moment of a step and kind.
+
+    Moments: `next`, the end of a later forward pass; the backward passes of the `loss`, of the `head`, of the `last`
+    layer, of a `layer` before it, and of the `table`; the `update`. Kinds: `gathered` parameters are the tables, the
+    layer at work and the next one; `buckets` gradients that are filled (a layer, or a bucket) and those on their way: a
+    layer, or two buckets.
+
+    Args:
+        states, division: see `cost`; `staged`: what Gloo sends lies beside where it goes (NCCL works in place).
+        rounds: micro-batches of the step.
+    """
+    params, grads, optimizer = (np.asarray(factor) for factor in (division.params, division.grads, division.optimizer))
+    each, layer, table, layers = states.storage, states.layer, states.table, np.asarray(states.layers)
+    total = sum(volume.elements for volume in volumes(states, division))
+    bucket = states.bucket_bytes / each.grads
+    unit, way = np.minimum(total, np.maximum(bucket, table)), np.minimum(2 * bucket, total)
+    rest = np.minimum(2 * bucket, total - unit)
+    sharded, scattered = params > 1, grads > 1
+    copies = 1 + staged * (1 + 1 / grads)  # as sent, as they come, and their sum
+    ahead = (1 + staged) * layer  # what the next layer gets
+    blocks = {
+        "next": copies * table,
+        "head": table,
+        "last": layer + copies * table,
+        "layer": layer + (1 + division.by_level) * copies * layer,
+        "table": table + copies * layer,
+    }
+    buckets = {"next": copies * way, "head": unit, "last": unit + copies * rest, "table": copies * way}
+    buckets["layer"] = buckets["last"]
+    sums = staged * ~scattered * ((optimizer > 1) | division.by_level) * (1 + 1 / optimizer)
+    shares = {"last": sums * rest, "layer": sums * rest, "table": sums * way}
+    fresh = {"head": table, "table": table, **dict.fromkeys(("last", "layer"), states.tied * table)}
+    near = states.outside + layer
+    gathered = {"next": near, "loss": near, "head": near, "last": near + (layers > 1) * ahead}
+    gathered |= {"layer": near + (layers > 2) * ahead, "table": states.outside}
+    moved = staged * (optimizer > params) * each.params * total / params
+    cast = (each.params < states.width) * states.width * total / optimizer
+    moments = {}
+    for moment in (*gathered, "update"):
+        filled = scattered * np.where(sharded, blocks.get(moment, 0), buckets.get(moment, 0))
+        filled = (rounds > 1) * filled if moment == "next" else filled
+        gradients = filled + shares.get(moment, 0) + fresh.get(moment, 0)
+        more = (moment == "update") * (moved + cast)
+        moments[moment] = {
+            "gathered": sharded * gathered.get(moment, 0) * each.params,
+            "buckets": gradients * each.grads + more,
+        }
+    return moments
 
 
 def refreshed(states: StateSizes, division: Division) -> Number:
