@@ -419,12 +419,12 @@ class CostInputs:
         )
         return {**sizes, "outer": self.request.outer * self.request.bytes_each * moved}
 
-    def passing(self, rounds: Number) -> Mapping[str, Terms]:
-        """Bytes that a rank holds beside its states, by moment and kind (see `plan.axes.sharding.passing`)."""
-        first, *others = (passing(*part, not self.cuda, rounds) for part in self.parts)
+    def passing(self, rounds: Number) -> Mapping[str, tuple[Number, Number]]:
+        """Bytes of gathered parameters and of gradients beside the states (see `plan.axes.sharding.passing`)."""
+        parts = [passing(*part, not self.cuda, rounds) for part in self.parts]
         return {
-            moment: {kind: size + sum(part[moment][kind] for part in others) for kind, size in sizes.items()}
-            for moment, sizes in first.items()
+            moment: (sum(part[moment][0] for part in parts), sum(part[moment][1] for part in parts))
+            for moment in parts[0]
         }
 
     @cached_property

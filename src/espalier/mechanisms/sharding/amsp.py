@@ -257,7 +257,7 @@ class Amsp:
             if flat.missing and not everything:
                 break
             if last or flat.scattered:
-                self._make_room(self._beside(flat))
+                self._make_room(flat)
                 stages = flat.exchange(last)
                 self._sending.append((self._reducing.begin(stages), flat))
             self._launched += 1
@@ -268,19 +268,22 @@ class Amsp:
         if torch._C._current_graph_task_id() == -1:  # not where the pass runs again in backward
             self._make_room()
 
-    def _beside(self, flat: FlatParameter) -> int:
-        """Bytes of gradients that may be on their way when those of `flat` follow: of units of a few megabytes two
-        buckets in all, of a block none, or another one that crosses the network while this is summed in a machine."""
-        if not flat.sharded:
-            return 2 * self.spread.bucket_bytes - flat.full.nbytes
-        return flat.full.nbytes * flat.mesh.placement.by_level
+    def _make_room(self, flat: FlatParameter | None = None) -> None:
+        """Waits until what is on its way leaves room for `flat` (None: for everything)."""
+        self._sending = [(chain, other) for chain, other in self._sending if chain.ended < other.holding]
+        while self._sending and not (flat and self._has_room(flat)):
+            chain, other = self._sending.pop(0)
+            self._reducing.finish(chain, other.holding)
 
-    def _make_room(self, room: int = 0) -> None:
-        """Waits until the units on their way hold at most `room` bytes."""
-        self._sending = [(chain, flat) for chain, flat in self._sending if chain.ended < flat.holding]
-        while self._sending and sum(flat.full.nbytes for _, flat in self._sending) > room:
-            chain, flat = self._sending.pop(0)
-            self._reducing.finish(chain, flat.holding)
+    def _has_room(self, flat: FlatParameter) -> bool:
+        """Two buckets are on their way at most, or one block (another may cross the network while it is summed in a
+        machine)."""
+        if not flat.sharded:
+            return (
+                sum(other.full.nbytes for _, other in self._sending) + flat.full.nbytes <= 2 * self.spread.bucket_bytes
+            )
+        blocks = {self._member.of(other.slots[0].parameter) for _, other in self._sending}
+        return len(blocks - {self._member.of(flat.slots[0].parameter)}) <= flat.mesh.placement.by_level
 
     def wait(self, totals: Tensor | None = None) -> None:
         """See `Sharding.wait`.

@@ -378,55 +378,56 @@ def memory_bytes(states: StateSizes, division: Division, state_volumes: Sequence
     return result
 
 
-def passing(states: StateSizes, division: Division, staged: bool, rounds: Number = 2) -> dict[str, Terms]:
-    """Bytes that a rank holds beside its states, at most, by moment of a step and kind.
+def passing(
+    states: StateSizes, division: Division, staged: bool, rounds: Number = 2
+) -> dict[str, tuple[Number, Number]]:
+    """Bytes that a rank holds beside its states, at most: of gathered parameters and of gradients, by moment of a step.
 
-    Moments: `next`, the end of a later forward pass; the backward passes of the `loss`, of the `head`, of the `last`
-    layer, of a `layer` before it, and of the `table`; the `update`. Kinds: `gathered` parameters are the tables, the
-    layer at work and the next one; `buckets` gradients that are filled (a layer, or a bucket) and those on their way: a
-    layer, or two buckets.
+    Gathered are the tables, the layer at work and the next one; of gradients a layer (or a bucket) is filled, and
+    another (or two) on their way.
 
     Args:
         states, division: see `cost`; `staged`: what Gloo sends lies beside where it goes (NCCL works in place).
         rounds: micro-batches of the step.
+
+    Returns:
+        `next`: the end of a later forward pass; the backward passes of the `loss`, of the `head`, of the `last` layer,
+        of a `layer` before it, and of the `table`; the `update`.
     """
     params, grads, optimizer = (np.asarray(factor) for factor in (division.params, division.grads, division.optimizer))
     each, layer, table, layers = states.storage, states.layer, states.table, np.asarray(states.layers)
     total = sum(volume.elements for volume in volumes(states, division))
     bucket = states.bucket_bytes / each.grads
     unit, way = np.minimum(total, np.maximum(bucket, table)), np.minimum(2 * bucket, total)
-    rest = np.minimum(2 * bucket, total - unit)
-    sharded, scattered = params > 1, grads > 1
-    copies = 1 + staged * (1 + 1 / grads)  # as sent, as they come, and their sum
-    ahead = (1 + staged) * layer  # what the next layer gets
-    blocks = {
-        "next": copies * table,
-        "head": table,
-        "last": layer + copies * table,
-        "layer": layer + (1 + division.by_level) * copies * layer,
-        "table": table + copies * layer,
+    rest, later = np.minimum(2 * bucket, total - unit), np.asarray(rounds) > 1
+    sent = 1 + staged * (1 + 1 / grads)  # as it lies, as it comes, and the sum
+    shares = staged * (grads == 1) * ((optimizer > 1) | division.by_level) * (1 + 1 / optimizer)
+    near, ahead, apart = states.outside + layer, (1 + staged) * layer, (not states.tied) * table
+    sharded = params > 1
+    moved = staged * (optimizer > params) * each.params / params
+    cast = (optimizer > 1) * (each.params < states.width) * states.width / optimizer  # for masters
+    rows = {  # gathered; gradients scattered by blocks, by buckets, not scattered, and fresh ones
+        "next": (near, later * sent * table, later * sent * way, 0, 0),
+        "loss": (near, 0, 0, 0, 0),
+        "head": (near, apart, unit, 0, table),
+        "last": (near + (layers > 1) * ahead, layer + sent * apart, unit + sent * rest, rest, table - apart),
+        "layer": (
+            near + (layers > 2) * ahead,
+            layer + (1 + division.by_level) * sent * layer,
+            unit + sent * rest,
+            rest,
+            table - apart,
+        ),
+        "table": (states.outside, table + sent * layer, sent * way, way, table),
+        "update": (0, 0, 0, 0, (moved + cast) * total / each.grads),
     }
-    buckets = {"next": copies * way, "head": unit, "last": unit + copies * rest, "table": copies * way}
-    buckets["layer"] = buckets["last"]
-    sums = staged * ~scattered * ((optimizer > 1) | division.by_level) * (1 + 1 / optimizer)
-    shares = {"last": sums * rest, "layer": sums * rest, "table": sums * way}
-    fresh = {"head": table, "table": table, **dict.fromkeys(("last", "layer"), states.tied * table)}
-    near = states.outside + layer
-    gathered = {"next": near, "loss": near, "head": near, "last": near + (layers > 1) * ahead}
-    gathered |= {"layer": near + (layers > 2) * ahead, "table": states.outside}
-    moved = staged * (optimizer > params) * each.params * total / params
-    cast = (each.params < states.width) * states.width * total / optimizer
-    moments = {}
-    for moment in (*gathered, "update"):
-        filled = scattered * np.where(sharded, blocks.get(moment, 0), buckets.get(moment, 0))
-        filled = (rounds > 1) * filled if moment == "next" else filled
-        gradients = filled + shares.get(moment, 0) + fresh.get(moment, 0)
-        more = (moment == "update") * (moved + cast)
-        moments[moment] = {
-            "gathered": sharded * gathered.get(moment, 0) * each.params,
-            "buckets": gradients * each.grads + more,
-        }
-    return moments
+    return {
+        moment: (
+            sharded * gathered * each.params,
+            ((grads > 1) * np.where(sharded, blocks, buckets) + shares * whole + fresh) * each.grads,
+        )
+        for moment, (gathered, blocks, buckets, whole, fresh) in rows.items()
+    }
 
 
 def refreshed(states: StateSizes, division: Division) -> Number:
