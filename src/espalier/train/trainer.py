@@ -104,7 +104,6 @@ class Trainer:
                 self.built.agreement.finish(rate)
         if agreed.faulty or not (agreed.skipped or math.isfinite(agreed.gradient_norm)):
             raise not_finite(self, agreed, batches)
-        self.built.sharding.clear()  # what comes between steps has their room
         for follow in self.built.context.follow_loss:
             follow([agreed.loss])
         self.tokens += round(self.step_tokens * (following - self.step))
@@ -228,6 +227,7 @@ class Trainer:
         if samples == 0:
             return None
         self.built.model.eval()
+        self.built.sharding.clear()  # gradients of the step before, whose room this takes
         ends, size = [samples * index // part.total for index in range(part.total + 1)], self.setting.plan.micro_batch
         slot = self.setting.mesh.sequence_part(self.setting.place.rank)
         shards = [Shard(start, stop, size, *slot) for start, stop in itertools.pairwise(ends)]
