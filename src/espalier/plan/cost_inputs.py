@@ -228,7 +228,7 @@ class CostInputs:
             layer=request.layer_parameters / layouts.tp,
             outside=profile.outside / np.where(np.asarray(layouts.pp) == 1, 1, profile.tables) / layouts.tp,
             table=profile.outside / max(1, profile.tables) / layouts.tp,
-            tied=profile.tables == 1,
+            tied=(profile.tables == 1) * (np.asarray(layouts.pp) == 1),
             cut=(np.asarray(layouts.tp) > 1) | (np.asarray(layouts.pp) > 1),
             largest=largest / layouts.tp,
             width=request.bytes_each,

@@ -78,7 +78,7 @@ class StateSizes:
     layer: Number = 0
     outside: Number = 0
     table: Number = 0
-    tied: bool = False
+    tied: Any = 0
     cut: Any = False
     largest: Number = 0
     width: int = 4
@@ -402,7 +402,7 @@ def passing(
     rest, later = np.minimum(2 * bucket, total - unit), np.asarray(rounds) > 1
     sent = 1 + staged * (1 + 1 / grads)  # as it lies, as it comes, and the sum
     shares = staged * (grads == 1) * ((optimizer > 1) | division.by_level) * (1 + 1 / optimizer)
-    near, ahead, apart = states.outside + layer, (1 + staged) * layer, (not states.tied) * table
+    near, ahead, apart = states.outside + layer, (1 + staged) * layer, (1 - states.tied) * table
     sharded = params > 1
     moved = staged * (optimizer > params) * each.params / params
     cast = (optimizer > 1) * (each.params < states.width) * states.width / optimizer  # for masters
