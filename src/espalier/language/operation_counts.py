@@ -75,6 +75,7 @@ def decoder_work(setting: DecoderLoad, feed: Feed) -> Anatomy:
     tail = (size.width + 1) * whole + size.width * setting.compute  # the last norm's input, scale and output
     # The worst moment is in the head (the log-softmax and two gradients of its size) or in the last layer, when the
     # head's share is gone, the stream's gradient has come, and what was not kept has been computed again.
+    whole_input = size.width * setting.compute * (1 - 1 / tensor) * setting.cut.gathered  # of the head
     in_layer = saved["none"] - saved[setting.recompute] + (feed.working + size.width * whole - tail) / tensor
     sides = sum(product.rows * (product.inner + product.columns * product.count) for product in products)
     # Query, key and value have one input, and experts' answers are summed by no matrix.
@@ -84,7 +85,7 @@ def decoder_work(setting: DecoderLoad, feed: Feed) -> Anatomy:
         attention=core,
         moved=tokens * (2 * norms + residual + turns + feed.moved) / tensor,
         saved=tokens * saved[setting.recompute],
-        transient=tokens * in_layer,
+        transient=tokens * (in_layer - whole_input),
         put_off=setting.compute * sides,
         again=again,
         samples=setting.micro_batch,
@@ -98,7 +99,7 @@ def decoder_work(setting: DecoderLoad, feed: Feed) -> Anatomy:
         products=(head,),
         attention=0.0 * tokens,
         moved=tokens * (7 * size.width * whole + 2 * size.vocabulary * whole) / tensor,  # norm, embedding, log-softmax
-        saved=tokens * tail / tensor,
+        saved=tokens * (tail / tensor + whole_input),
         transient=tokens * (3 * size.vocabulary * whole) / tensor,
         again=0.0 * tokens,
         samples=setting.micro_batch,

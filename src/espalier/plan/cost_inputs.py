@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial, reduce
 from operator import add
@@ -20,7 +20,7 @@ from espalier.plan.axes.flat_layout import BUCKET, Sized
 from espalier.plan.axes.offload_layout import CHUNK, PAGE
 from espalier.plan.axes.sequence import SequenceGrid, SequenceLoad
 from espalier.plan.axes.sequence import cost as sequence_cost
-from espalier.plan.axes.sharding import Division, Lengths, StateBytes, StateSizes, Wire, cost, lengths, volumes
+from espalier.plan.axes.sharding import Division, Lengths, StateBytes, StateSizes, Wire, cost, lengths, passing, volumes
 from espalier.plan.axes.state_holders import fullest
 from espalier.plan.axes.token_chunks import by_chunks, chunk_tokens
 from espalier.plan.base import RESIDENT
@@ -238,6 +238,8 @@ class CostInputs:
             layers=self.stage_layers,
             layer=request.layer_parameters / layouts.tp,
             outside=profile.outside / np.where(np.asarray(layouts.pp) == 1, 1, profile.tables) / layouts.tp,
+            table=profile.outside / max(1, profile.tables) / layouts.tp,
+            tied=(profile.tables == 1) * (np.asarray(layouts.pp) == 1),
             cut=(np.asarray(layouts.tp) > 1) | (np.asarray(layouts.pp) > 1),
             largest=largest / layouts.tp,
             width=request.bytes_each,
@@ -272,6 +274,7 @@ class CostInputs:
                 elements=elements,
                 layer=of_layer,
                 outside=outside,
+                table=0 if of_experts else states.table,
                 tensors=source and partial(_on_rank, source, kind),
                 cuts=(layouts.pp, layouts.chunks, layouts.tp),
                 cut=False,
@@ -429,6 +432,14 @@ class CostInputs:
             for states, division in self.parts
         )
         return {**sizes, "outer": self.request.outer * self.request.bytes_each * moved}
+
+    def passing(self, rounds: Number) -> Mapping[str, tuple[Number, Number]]:
+        """Bytes of gathered parameters and of gradients beside the states (see `plan.axes.sharding.passing`)."""
+        parts = [passing(*part, not self.cuda, rounds) for part in self.parts]
+        return {
+            moment: (sum(part[moment][0] for part in parts), sum(part[moment][1] for part in parts))
+            for moment in parts[0]
+        }
 
     @cached_property
     def exchanged(self) -> Cost:

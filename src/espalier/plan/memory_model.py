@@ -7,9 +7,9 @@ the allocator and the optimizer need for a moment, and gathered layers, are kind
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -34,6 +34,8 @@ processor a share of what comes and goes in a step: of 12 recipes 0 to 0.64 of i
 that were live (glibc's malloc; bench/processors.py)."""
 COMMUNICATION = 2**28
 """Bytes of buffers that NCCL holds for each kind of group a rank is in. Assumed."""
+LOGITS = 3
+"""Values of each logit at the loss's worst moment, of which the head's backward passes have one."""
 CAST = 4
 """Bytes per parameter of 16-bit gradients that are cast for the update, all together."""
 
@@ -46,8 +48,13 @@ def memory_bytes(step: CostInputs, size: Number, in_flight: Number) -> Terms:
         in_flight: micro-batches per step.
     """
     first, last = ends(step, size, in_flight)
-    fuller = sum(first.values()) >= sum(last.values())
-    return first if last is first else {name: np.where(fuller, first[name], last[name]) for name in first}
+    return first if last is first else _fullest([first, last])
+
+
+def _fullest(moments: Sequence[Terms]) -> Terms:
+    """The kinds of the moment with most bytes, of each layout."""
+    most = np.argmax(np.stack(np.broadcast_arrays(*(sum(moment.values()) for moment in moments))), axis=0)
+    return {name: np.choose(most, [moment[name] for moment in moments]) for name in moments[0]}
 
 
 def ends(step: CostInputs, size: Number, in_flight: Number) -> tuple[Terms, Terms]:
@@ -71,7 +78,8 @@ def stage(step: CostInputs, anatomy: Anatomy, micro_batches: Number, is_first: b
     request, layouts, factors = step.request, step.layouts, step.on.factors
     pp, device = np.asarray(layouts.pp), step.kind.table.device
     sizes = dict(step.device_states)
-    for name, size in step.frozen().memory_bytes.items():
+    frozen = step.frozen().memory_bytes
+    for name, size in frozen.items():
         sizes[name] = sizes.get(name, 0.0) + size
     if "frozen" in step.waiting:
         sizes["frozen"] = sizes["frozen"] - step.waiting["frozen"]
@@ -92,15 +100,19 @@ def stage(step: CostInputs, anatomy: Anatomy, micro_batches: Number, is_first: b
         travelling = step.sequence(anatomy.layer.tokens).memory_bytes["keys_values"]
     in_layer = anatomy.layer.transient + travelling + growing
     if request.system.storage is None:  # its work counts on room that the head's share leaves
-        in_layer = in_layer + (~has_head) * anatomy.rest.saved
-    transient = np.maximum(in_layer, has_head * anatomy.rest.transient)
-    transient = np.maximum(transient, step.gathering)
-    temporaries = _temporaries(step) if request.system.storage is not None else 0.0
-    update = np.maximum(orthogonal_bytes(request, layouts.tp), temporaries * step.owned)
-    update = 0.0 * update if has_window else update
-    sizes["activations"] = factors.activations * activations
-    # The worst moment is in backward, or in the optimizer's step when no activation is held any more.
-    sizes["transient"] = np.maximum(factors.activations * transient, update - factors.activations * activations)
+        in_layer = in_layer + (~has_head) * anatomy.rest.saved + _spread_experts(step, anatomy.layer.tokens)
+    loss = has_head * anatomy.rest.transient
+    update = 0.0 * layouts.tp if has_window else orthogonal_bytes(request, layouts.tp)
+    if request.system.storage is None and not has_window:
+        passes = StagePasses(activations, inputs / np.maximum(1, waiting), in_layer, loss, has_head, update)
+        for kind, size in _fullest(_moments(step, anatomy, passes, micro_batches)).items():
+            sizes[kind] = size + frozen.get(kind, 0.0)
+    else:
+        # The worst moment is in backward, or in the optimizer's step when no activation is held any more.
+        transient = np.maximum(np.maximum(in_layer, loss), step.gathering)
+        update = np.maximum(update, 0.0 if has_window else _temporaries(step) * step.owned)
+        sizes["activations"] = factors.activations * activations
+        sizes["transient"] = np.maximum(factors.activations * transient, update - factors.activations * activations)
     if request.system.fsdp:
         sizes["gathered"] = np.where(_fsdp(step) & (pp > 1), _resident(step), sizes["gathered"])
     within = sum(sizes.values()) if step.cuda else sizes["activations"] + sizes["transient"]
@@ -114,6 +126,39 @@ def stage(step: CostInputs, anatomy: Anatomy, micro_batches: Number, is_first: b
     return {name: value + zero for name, value in sizes.items()}
 
 
+class StagePasses(NamedTuple):
+    """Bytes of a stage's passes: what waits for backward, what one micro-batch gives its layers, what a layer and the
+    loss work on, and the update; `has_head`: whether the head is in it."""
+
+    activations: Number
+    inputs: Number
+    layer: Number
+    loss: Number
+    has_head: Any
+    update: Number
+
+
+def _moments(step: CostInputs, anatomy: Anatomy, passes: StagePasses, micro_batches: Number) -> list[Terms]:
+    """Bytes beside the states at the moments of `plan.axes.sharding.passing`."""
+    waits, has_head, factor = passes.activations, passes.has_head, step.on.factors.activations
+    tail, has_table = has_head * anatomy.rest.saved, (np.asarray(step.layouts.pp) == 1) | ~np.asarray(has_head)
+    rows = {
+        "next": (True, waits - tail, 0.0),
+        "loss": (has_head, waits, passes.loss),
+        "head": (has_head, waits, passes.loss / LOGITS),
+        "last": (True, waits, passes.layer),
+        "layer": (step.stage_layers > 1, waits - anatomy.layer.saved, passes.layer),
+        "table": (has_table, waits - passes.inputs - tail, anatomy.rest.saved),
+        "update": (True, 0.0, passes.update / factor),
+    }
+    moments: list[Terms] = []
+    for moment, (gathered, buckets) in step.passing(micro_batches).items():
+        there, saved, working = rows[moment]
+        sizes = {"activations": factor * saved, "transient": factor * working, "gathered": gathered, "buckets": buckets}
+        moments.append({kind: there * size for kind, size in sizes.items()})
+    return moments
+
+
 def _put_off(step: CostInputs, layer: Work, micro_batches: Number, place: Number) -> tuple[Number, Number]:
     """Bytes that zero bubble keeps at a place of the pipeline, where gradients of weights are as many micro-batches
     behind: of these, and of the one at work when its first layer comes, beyond what its layers have kept."""
@@ -121,6 +166,16 @@ def _put_off(step: CostInputs, layer: Work, micro_batches: Number, place: Number
     each = ((np.asarray(layouts.schedule) == "zero_bubble") & (np.asarray(layouts.pp) > 1)) * layer.put_off
     behind = np.minimum(place, np.maximum(0, np.asarray(micro_batches) - 1)) / layouts.chunks
     return behind * layers * each, (layers - 1) * np.maximum(0.0, each - layer.saved)
+
+
+def _spread_experts(step: CostInputs, tokens: Number) -> Number:
+    """Bytes that backward holds beyond what it does where all experts are here: gradients of weights are summed when
+    all tiles have run, and rows of others and answers have rooms of their own."""
+    request = step.request
+    if request.expert_ranks == 1:
+        return 0.0
+    inner = request.experts.parameters / request.experts.total / request.profile.width  # of three matrices
+    return tokens * request.experts.active * request.compute * (3 * request.profile.width + inner / step.layouts.tp)
 
 
 def _crossing(step: CostInputs, layer: Work, micro_batches: Number, waiting: Number) -> Number:

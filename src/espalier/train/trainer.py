@@ -227,6 +227,7 @@ class Trainer:
         if samples == 0:
             return None
         self.built.model.eval()
+        self.built.sharding.clear()  # gradients of the step before, whose room this takes
         ends, size = [samples * index // part.total for index in range(part.total + 1)], self.setting.plan.micro_batch
         slot = self.setting.mesh.sequence_part(self.setting.place.rank)
         shards = [Shard(start, stop, size, *slot) for start, stop in itertools.pairwise(ends)]

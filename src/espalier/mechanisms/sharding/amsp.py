@@ -28,7 +28,7 @@ from torch._C._distributed_c10d import AllreduceOptions
 
 from espalier.checkpoint.base import Stateful, StatefulParts
 from espalier.comm.base import Traffic, traffic
-from espalier.mechanisms.sharding.async_collectives import Exchanges
+from espalier.mechanisms.sharding.async_collectives import Chain, Exchanges
 from espalier.mechanisms.sharding.axis_groups import AxisGroups, Codecs, Groups
 from espalier.mechanisms.sharding.broadcast import BufferSync, same_start
 from espalier.mechanisms.sharding.flat_parameter import FlatParameter, FlatUnit, FrozenUnit, ParameterSlot
@@ -94,6 +94,7 @@ class Amsp:
         if not self._gathers:
             return
         self._reducing, self._moving = Exchanges(), Exchanges()
+        self._sending: list[tuple[Chain, FlatParameter]] = []
         blocks = blocks_of(self._called) if self.spread.blocks is None else self.spread.blocks
         self._member = Membership(self._called, list(blocks))
         if self._channel is not None:
@@ -101,7 +102,7 @@ class Amsp:
             self._running = BufferSync(model, self._channel)
         self._meshes = self._placed()
         if self._channel is not None:
-            self._spread_states()
+            self._spread_states(blocks)
         if cut is None:
             self.frozen = self._frozen_units()
         self.together = cut is not None or any(flat.sharded for flat in self.flats) or bool(self.frozen)
@@ -112,8 +113,8 @@ class Amsp:
 
     # --- making the units --------------------------------------------------------------------------------------------
 
-    def _spread_states(self) -> None:
-        """Makes the units of what is trained, and listens to its gradients."""
+    def _spread_states(self, blocks: Sequence[nn.Module]) -> None:
+        """Makes the units of what is trained, and listens to its gradients and to the last of `blocks`."""
         self.flats = self._units()
         moved = [piece for flat in self.flats for piece in flat.moved]
         self.owned = [piece.owned for piece in moved]
@@ -122,6 +123,8 @@ class Amsp:
             for slot in flat.slots:
                 hook = slot.parameter.register_post_accumulate_grad_hook(self._arrival(flat, slot))
                 self._hooks.append(hook)
+        last = blocks[-1] if len(blocks) else self._called
+        self._hooks.append(last.register_forward_hook(lambda *_: self._arrived()))
         self._seen = ModelSignature(self.model)
 
     def _placed(self) -> dict[ShardFactors, AxisGroups]:
@@ -264,9 +267,33 @@ class Amsp:
             if flat.missing and not everything:
                 break
             if last or flat.scattered:
-                self._reducing.begin(flat.exchange(last))
+                self._make_room(flat)
+                stages = flat.exchange(last)
+                self._sending.append((self._reducing.begin(stages), flat))
             self._launched += 1
         self._reducing.advance()
+
+    def _arrived(self) -> None:
+        """What the round before has left on its way had a forward pass to arrive in."""
+        if torch._C._current_graph_task_id() == -1:  # not where the pass runs again in backward
+            self._make_room()
+
+    def _make_room(self, flat: FlatParameter | None = None) -> None:
+        """Waits until what is on its way leaves room for `flat` (None: for everything)."""
+        self._sending = [(chain, other) for chain, other in self._sending if chain.ended < other.holding]
+        while self._sending and not (flat and self._has_room(flat)):
+            chain, other = self._sending.pop(0)
+            self._reducing.finish(chain, other.holding)
+
+    def _has_room(self, flat: FlatParameter) -> bool:
+        """Two buckets are on their way at most, or one block (another may cross the network while it is summed in a
+        machine)."""
+        if not flat.sharded:
+            return (
+                sum(other.full.nbytes for _, other in self._sending) + flat.full.nbytes <= 2 * self.spread.bucket_bytes
+            )
+        blocks = {self._member.of(other.slots[0].parameter) for _, other in self._sending}
+        return len(blocks - {self._member.of(flat.slots[0].parameter)}) <= flat.mesh.placement.by_level
 
     def wait(self, totals: Tensor | None = None) -> None:
         """See `Sharding.wait`.

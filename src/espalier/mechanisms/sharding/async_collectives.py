@@ -16,24 +16,25 @@ Stage = Callable[[], Any]
 
 
 class Chain:
-    """One unit's stages. Has state: how many of them have ended, and the one under way."""
+    """One unit's stages, with their buffers until they have begun. Has state: how many of them have ended, and the one
+    under way."""
 
-    __slots__ = ("_work", "ended", "stages")
+    __slots__ = ("_next", "_work", "count", "ended")
 
     def __init__(self, stages: Sequence[Stage]) -> None:
-        self.stages = stages
-        self.ended = 0
+        self._next = [*reversed(stages)]
+        self.count, self.ended = len(stages), 0
         self._work: Any = None
 
     @property
     def complete(self) -> bool:
         """Nothing is left to do."""
-        return self.ended >= len(self.stages)
+        return self.ended >= self.count
 
     def launch(self) -> None:
         """Begins the next stage, if there is one."""
-        if not self.complete:
-            self._work = self.stages[self.ended]()
+        if self._next:
+            self._work = self._next.pop()()
 
     def arrived(self) -> bool:
         """Whether the stage under way would end at once."""
@@ -74,18 +75,19 @@ class Exchanges:
                 ceiling = min(ceiling, chain.ended)
         self._forget()
 
-    def finish(self, chain: Chain | None = None) -> None:
-        """Waits until `chain` (default: every chain) is complete; of chains before it only as far as its turn asks."""
-        if chain is not None and chain.complete:
+    def finish(self, chain: Chain | None = None, stages: int | None = None) -> None:
+        """Waits until `chain` (default: every chain) has ended so many of its `stages` (default: all); of chains before
+        it only as far as its turn asks."""
+        if chain is not None and chain.ended >= (wanted := chain.count if stages is None else stages):
             return
         upto = self._chains if chain is None else self._chains[: self._chains.index(chain) + 1]
         while left := [stage_sum for stage_sum in upto if not stage_sum.complete]:
             stage = min(stage_sum.ended for stage_sum in left)
             foremost = next(stage_sum for stage_sum in left if stage_sum.ended == stage)
-            if chain is not None and chain.ended + 1 == len(chain.stages):
+            if chain is not None and chain.ended + 1 == chain.count:
                 foremost = chain  # it has nothing more to launch, so it is in nobody's way
             foremost.end_stage()
-            if chain is not None and chain.complete:
+            if chain is not None and chain.ended >= wanted:
                 break
         self._forget()
 

@@ -36,7 +36,7 @@ class ParameterSlot:
 
     Attributes:
         number: among all trainable parameters of the model.
-        view: where its gradient is collected.
+        view: where its gradient is collected; None between rounds where that is scattered.
         fresh: its gradient came in this round; used: in this step.
     """
 
@@ -201,6 +201,7 @@ class FlatParameter(FlatUnit):
         moved: the pieces that this rank's optimizer moves.
         weight: what this rank's gradients count in the sum.
         missing: gradients still to come in this round.
+        holding: stages of its exchange after which this takes no memory beside what is summed.
         residual: what lossy codecs have not sent yet of this rank's gradients; None where there are none.
             On their device, where a codec encodes them there.
     """
@@ -221,7 +222,7 @@ class FlatParameter(FlatUnit):
         self.residual = residual_like(self.full, mesh.rounding) if mesh.rounding else None
         self.moved = self._moved()
         self.missing = len(self.slots)
-        self.rounds = 0
+        self.rounds = self.holding = 0
         self.weight = 1.0
         self.attach()
         if self.sharded:
@@ -290,11 +291,20 @@ class FlatParameter(FlatUnit):
             scatter = self.mesh.scatter(self.length, "params", "grads")
             stages += [stage(buffer, Span(0, self.length), self.residual) for stage in scatter]
             stages.append(self._keep(buffer))
-            self.collected = None
+            self._let_go()
+        self.holding = len(stages)
         if last:
             made = [*self.mesh.scatter(self.length, "optimizer"), *self.mesh.reduce(self.length)]
             stages += [stage(self.summed, self.grads, self.residual) for stage in made]
+        if not self.scattered:  # a sum in place takes no memory, shares of one do
+            self.holding = len(stages) * (len(stages) > 1 or self.optimizer.length < self.length)
         return stages
+
+    def _let_go(self) -> None:
+        """This round's gradients are the exchange's alone: their room goes with it."""
+        self.collected = None
+        for slot in self.slots:
+            slot.view = None
 
     def _sealed(self) -> Tensor:
         """This round's gradients, with zeros where there is none."""
@@ -361,7 +371,7 @@ class FlatParameter(FlatUnit):
     def drop(self) -> None:
         """Forgets a round that was not exchanged."""
         if self.scattered:
-            self.collected = None
+            self._let_go()
         self.clear()
 
     def clear(self) -> None:

@@ -59,7 +59,7 @@ class StateSizes:
             None: `sizes`.
         whole: matrices lie on one rank each (an optimizer of matrices moves them).
         elements, layers, layer: trainable parameters of a rank before sharding, its layers, parameters of one layer.
-        outside: parameters outside the layers.
+        outside: parameters outside the layers, in tables of `table`; tied: the head has the embedding's.
         cut: whether a rank has less than the whole model, so that `elements` counts and not `sizes`.
         largest: elements of the largest matrix that stays whole.
         width: bytes of a value that `storage` is meant for.
@@ -79,6 +79,8 @@ class StateSizes:
     layers: Number = 1
     layer: Number = 0
     outside: Number = 0
+    table: Number = 0
+    tied: Any = 0
     cut: Any = False
     largest: Number = 0
     width: int = 4
@@ -382,6 +384,58 @@ def memory_bytes(states: StateSizes, division: Division, state_volumes: Sequence
         feedback = sum(np.maximum(FEEDBACK_BYTES, volume.storage.grads) * volume.elements for volume in state_volumes)
         result["feedback"] = rounds_off * feedback
     return result
+
+
+def passing(
+    states: StateSizes, division: Division, staged: bool, rounds: Number = 2
+) -> dict[str, tuple[Number, Number]]:
+    """Bytes that a rank holds beside its states, at most: of gathered parameters and of gradients, by moment of a step.
+
+    Gathered are the tables, the layer at work and the next one; of gradients a layer (or a bucket) is filled, and
+    another (or two) on their way.
+
+    Args:
+        states, division: see `cost`; `staged`: what Gloo sends lies beside where it goes (NCCL works in place).
+        rounds: micro-batches of the step.
+
+    Returns:
+        `next`: the end of a later forward pass; the backward passes of the `loss`, of the `head`, of the `last` layer,
+        of a `layer` before it, and of the `table`; the `update`.
+    """
+    params, grads, optimizer = (np.asarray(factor) for factor in (division.params, division.grads, division.optimizer))
+    each, layer, table, layers = states.storage, states.layer, states.table, np.asarray(states.layers)
+    total = sum(volume.elements for volume in volumes(states, division))
+    bucket = states.bucket_bytes / each.grads
+    unit, way = np.minimum(total, np.maximum(bucket, table)), np.minimum(2 * bucket, total)
+    rest, later = np.minimum(2 * bucket, total - unit), np.asarray(rounds) > 1
+    sent = 1 + staged * (1 + 1 / grads)  # as it lies, as it comes, and the sum
+    shares = staged * (grads == 1) * ((optimizer > 1) | division.by_level) * (1 + 1 / optimizer)
+    near, ahead, apart = states.outside + layer, (1 + staged) * layer, (1 - states.tied) * table
+    sharded = params > 1
+    moved = staged * (optimizer > params) * each.params / params
+    cast = (optimizer > 1) * (each.params < states.width) * states.width / optimizer  # for masters
+    rows = {  # gathered; gradients scattered by blocks, by buckets, not scattered, and fresh ones
+        "next": (near, later * sent * table, later * sent * way, 0, 0),
+        "loss": (near, 0, 0, 0, 0),
+        "head": (near, apart, unit, 0, table),
+        "last": (near + (layers > 1) * ahead, layer + sent * apart, unit + sent * rest, rest, table - apart),
+        "layer": (
+            near + (layers > 2) * ahead,
+            layer + (1 + division.by_level) * sent * layer,
+            unit + sent * rest,
+            rest,
+            table - apart,
+        ),
+        "table": (states.outside, table + sent * layer, sent * way, way, table),
+        "update": (0, 0, 0, 0, (moved + cast) * total / each.grads),
+    }
+    return {
+        moment: (
+            sharded * gathered * each.params,
+            ((grads > 1) * np.where(sharded, blocks, buckets) + shares * whole + fresh) * each.grads,
+        )
+        for moment, (gathered, blocks, buckets, whole, fresh) in rows.items()
+    }
 
 
 def refreshed(states: StateSizes, division: Division) -> Number:
