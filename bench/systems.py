@@ -16,6 +16,7 @@ from table import files, markdown, measured
 OTHERS = {
     "tune": ("Fine-tuning", "bench/tune.py", "bench/smollm2.py"),
     "faults": ("Faults, long runs and narrow surroundings", "bench/faults.py"),
+    "report": ("Reports of long runs", "bench/report.py"),
     "gpu": ("On one GPU", "bench/gpu.py", "bench/language.py"),
 }
 """Name of the tables in docs/measured that belong to no system: a heading, and the scripts that print them."""

@@ -15,8 +15,6 @@ from weight_folders import TEMPLATES, base_of, quietly, workload_of
 from espalier import recipe as config
 from espalier.language.tokenizer import open_tokenizer
 from espalier.recipe import model_kinds
-from espalier.sparse.cbm.matrix import CBM
-from espalier.sparse.csr import CSR
 from espalier.train import workload_registry
 from espalier.train.workload_row import Exports
 
@@ -47,10 +45,3 @@ def test_exports_are_the_same_bytes_whenever_they_are_written(
     assert len(names) > 1
     for number in "23":
         assert filecmp.cmpfiles(tmp_path / "1", tmp_path / number, names, shallow=False)[0] == names
-
-
-def test_compressed_matrices_are_the_same_bytes_too(tmp_path: Path) -> None:
-    small = CBM.of(CSR.from_edges(torch.tensor([[0, 1, 2, 0], [1, 2, 0, 2]]), (3, 3)))
-    for number in range(6):
-        small.save(tmp_path / f"{number}.safetensors")
-    assert len({file.read_bytes() for file in tmp_path.iterdir()}) == 1

@@ -260,7 +260,7 @@ def test_hub_mistakes_are_explained(hub, monkeypatch):
     with pytest.raises(UserError, match="more than three parts"):
         texts("hf:a/b/c/d")
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(UserError, match=r"espalier\[hub\]"):
+    with pytest.raises(UserError, match=r"espalier-train\[hub\]"):
         texts("hf:name")
 
 

@@ -184,9 +184,3 @@ def test_a_file_that_is_no_tokenizer_is_refused(tmp_path):
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(UserError, match=r"is not a tokenizer\.json"):
         open_tokenizer(str(tmp_path))
-
-
-def test_a_missing_library_names_its_extra(monkeypatch):
-    monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(UserError, match=r"espalier\[llm\]"):
-        open_tokenizer("bpe:300", lambda: TEXTS)

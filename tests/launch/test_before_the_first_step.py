@@ -1,10 +1,10 @@
 """What a run executes before its first step, counted in the process of rank 0 and before it was forked.
 
 Of the first run of a recipe, which builds the corpus and decides the plan by estimates, and of the same begun again.
-The second finds shards and plan in the cache: of 646 functions `train` has 113, which put the model together and
-join the ranks; `language` 90, which open the corpus and build the model; `recipe` and `cli` 141; `plan` 56; `comm` 55;
-`mechanisms`, `parallel` and `optim` 56, which lay states, groups and the optimizer on the ranks. The first has
-296 more: it cuts the corpus into shards, searches the layouts of all mechanisms, prices them (of those that share
+The second finds shards and plan in the cache: of 651 functions `train` has 118, which put the model together and
+join the ranks; `language` 92, which open the corpus and build the model; `recipe` and `cli` 149; `plan` 61; `comm` 53;
+`mechanisms`, `parallel` and `optim` 61, which lay states, groups and the optimizer on the ranks. The first has
+321 more: it cuts the corpus into shards, searches the layouts of all mechanisms, prices them (of those that share
 sequences also shares by speed and when parameters are gathered) and says why one is the plan and what it is made of.
 """
 
@@ -53,7 +53,7 @@ def train_step(self, *arguments):
 trainer.Trainer.train_step = train_step
 sys.exit(main(sys.argv[2:]))
 """
-FIRST, REPEATED, RESILIENCE = 958, 646, 4
+FIRST, REPEATED, RESILIENCE = 972, 651, 4
 """Functions of the package before rank 0's first step, in a first run and in another of the same recipe; and of what is
 there for failures."""
 

@@ -110,7 +110,7 @@ def test_variables_that_cannot_be_are_refused_by_name(
 def test_without_mpi4py_the_extra_is_named_and_the_other_way(monkeypatch: Any) -> None:
     told(monkeypatch, **MPICH)
     monkeypatch.setitem(sys.modules, "mpi4py", None)
-    with pytest.raises(UserError, match=r"espalier\[mpi\]'; or set MASTER_ADDR"):
+    with pytest.raises(UserError, match=r"espalier-train\[mpi\]'; or set MASTER_ADDR"):
         launcher.place()
 
 

@@ -11,7 +11,6 @@ import torch.nn.functional as F
 
 from espalier import recipe as config
 from espalier.language import gpt, hf
-from espalier.language.generate import before
 from espalier.language.tokenizer import ByteTokenizer
 from espalier.language.tune import workload as tuning
 from espalier.language.tune.workload import TuneWorkload
@@ -109,13 +108,6 @@ def test_notes_show_one_conversation_with_its_answers_marked(opened: Callable[..
     assert "⟦" in note
     assert "<|im_start|>assistant\\n⟦" in note
     assert "between ⟦ and ⟧" in note
-
-
-def test_an_ending_of_several_tokens_is_held_back_until_it_is_whole() -> None:
-    assert list(before(iter([1, 2, 3, 9]), [2, 3])) == [1]
-    assert list(before(iter([1, 2, 2, 3]), [2, 3])) == [1, 2]
-    assert list(before(iter([1, 2]), [2, 3])) == [1, 2]
-    assert list(before(iter([2, 4, 2, 3, 5]), [2, 3])) == [2, 4]
 
 
 def test_a_run_keeps_what_its_adapters_stand_on(
