@@ -69,6 +69,7 @@ def test_the_page_has_all_questions_and_no_other() -> None:
     assert PAGE.startswith(advice.HEAD)
 
 
+@pytest.mark.extremes
 @pytest.mark.parametrize("title", QUESTIONS)
 def test_the_page_says_what_the_planner_says(title: str) -> None:
     _, _, rest = PAGE.partition(f"## {title}\n")
@@ -130,6 +131,7 @@ def counted(plan: Plan, predicted: Predicted) -> set[str]:
     return shown | {units.show_seconds(one) for one in (*predicted.terms.values(), predicted.step_seconds)}
 
 
+@pytest.mark.extremes
 @pytest.mark.parametrize("title", QUESTIONS)
 def test_every_byte_and_second_that_is_said_of_a_plan_is_one_of_its_prediction(title: str) -> None:
     found = QUESTIONS[title].answer
@@ -141,6 +143,7 @@ def test_every_byte_and_second_that_is_said_of_a_plan_is_one_of_its_prediction(t
     assert not set(quantities) - known
 
 
+@pytest.mark.extremes
 @pytest.mark.parametrize("title", QUESTIONS)
 def test_the_bytes_in_the_text_sum_to_the_peak(title: str) -> None:
     plan = QUESTIONS[title].answer.plan

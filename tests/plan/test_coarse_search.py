@@ -130,7 +130,7 @@ def test_up_to_64_ranks_every_layout_is_priced_and_beyond_few_of_them(searched: 
     assert searched(request, many, 64).priced < searched(request, many, 10**9).priced / 2
 
 
-@pytest.mark.parametrize("machines", [1250, 12500])
+@pytest.mark.parametrize("machines", [1250, pytest.param(12500, marks=pytest.mark.slow)])
 def test_layouts_priced_on_very_many_ranks_are_bounded(searched: Any, machines: int) -> None:
     request = decoder(8192, 120, 8192, 4 * machines).changed(precision="bf16")
     result = searched(request, gpus("H100", machines, 8, "3200Gbit/s"), 64)

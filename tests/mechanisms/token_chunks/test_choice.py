@@ -48,7 +48,9 @@ def planned(request: Request, cluster: Cluster) -> Plan:
     return decide(request, cluster).taken
 
 
-@pytest.mark.parametrize(("sequence", "device"), [(9 << 17, "H200"), (1 << 19, "H100")])
+@pytest.mark.parametrize(
+    ("sequence", "device"), [pytest.param(9 << 17, "H200", marks=pytest.mark.slow), (1 << 19, "H100")]
+)
 def test_8b_at_very_long_context_has_a_plan_on_eight_cards(sequence: int, device: str) -> None:
     assert planned(request_of(sequence), cards(device)).state(TokenChunksState).loss
     plan = planned(request_of(sequence, tp=1), cards(device))
