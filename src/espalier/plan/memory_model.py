@@ -238,7 +238,7 @@ def sources(request: Request, on: Fleet) -> Mapping[str, str]:
             else {"frozen": "weights that are not trained, as stored; blocks in shards"}
         ),
         "activations": "the workload's formula, for as many micro-batches as wait in the pipeline",
-        "gathered": "two layers gathered at a time where parameters or gradients are sharded",
+        "gathered": "tables, the layer at work and the next one, where parameters are sharded",
         "slack": f"{SLACK[device.kind]:.0%} for the allocator"
         + (" (assumed)" if device.kind == "cuda" else " of activations and transient"),
         "runtime": "measured"
