@@ -21,7 +21,8 @@ class Echo(Predicts):
     """Says what was asked together; refuses what begins with `bad`."""
 
     def answer(self, workload: Any, model: Any, text: str | None, sampling: Sampling) -> Answer:
-        raise NotImplementedError
+        (answer,) = self.answers(workload, model, [text], sampling)
+        return answer
 
     def answers(self, workload: Any, model: Any, texts: Sequence[str | None], sampling: Sampling) -> Sequence[Answer]:
         for text in texts:

@@ -98,18 +98,24 @@ def folder(corpus: Path, tmp_path_factory: pytest.TempPathFactory, machine: dict
     )
     for name in ("first", "repeated"):
         (folder / name).mkdir()
-        command = [sys.executable, str(folder / "program.py"), str(folder / name), "train", str(recipe)]
-        done = subprocess.run(
-            [*command, "--run", str(folder / name / "run")],
-            cwd=folder,
-            env={**os.environ, "XDG_CACHE_HOME": str(folder / "cache")},
-            capture_output=True,
-            text=True,
-            timeout=300,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr[-2000:]
+        program = (str(folder / "program.py"), str(folder / name))
+        errors_of(folder, *program, "train", str(recipe), "--run", str(folder / name / "run"))
     return folder
+
+
+def errors_of(folder: Path, *words: str) -> str:
+    """Standard error of a program of Python that ends well, with the cache in `folder`."""
+    done = subprocess.run(
+        [sys.executable, *words],
+        cwd=folder,
+        env={**os.environ, "XDG_CACHE_HOME": str(folder / "cache")},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stderr
 
 
 @pytest.fixture(scope="module")
@@ -153,15 +159,5 @@ def test_ranks_import_nothing_slow_before_the_first_step(folder: Path) -> None:
     ],
 )
 def test_a_verb_imports_only_what_it_needs(folder: Path, words: str, absent: tuple[str, ...]) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", VERB, *words.split()],
-        cwd=folder,
-        env={**os.environ, "XDG_CACHE_HOME": str(folder / "cache")},
-        capture_output=True,
-        text=True,
-        timeout=150,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    modules = json.loads(done.stderr.splitlines()[-1])
+    modules = json.loads(errors_of(folder, "-c", VERB, *words.split()).splitlines()[-1])
     assert not [module for module in absent if module in modules]

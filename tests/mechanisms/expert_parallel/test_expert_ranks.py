@@ -20,11 +20,11 @@ from espalier.recipe.errors import UserError
 EXPERTS = 16
 
 
-def mixture(batch=16, width=256, **more):
+def mixture(batch=16, width=256, layers=4, **more):
     """A decoder most of whose parameters are in experts."""
-    plain = asked.decoder(width=width, layers=4, batch=batch)
+    plain = asked.decoder(width=width, layers=layers, batch=batch)
     each = 3.0 * width * 4 * width * EXPERTS
-    total = plain.profile.parameters + int(4 * each)
+    total = plain.profile.parameters + int(layers * each)
     facts = {"expert_parallel": ExpertSizes(EXPERTS, 2, each)}
     return plain.changed(parameters=total, trainable=total, facts=facts, **more)
 
@@ -207,16 +207,16 @@ def test_states_of_experts_are_exchanged_among_the_ranks_that_share_them(ep):
 
 def test_memory_asks_for_shards_of_gradients_and_parameters_beside_experts():
     pin = config.Pin(ranks=4, pp=1, tp=1, sp=1, ep=2, micro_batch=16, recompute="none")
-    request = mixture(batch=64, pin=pin)
-    peaks = []
-    for params, grads, optimizer in ((1, 1, 4), (4, 4, 4)):
+    request = mixture(batch=64, layers=16, pin=pin)
+    layouts, peaks = [(1, 1, 4), (1, 4, 4), (2, 4, 4), (4, 4, 4)], []
+    for params, grads, optimizer in layouts:
         shard = config.ShardPin(params=params, grads=grads, optimizer=optimizer)
         plan = decided(request.changed(pin=msgspec.structs.replace(pin, shard=shard)), count=4).plan
         assert plan.layout.ep == 2
         peaks.append(plan.predicted.memory_bytes["peak"])
-    most, least = peaks
-    assert least < most
-    narrow = decided(request.changed(memory=1.01 * least), count=4)
-    unit = narrow.plan.units[0]
-    assert narrow.fits
-    assert min(len(ranks) for ranks in (unit.params, unit.grads, unit.optimizer)) > 1
+    assert peaks == sorted(peaks, reverse=True)
+    for before, least, shard in zip(peaks, peaks[1:], layouts[1:], strict=False):
+        found = decided(request.changed(memory=(before + least) / 2), count=4)
+        unit = found.plan.units[0]
+        assert found.fits
+        assert tuple(len(ranks) or 1 for ranks in (unit.params, unit.grads, unit.optimizer)) == shard
