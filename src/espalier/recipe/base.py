@@ -8,6 +8,7 @@ from typing import Any
 
 from msgspec import Struct
 
+from espalier.recipe.errors import UserError
 from espalier.recipe.sections import Model, RecipeBase
 
 __all__ = ["Derivation", "Draft", "Model", "ModelKind", "RecipeBase"]
@@ -57,6 +58,14 @@ def replaced(struct: Any, path: list[str], value: Any) -> Any:
     """`struct` with another `value` at a path of keys."""
     name, *rest = path
     return struct.changed(**{name: replaced(getattr(struct, name), rest, value) if rest else value})
+
+
+def refuse_mixture_and_recompute(recipe: RecipeBase, what: str) -> None:
+    """Raises UserError for several [data] tables and for recomputation, of a recipe for `what`."""
+    if len(recipe.data) > 1:
+        raise UserError(f"The recipe of {what} has one [data] table; this one has {len(recipe.data)}.", do="keep one")
+    if recipe.train.recompute not in (None, "none"):
+        raise UserError(f"train.recompute = {recipe.train.recompute!r} is not possible for {what}.", do='"none"')
 
 
 def _nothing(recipe: RecipeBase) -> None:

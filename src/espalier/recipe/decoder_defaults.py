@@ -203,10 +203,6 @@ def _adapters(tune: Adapters, model: Decoder) -> None:
         raise UserError(f"tune.rank = {tune.rank} is not possible.", do="tune.rank = 16")
     if model.width and tune.rank > model.width:
         raise UserError(f"tune.rank = {tune.rank} is more than model.width = {model.width}.", do="tune.rank = 16")
-    if tune.alpha is not None and tune.alpha <= 0:
-        raise UserError(f"tune.alpha = {tune.alpha} is not possible.", do="leave it out for 2 x rank")
-    if isinstance(tune, Dpo) and tune.beta <= 0:
-        raise UserError(f"tune.beta = {tune.beta} is not possible.", why="it has to be above 0", do="tune.beta = 0.1")
     if tune.dora and tune.frozen != "fp32":
         raise UserError(
             f'tune.dora is not possible with tune.frozen = "{tune.frozen}".',

@@ -8,7 +8,7 @@ import msgspec
 from msgspec import field
 
 from espalier.recipe import mechanism_options
-from espalier.recipe.base import Draft, Model, ModelKind, RecipeBase
+from espalier.recipe.base import Draft, Model, ModelKind, RecipeBase, refuse_mixture_and_recompute
 from espalier.recipe.data_table import data_table
 from espalier.recipe.errors import UserError
 from espalier.recipe.sections import GraphOptions, Stable
@@ -157,16 +157,11 @@ def _check(recipe: RecipeBase) -> None:
         _attention(model)
     if graph is not None:
         _graph(graph, model)
-    if len(recipe.data) > 1:
-        raise UserError(f"A graph recipe has one [data] table; this one has {len(recipe.data)}.", do="keep one of them")
-    if recipe.train.recompute not in (None, "none"):
-        raise UserError(f"train.recompute = {recipe.train.recompute!r} is not possible for a graph.", do='"none"')
+    refuse_mixture_and_recompute(recipe, "a graph")
 
 
 def _width(model: Network) -> None:
     width, k = model.width, model.k
-    if k is not None and k < 1:
-        raise UserError(f"model.k = {k} keeps nothing.", why="it has to be above 0", do="model.k = 8")
     if k is not None and width is not None and k > width:
         raise UserError(
             f"model.k = {k} is larger than the width.",
@@ -178,7 +173,7 @@ def _width(model: Network) -> None:
             f'model.k = {k} belongs to model.activation = "maxk", not {model.activation!r}.', do="give one of them"
         )
     if isinstance(model, Gat):
-        if model.heads < 1 or (width and width % model.heads):
+        if width and width % model.heads:
             raise UserError(
                 f"model.heads = {model.heads} does not divide model.width = {width}.", do="model.heads = 8, width = 64"
             )
@@ -195,11 +190,6 @@ def _attention(model: GraphTransformer) -> None:
         raise UserError(
             f"model.heads = {model.heads} does not divide model.width = {model.width}.", do="model.heads = 1"
         )
-    least = {"virtual": 0, "expander": 0, "distance": 0, "local": 0, "encoding_size": 1, "interleave": 2, "heads": 1}
-    for name, lowest in least.items():
-        value = getattr(model, name)
-        if value is not None and value < lowest:
-            raise UserError(f"model.{name} = {value} is not possible.", do=f"model.{name} = {lowest} or more")
     if not 0 < model.recall <= 1 or (model.recall < 1 and model.attention == "full"):
         raise UserError(
             f"model.recall = {model.recall} is not possible with model.attention = {model.attention!r}.",
@@ -229,8 +219,6 @@ def _graph(graph: GraphOptions, model: Model) -> None:
             why="the shares of training, validation and test must add up to 1, and training needs some",
             do="graph.split = [0.6, 0.2, 0.2]",
         )
-    if graph.negatives < 1:
-        raise UserError(f"graph.negatives = {graph.negatives} is not possible.", do="graph.negatives = 1")
     if graph.fanout == "auto" and graph.task != "node":
         raise UserError(
             f'graph.fanout = "auto" is not possible with graph.task = {graph.task!r}.',

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from espalier.recipe.base import Draft, Model, ModelKind, RecipeBase
+from espalier.recipe.base import Draft, Model, ModelKind, RecipeBase, refuse_mixture_and_recompute
 from espalier.recipe.errors import UserError
 
 
@@ -44,33 +44,9 @@ def _fill(draft: Draft) -> None:
 
 
 def _check(recipe: RecipeBase) -> None:
-    model = recipe.model
-    assert isinstance(model, Voxels)
-    for key, least, most in (("resolution", 8, 512), ("features", 1, 64), ("width", 1, 1024)):
-        if not least <= getattr(model, key) <= most:
-            raise UserError(
-                f"model.{key} = {getattr(model, key)} is not possible.",
-                why=f"it has to be from {least} to {most}",
-                do=f"model.{key} = {Voxels.__struct_defaults__[Voxels.__struct_fields__.index(key)]}",
-            )
-    if not 0 < model.coarse < 1:
-        raise UserError(
-            f"model.coarse = {model.coarse} is not possible.",
-            why="it is the share of the steps in which the coarse grid is trained",
-            do="model.coarse = 0.25",
-        )
-    if isinstance(model, SpikingNerf) and not 0 <= model.spike_penalty <= 1:
-        raise UserError(
-            f"model.spike_penalty = {model.spike_penalty} is not possible.",
-            why="it weighs spikes in the loss, from 0 to 1",
-            do="model.spike_penalty = 0.001, or 0 for none",
-        )
     if recipe.train.steps is not None and recipe.train.steps < 2:
         raise UserError("A scene is trained in two stages.", why=f"train.steps = {recipe.train.steps}", do="2 or more")
-    if len(recipe.data) > 1:
-        raise UserError(f"A scene's recipe has one [data] table; this one has {len(recipe.data)}.", do="keep one")
-    if recipe.train.recompute not in (None, "none"):
-        raise UserError(f"train.recompute = {recipe.train.recompute!r} is not possible for a scene.", do='"none"')
+    refuse_mixture_and_recompute(recipe, "a scene")
     if recipe.train.precision not in ("auto", "fp32", "fp64"):
         raise UserError(
             f"train.precision = {recipe.train.precision!r} is not possible for a scene.",

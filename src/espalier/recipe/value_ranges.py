@@ -18,13 +18,15 @@ _SHORTEST = 200  # steps: `train.plateau.LEAST`, which is above this module; a t
 
 def check(recipe: config.Recipe) -> None:
     """Raises UserError for the first value out of bounds or that contradicts another. None is not looked at."""
+    tag = recipe.model.__struct_config__.tag
     for limit in _LIMITS:
-        for key in limit["keys"]:
+        for key in limit["keys"] if tag in limit.get("kinds", [tag]) else ():
             for value in _values(recipe, key.split(".")):
                 within = (getattr(operator, name)(value, bound) for name, bound in limit["bounds"].items())
                 if not (math.isfinite(value) and all(within)):
                     why = f"it has to be {limit['words']}"
-                    raise UserError(f"{key} = {value} is not possible.", why=why, do=f"correct {key}")
+                    do = limit.get("do", f"correct {key}")
+                    raise UserError(f"{key} = {value} is not possible.", why=why, do=do)
     model_kind = model_kinds.of(recipe.model)
     for kind in model_kinds.KINDS:
         for section in () if kind is model_kind else mechanism_options.tables_of(kind):
@@ -79,9 +81,6 @@ def _start(name: str, launch: config.Launch) -> None:
 
 
 def _faults(faults: config.Faults) -> None:
-    for name, value, word in (("restarts", faults.restarts, "auto"), ("rollback", faults.rollback, "never")):
-        if isinstance(value, int) and value < 0:
-            raise UserError(f"faults.{name} = {value} is not possible.", do=f'faults.{name} = 0, or "{word}"')
     if isinstance(faults.plateau, int) and faults.plateau < _SHORTEST:
         raise UserError(
             f"faults.plateau = {faults.plateau} is not possible.",
@@ -112,12 +111,6 @@ def _places(recipe: config.Recipe) -> None:
             why="it is [from, to], the first step is 1, and both are included",
             do="track.profile = [10, 12]",
         )
-    if recipe.checkpoint.every != "auto" and recipe.checkpoint.every < 1:
-        raise UserError(
-            f"checkpoint.every = {recipe.checkpoint.every} is not possible.",
-            why="it has to be above 0",
-            do='checkpoint.every = 100, or "auto"',
-        )
     if recipe.checkpoint.rate is not None and units.rate(recipe.checkpoint.rate, "checkpoint.rate") <= 0:
         raise UserError(
             f"checkpoint.rate = {recipe.checkpoint.rate!r} writes nothing.", do='checkpoint.rate = "200MB/s"'
@@ -131,11 +124,12 @@ def _places(recipe: config.Recipe) -> None:
 
 
 def _values(struct: Any, path: list[str]) -> list[Any]:
-    """The values at a dotted path: none where an alternative lacks the option or it is open, several in a tuple."""
+    """The numbers at a dotted path: none where an alternative lacks the option or it is open or a word, several in a
+    tuple."""
     if isinstance(struct, tuple):
         return [value for item in struct for value in _values(item, path)]
     if not path:
-        return [] if struct is None else [struct]
+        return [] if struct is None or isinstance(struct, str) else [struct]
     return _values(getattr(struct, path[0]), path[1:]) if hasattr(struct, path[0]) else []
 
 
