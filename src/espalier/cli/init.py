@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import tomli_w
 
+from espalier.cli import text_template
 from espalier.language import row_files, text_sources
 from espalier.language.row_files import Row, SourceFile
 from espalier.recipe import Data, defaults, recipe_file
@@ -299,79 +300,25 @@ def recipe(finds: list[FoundData], target: Path) -> str:
     ):
         listing = ", ".join(f"{find.path} ({find.kind})" for find in finds)
         raise UserError("There is no one recipe for these.", why=listing, do="espalier init for each, with --out")
-    make = {
-        "text": _text,
-        "chats": _tuned,
-        "pairs": _tuned,
-        "graph": _graph,
-        "scene": _scene,
-        "module": _own,
-    }[data[0].kind]
-    head = "".join(f"# {printable(source.path)}: {printable(source.says)}.\n" for source in finds)
-    name = printable(target.name)
-    return f"{head}#\n#   espalier plan {name}\n#   espalier train {name}\n\n{make(weights, data)}"
+    _refuse_weights(weights, data[0])
+    return text_template.render(
+        "init_recipe.toml.j2",
+        {"printable": printable, "toml": lambda value: tomli_w.dumps({"": value}).partition(" = ")[2].strip()},
+        sources=finds,
+        name=printable(target.name),
+        kind=data[0].kind,
+        weights=weights,
+        data=data,
+        large=sum(source.size for source in data) >= LARGE,
+    )
 
 
-def _text(weights: list[FoundData], data: list[FoundData]) -> str:
-    if len(weights) > 1:
+def _refuse_weights(weights: list[FoundData], data: FoundData) -> None:
+    """Raises UserError where a run on `data` begins with other weights than these."""
+    if data.kind == "text" and len(weights) > 1:
         raise UserError("One folder of weights is what a run starts from.", do="leave the others out")
-    model = f"[model]\n{_key('initial', weights[0].path)}" if weights else '[model]\nkind = "gpt"\n# depth = 6\n'
-    bpe = '# tokenizer = "bpe:4096"     # default: bytes\n' if sum(source.size for source in data) < LARGE else ""
-    bpe = bpe or 'tokenizer = "bpe:4096"       # trained on all sources when the run begins\n'
-    bpe = "" if weights else bpe
-    several = len(data) > 1
-    head, weight = ("[[data]]", "weight = 1\n") if several else ("[data]", "")
-    tables = [f"{head}\n{_key('path', source.path)}{_field(source)}{weight}{bpe}" for source in data]
-    return "\n".join([model, *tables, "[train]\n# steps = 1000\n"])
-
-
-def _tuned(weights: list[FoundData], data: list[FoundData]) -> str:
-    pairs = data[0].kind == "pairs"
-    if len(weights) != 1 and (weights or pairs):
+    if (data.kind == "pairs" and len(weights) != 1) or (data.kind == "chats" and len(weights) > 1):
         raise UserError(
-            f"Tuning on {data[0].says} begins with one folder of weights.",
-            do=f"espalier init WEIGHTS {data[0].path}, where WEIGHTS is a Hugging Face folder or a .gguf file",
+            f"Tuning on {data.says} begins with one folder of weights.",
+            do=f"espalier init WEIGHTS {data.path}, where WEIGHTS is a Hugging Face folder or a .gguf file",
         )
-    model = _key("initial", weights[0].path) if weights else '# depth = 6\n# initial = "FOLDER"        # weights\n'
-    full = 'kind = "full"               # or "lora", with rank = 8, beside weights\n'
-    kind = 'kind = "dpo"\nrank = 8\n' if pairs else full
-    return f"[model]\n{model}\n[tune]\n{kind}\n[data]\n{_key('path', data[0].path)}\n[train]\n# steps = 1000\n"
-
-
-def _graph(weights: list[FoundData], data: list[FoundData]) -> str:
-    task = _key("task", data[0].task).rstrip()
-    others = ", ".join(name for name in ("node", "link", "graph") if name != data[0].task)
-    return (
-        '[model]\nkind = "sage"                # or gcn, gat, gin\n\n'
-        f"[data]\n{_key('path', data[0].path)}\n"
-        f"[graph]\n{task}                # or {others}\n"
-        "# fanout = [10, 10]          # neighbours of each layer\n\n"
-        "[train]\n# steps = 200\n"
-    )
-
-
-def _field(data: FoundData) -> str:
-    return _key("field", data.field) if data.field else ""
-
-
-def _scene(weights: list[FoundData], data: list[FoundData]) -> str:
-    return (
-        '[model]\nkind = "voxels"              # or spikingnerf\n# resolution = 64            # cells of a side\n\n'
-        f"[data]\n{_key('path', data[0].path)}\n[train]\n# steps = 800\n"
-    )
-
-
-def _own(weights: list[FoundData], data: list[FoundData]) -> str:
-    needs = data[0].needs
-    values = ", ".join(f"{name} = 0" for name in needs)
-    arguments = (
-        f"arguments = {{ {values} }}     # set these: `build` has no default for them" if needs else "# arguments = {}"
-    )
-    return (
-        f'[model]\nkind = "module"\n{_key("build", data[0].function)}{arguments}\n\n'
-        "[train]\nsteps = 1000\nbatch_tokens = 32            # samples per step\n"
-    )
-
-
-def _key(name: str, value: str) -> str:
-    return tomli_w.dumps({name: value})

@@ -12,14 +12,13 @@ import json
 import re
 import shlex
 from dataclasses import dataclass
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from espalier.cli import plan as planning
-from espalier.cli import resolve_recipe, run_trust
+from espalier.cli import resolve_recipe, run_trust, text_template
 from espalier.machine import cluster as clusters
 from espalier.plan.base import Plan, Rank
 from espalier.recipe import cache_dir
@@ -141,15 +140,20 @@ def pods(plan: Plan) -> Pods:
 def manifest(wanted: Wanted, asked: Pods, words: list[str], files: dict[str, str]) -> str:
     """The manifest in YAML: the recipe's `files`, and the job that runs `espalier train` with `words`. The last one
     names the run."""
-    import jinja2
-
-    made = jinja2.Environment(undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    made.filters |= {"json": _quoted, "block": _block}
     train = ["-m", "espalier", "train", f"{_FILES}/recipe.toml", f"plan.cluster={_FILES}/cluster.toml", *words]
-    text = resources.files("espalier.cli").joinpath("kubernetes.yaml.j2").read_text(encoding="utf-8")
-    values = {"wanted": wanted, "pods": asked, "name": words[-1].removeprefix("name="), "words": train, "files": files}
-    places = {"folder": FOLDER, "files_at": _FILES, "port": PORT, "grace": _GRACE}
-    return str(made.from_string(text).render(values | places))
+    return text_template.render(
+        "kubernetes.yaml.j2",
+        {"json": _quoted, "block": _block},
+        wanted=wanted,
+        pods=asked,
+        name=words[-1].removeprefix("name="),
+        words=train,
+        files=files,
+        folder=FOLDER,
+        files_at=_FILES,
+        port=PORT,
+        grace=_GRACE,
+    )
 
 
 def _words(arguments: argparse.Namespace, name: str) -> list[str]:

@@ -12,9 +12,9 @@ import shlex
 import shutil
 import subprocess
 from collections.abc import Sequence
-from importlib import resources
 from pathlib import Path
 
+from espalier.cli import text_template
 from espalier.cli.input_check import train_command
 from espalier.recipe import cache_dir, recipe_file, value_ranges
 from espalier.recipe.errors import RunFailed, UserError
@@ -93,14 +93,14 @@ def script(options: Sequence[str], command: Sequence[str], name: str, folder: Pa
     _refuse_control(*head, *options, os.getcwd())
     several = any(re.fullmatch(rf"--({_SEVERAL})=(?!1$).*", option) for option in options)
     srun = ["srun", "--kill-on-bad-exit=1"] if several else ["srun", "--ntasks=1"]
-    filled = {
-        "@OPTIONS@": "\n".join(f"#SBATCH {_quoted(option)}" for option in (*head, *options)),
-        "@FOLDER@": shlex.quote(os.getcwd()),
-        "@EVENTS@": shlex.quote(str(folder / "events.jsonl")),
-        "@COMMAND@": shlex.join([*srun, *command]),
-    }
-    template = resources.files("espalier.cli").joinpath("slurm.sh").read_text(encoding="utf-8")
-    return re.sub("|".join(filled), lambda match: filled[match[0]], template)  # once: what is filled in stays as it is
+    return text_template.render(
+        "slurm.sh.j2",
+        {},
+        options="\n".join(f"#SBATCH {_quoted(option)}" for option in (*head, *options)),
+        folder=shlex.quote(os.getcwd()),
+        events=shlex.quote(str(folder / "events.jsonl")),
+        command=shlex.join([*srun, *command]),
+    )
 
 
 def _refuse_control(*texts: str) -> None:
