@@ -309,11 +309,11 @@ def test_of_many_ranks_some_are_named():
 def test_the_address_knows_its_variable(monkeypatch):
     for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "29500"}.items():
         monkeypatch.setenv(name, value)
-    place = torchrun.place(threads=1)
+    place = torchrun.place()
     assert place is not None
     assert (place.where, place.server) == ("a:29500 (MASTER_ADDR)", "rank 0")
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
-    again = torchrun.place(threads=1)
+    again = torchrun.place()
     assert again is not None
     assert again.server == "torchrun's agent"
 

@@ -67,9 +67,9 @@ def test_nobody_started_us() -> None:
 @pytest.mark.parametrize("variables", [MPICH, OPEN_MPI, MVAPICH], ids=["mpich", "open mpi", "mvapich2"])
 def test_a_place_is_read_from_the_environment(monkeypatch: Any, variables: dict[str, str]) -> None:
     told(monkeypatch, **variables, **MET)
-    place = detect_launcher.place(threads=5)
+    place = detect_launcher.place()
     assert place is not None
-    assert (place.rank, place.world, place.local_rank, place.threads) == (3, 4, 1, 5)
+    assert (place.rank, place.world, place.local_rank) == (3, 4, 1)
     assert (place.host, place.port, place.serves, place.listen_fd) == ("10.1.2.3", 99, False, -1)
 
 

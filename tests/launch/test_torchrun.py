@@ -1,3 +1,5 @@
+import os
+
 import pytest
 
 from espalier.launch.launchers import torchrun
@@ -23,9 +25,9 @@ def test_nobody_started_us():
 
 def test_a_place_is_read_from_the_environment(monkeypatch):
     set_all(monkeypatch, RANK="3", WORLD_SIZE="4", MASTER_ADDR="10.1.2.3", MASTER_PORT="99", LOCAL_RANK="1")
-    place = torchrun.place(threads=5)
+    place = torchrun.place()
     assert (place.rank, place.world, place.local_rank) == (3, 4, 1)
-    assert (place.host, place.port, place.threads) == ("10.1.2.3", 99, 5)
+    assert (place.host, place.port, place.threads) == ("10.1.2.3", 99, len(os.sched_getaffinity(0)))
 
 
 def test_half_an_environment_is_refused_by_name(monkeypatch):

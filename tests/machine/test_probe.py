@@ -73,19 +73,27 @@ def test_settings_use_all_cores_and_no_more(cores: int) -> None:
 # --- the cache ---------------------------------------------------------------------------------------------------
 
 
-def written(folder: Path, machine: str) -> Cluster:
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of the cache, which is not there yet."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    return probe.cache_file().parent
+
+
+def written(machine: str) -> Cluster:
     text = f'machine = "{machine}"\n[[nodes]]\ndevice = "cpu"\ncores = 2\nmemory = "1GiB"\n'
     made = clusters.loads(text)
-    assert probe.save(made, folder) == probe.cache_file(folder)
+    probe.save(made)
+    assert probe.cache_file().exists()
     return made
 
 
-def test_a_kept_probe_comes_back(tmp_path: Path) -> None:
-    assert probe.cached(tmp_path) is None
-    made = written(tmp_path / "new", probe.identity())
-    assert probe.cached(tmp_path / "new") == made
-    assert probe.ready(folder=tmp_path / "new") == made
-    assert [file.name for file in (tmp_path / "new").iterdir()] == [probe.cache_file().name]
+def test_a_kept_probe_comes_back(cache: Path) -> None:
+    assert probe.cached() is None
+    made = written(probe.identity())
+    assert probe.cached() == made
+    assert probe.ready() == made
+    assert [file.name for file in cache.iterdir()] == [probe.cache_file().name]
 
 
 def test_a_probe_of_a_busy_machine_does_not_replace_that_of_a_quieter_one() -> None:
@@ -108,33 +116,38 @@ def test_a_probe_says_that_the_machine_was_busy(tmp_path: Path, monkeypatch: pyt
     said: list[str] = []
     monkeypatch.setattr(probe, "_measured", lambda cores, seconds, say: GPU)
     monkeypatch.setattr(resource_limits, "busy", lambda seconds: 1.2)
-    found = probe.ready(folder=tmp_path, say=said.append, disk=tmp_path)
+    monkeypatch.chdir(tmp_path)
+    found = probe.ready(say=said.append)
     assert found.busy == 1.2
     assert "other programs used 1.2" in said[-1]
     assert "other programs used 1.2" in found.notes[-1]
 
 
-def test_a_probe_of_other_hardware_is_measured_anew(tmp_path: Path) -> None:
+def test_a_probe_of_other_hardware_is_measured_anew() -> None:
     said: list[str] = []
-    written(tmp_path, "a machine with 1 core")
-    assert probe.cached(tmp_path, say=said.append) is None
+    written("a machine with 1 core")
+    assert probe.cached(say=said.append) is None
     assert "other hardware (a machine with 1 core)" in said[0]
 
 
 def test_a_damaged_file_is_said_and_measured_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
-    probe.cache_file(tmp_path).write_bytes(b"\x00[[nodes]")
+    probe.cache_file().parent.mkdir(parents=True)
+    probe.cache_file().write_bytes(b"\x00[[nodes]")
     monkeypatch.setattr(probe, "_measured", lambda cores, seconds, say: GPU)
-    found = probe.ready(folder=tmp_path, say=said.append, disk=tmp_path)
+    monkeypatch.chdir(tmp_path)
+    found = probe.ready(say=said.append)
     assert "cannot be used" in said[0]
-    assert probe.cached(tmp_path) == found
+    assert probe.cached() == found
 
 
-def test_a_folder_that_cannot_be_written_is_said(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     (tmp_path / "file").write_text("")
-    made = written(tmp_path / "good", probe.identity())
-    assert probe.save(made, tmp_path / "file" / "inside", say=said.append) is None
+    made = written(probe.identity())
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file" / "inside"))
+    probe.save(made, say=said.append)
+    assert probe.cached() is None
     assert "cannot be kept" in said[0]
 
 

@@ -11,6 +11,14 @@ import pytest
 from espalier.machine import resource_limits
 
 
+@pytest.fixture
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Stands in for the file system of a machine of which this process may use four processors."""
+    monkeypatch.setattr(resource_limits, "ROOT", tmp_path)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: FOUR)
+    return tmp_path
+
+
 def write(root: Path, files: dict[str, str]) -> Path:
     for name, text in files.items():
         path = root / name
@@ -23,24 +31,24 @@ MACHINE = {"proc/meminfo": "MemTotal:       16384 kB\nMemFree: 1 kB\n", "proc/se
 FOUR = frozenset(range(4))
 
 
-def test_without_limits_the_whole_machine_is_granted(tmp_path: Path) -> None:
-    root = write(tmp_path, MACHINE)
-    assert resource_limits.memory(root) == 16384 * 1024
-    assert resource_limits.cores(root, FOUR) == 4
+def test_without_limits_the_whole_machine_is_granted(root: Path) -> None:
+    write(root, MACHINE)
+    assert resource_limits.memory() == 16384 * 1024
+    assert resource_limits.cores() == 4
 
 
-def test_a_v2_limit_of_any_group_above_holds(tmp_path: Path) -> None:
-    root = write(tmp_path, MACHINE | {
+def test_a_v2_limit_of_any_group_above_holds(root: Path) -> None:
+    write(root, MACHINE | {
         "proc/self/cgroup": "0::/a/b\n",
         "sys/fs/cgroup/a/memory.max": "4194304\n", "sys/fs/cgroup/a/b/memory.max": "max\n",
         "sys/fs/cgroup/a/b/cpu.max": "150000 100000\n", "sys/fs/cgroup/a/cpu.max": "max 100000\n",
     })  # fmt: skip
-    assert resource_limits.memory(root) == 4194304
-    assert resource_limits.cores(root, FOUR) == 2  # one and a half cores' worth
+    assert resource_limits.memory() == 4194304
+    assert resource_limits.cores() == 2  # one and a half cores' worth
 
 
-def test_a_v1_limit_holds(tmp_path: Path) -> None:
-    root = write(tmp_path, MACHINE | {
+def test_a_v1_limit_holds(root: Path) -> None:
+    write(root, MACHINE | {
         "proc/self/cgroup": "4:memory:/job\n3:cpu,cpuacct:/job\n",
         "sys/fs/cgroup/memory/job/memory.limit_in_bytes": "8388608\n",
         "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n",
@@ -48,34 +56,36 @@ def test_a_v1_limit_holds(tmp_path: Path) -> None:
         "sys/fs/cgroup/cpu,cpuacct/job/cpu.cfs_period_us": "100000\n",
         "sys/fs/cgroup/cpu/job/cpu.cfs_quota_us": "-1\n", "sys/fs/cgroup/cpu/job/cpu.cfs_period_us": "100000\n",
     })  # fmt: skip
-    assert resource_limits.memory(root) == 8388608
-    assert resource_limits.cores(root, FOUR) == 1
+    assert resource_limits.memory() == 8388608
+    assert resource_limits.cores() == 1
 
 
-def test_inside_a_container_the_mount_s_own_root_holds(tmp_path: Path) -> None:
+def test_inside_a_container_the_mount_s_own_root_holds(root: Path) -> None:
     """The group's path in /proc is the host's; only the root of the mount is visible."""
-    root = write(tmp_path, MACHINE | {
+    write(root, MACHINE | {
         "proc/self/cgroup": "0::/../../kubepods/pod1\n", "sys/fs/cgroup/memory.max": "1048576\n",
     })  # fmt: skip
-    assert resource_limits.memory(root) == 1048576
+    assert resource_limits.memory() == 1048576
 
 
-def test_threads_of_one_core_count_once(tmp_path: Path) -> None:
+def test_threads_of_one_core_count_once(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pairs = {
         f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list": f"{cpu % 2},{cpu % 2 + 2}" for cpu in FOUR
     }
-    assert resource_limits.cores(write(tmp_path, MACHINE | pairs), FOUR) == 2
-    assert resource_limits.cores(tmp_path, frozenset({1, 3})) == 1
+    write(root, MACHINE | pairs)
+    assert resource_limits.cores() == 2
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {1, 3})
+    assert resource_limits.cores() == 1
 
 
-def test_models_are_read_from_the_kernel(tmp_path: Path) -> None:
-    root = write(tmp_path, {
+def test_models_are_read_from_the_kernel(root: Path) -> None:
+    assert resource_limits.gpus() == ()
+    write(root, {
         "proc/cpuinfo": "processor\t: 0\nmodel name\t: Some CPU @ 3GHz\n",
         "proc/driver/nvidia/gpus/0000:01/information": "Model: \t NVIDIA L4\nIRQ: 3\n",
     })  # fmt: skip
-    assert resource_limits.processor(root) == "Some CPU @ 3GHz"
-    assert resource_limits.gpus(root) == ("NVIDIA L4",)
-    assert resource_limits.gpus(tmp_path / "none") == ()
+    assert resource_limits.processor() == "Some CPU @ 3GHz"
+    assert resource_limits.gpus() == ("NVIDIA L4",)
 
 
 def test_this_machine_grants_something() -> None:
@@ -83,40 +93,39 @@ def test_this_machine_grants_something() -> None:
     assert resource_limits.memory() > 2**26
 
 
-def test_free_memory_is_what_the_machine_or_a_control_group_leaves(tmp_path: Path) -> None:
-    (tmp_path / "proc/self").mkdir(parents=True)
-    assert resource_limits.free_memory(tmp_path) == 0
-    (tmp_path / "proc/meminfo").write_text("MemTotal: 1000 kB\nMemAvailable: 700 kB\n")
-    assert resource_limits.free_memory(tmp_path) == 700 * 1024
-    (tmp_path / "proc/self/cgroup").write_text("0::/box\n")
-    box = tmp_path / "sys/fs/cgroup/box"
+def test_free_memory_is_what_the_machine_or_a_control_group_leaves(root: Path) -> None:
+    (root / "proc/self").mkdir(parents=True)
+    assert resource_limits.free_memory() == 0
+    (root / "proc/meminfo").write_text("MemTotal: 1000 kB\nMemAvailable: 700 kB\n")
+    assert resource_limits.free_memory() == 700 * 1024
+    (root / "proc/self/cgroup").write_text("0::/box\n")
+    box = root / "sys/fs/cgroup/box"
     box.mkdir(parents=True)
     (box / "memory.max").write_text("500000\n")
     (box / "memory.current").write_text("200000\n")
-    assert resource_limits.free_memory(tmp_path) == 300_000
+    assert resource_limits.free_memory() == 300_000
     (box / "memory.max").write_text("max\n")
-    assert resource_limits.free_memory(tmp_path) == 700 * 1024
+    assert resource_limits.free_memory() == 700 * 1024
 
 
 @pytest.mark.parametrize(
     ("passed", "expected"), [((0, 0, 0, 800), 0.0), ((100, 50, 50, 600), 1.0), ((900, 0, 0, 0), 4.0)]
 )
 def test_busy_cores_are_those_that_others_leave_no_room_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, passed: tuple[int, ...], expected: float
+    root: Path, monkeypatch: pytest.MonkeyPatch, passed: tuple[int, ...], expected: float
 ) -> None:
-    root = write(tmp_path, MACHINE | {"proc/stat": "cpu  5 5 5 5 0 0 0 0 0 0\n"})
+    write(root, MACHINE | {"proc/stat": "cpu  5 5 5 5 0 0 0 0 0 0\n"})
     monkeypatch.setattr(os, "cpu_count", lambda: 4)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: FOUR)
     later = " ".join(str(5 + one) for one in passed)
     monkeypatch.setattr(time, "sleep", lambda seconds: write(root, {"proc/stat": f"cpu  {later} 0 0 0 0 0 0\n"}))
-    assert resource_limits.busy(0.1, root) == expected
+    assert resource_limits.busy(0.1) == expected
 
 
 def test_a_core_that_others_use_does_not_matter_where_enough_are_free(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    root = write(tmp_path, MACHINE | {"proc/stat": "cpu  0 0 0 0 0 0 0 0 0 0\n"})
+    write(root, MACHINE | {"proc/stat": "cpu  0 0 0 0 0 0 0 0 0 0\n"})
     monkeypatch.setattr(os, "cpu_count", lambda: 4)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: frozenset({0, 1}))
     monkeypatch.setattr(time, "sleep", lambda seconds: write(root, {"proc/stat": "cpu  50 0 0 50 0 0 0 0 0 0\n"}))
-    assert resource_limits.busy(0.1, root) == 0
+    assert resource_limits.busy(0.1) == 0

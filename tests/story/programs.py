@@ -29,7 +29,7 @@ def environment(folder: Path) -> dict[str, str]:
 
 def known(folder: Path, machine: dict[str, Any]) -> None:
     """Programs in `folder` find this machine measured: `machine` is the fixture of that name."""
-    file = probe.cache_file(folder / "cache" / "espalier")
+    file = folder / "cache" / "espalier" / probe.cache_file().name
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(machine["text"])
 

@@ -22,7 +22,7 @@ PAGE = 4096
 THREADS = 16
 
 
-def measure(folder: Path, size: int = 64 * 2**20, seconds: float = 0.3) -> tuple[Disk | None, tuple[str, ...]]:
+def measure(folder: Path, size: int = 64 * 2**20, seconds: float = 0.2) -> tuple[Disk | None, tuple[str, ...]]:
     """The disk under `folder` and what there is to say about it; None when nothing can be written there.
 
     Writes and removes one file of `size` bytes, then reads at random for about `seconds`, twice.

@@ -30,7 +30,6 @@ from espalier.recipe.errors import RunFailed, UserError
 
 Say = Callable[[str], None]
 Table = dict[str, Any]
-
 QUIET = 2.0
 """Seconds before the first progress line: a quick probe says nothing."""
 PRODUCT_SECONDS = 0.02
@@ -43,7 +42,11 @@ BUSY = 0.25
 """Cores: where other programs use more, what is measured is theirs too."""
 
 
-def probe(*, progress: Say | None = None, disk: str | Path | None = None) -> Cluster:
+def _silent(text: str) -> None:
+    """Nobody is told."""
+
+
+def probe(*, progress: Say = _silent, disk: str | Path | None = None) -> Cluster:
     """Measures this machine: cores, memory, matrix products, copies, loopback, the disk under `disk` (default: here).
 
     Takes about five seconds on two idle cores. `progress` gets a line now and then once two seconds are over. What
@@ -52,7 +55,7 @@ def probe(*, progress: Say | None = None, disk: str | Path | None = None) -> Clu
     begin = time.monotonic()
 
     def say(text: str) -> None:
-        if progress is not None and time.monotonic() - begin >= QUIET:
+        if time.monotonic() - begin >= QUIET:
             progress(text)
 
     cores, memory = resource_limits.cores(), resource_limits.memory()
@@ -61,7 +64,7 @@ def probe(*, progress: Say | None = None, disk: str | Path | None = None) -> Clu
     from espalier.machine import disk as disks
 
     say("reading and writing the disk")
-    disk_bandwidth, notes = disks.measure(Path(disk or "."), 64 * 2**20, 0.2)
+    disk_bandwidth, notes = disks.measure(Path(disk or "."))
     busy = round(max(before, resource_limits.busy(LOOK_SECONDS)), 2)
     if busy > BUSY:
         warning = f"other programs used {busy:.1f} of {cores} cores meanwhile: measure again when they have ended"
@@ -76,13 +79,13 @@ def probe(*, progress: Say | None = None, disk: str | Path | None = None) -> Clu
     return Cluster(nodes=nodes, machine=machine, busy=busy, notes=(*result["notes"], *notes))
 
 
-def ready(*, folder: Path | None = None, say: Say | None = None, disk: str | Path | None = None) -> Cluster:
+def ready(*, say: Say = _silent) -> Cluster:
     """This machine from the cache, else probed and cached; `say` gets what there is to tell."""
-    cluster = cached(folder, say=say)
+    cluster = cached(say=say)
     if cluster is None:
-        cluster = probe(progress=say, disk=disk)
-        save(cluster, folder, say=say)
-        if say is not None and cluster.busy > BUSY:
+        cluster = probe(progress=say)
+        save(cluster, say=say)
+        if cluster.busy > BUSY:
             say(f"Note: {cluster.notes[-1]}.")
     return cluster
 
@@ -117,45 +120,40 @@ def identity() -> str:
     return "; ".join([*parts, *resource_limits.gpus()])
 
 
-def cache_file(folder: Path | None = None) -> Path:
+def cache_file() -> Path:
     """Where this machine's cluster is kept; hosts that share a home folder have a file each."""
     try:
         machine = Path("/etc/machine-id").read_text().strip()
     except OSError:
         machine = ""
     name = blake2b(f"{machine}/{socket.gethostname()}".encode(), digest_size=6).hexdigest()
-    return (folder or cache_folder()) / f"cluster-{name}.toml"
+    return cache_folder() / f"cluster-{name}.toml"
 
 
-def cached(folder: Path | None = None, *, say: Say | None = None) -> Cluster | None:
+def cached(*, say: Say = _silent) -> Cluster | None:
     """The kept cluster, or None when there is none, or it is of other hardware or unreadable (which `say` is told)."""
-    file = cache_file(folder)
+    file = cache_file()
     if not file.exists():
         return None
     try:
         cluster = clusters.read(file)
     except UserError as error:
-        if say is not None:
-            say(f"The kept measurement {file} cannot be used ({error.what}); measuring again.")
+        say(f"The kept measurement {file} cannot be used ({error.what}); measuring again.")
         return None
     if cluster.machine != identity():
-        if say is not None:
-            say(f"The kept measurement is of other hardware ({cluster.machine}); measuring again.")
+        say(f"The kept measurement is of other hardware ({cluster.machine}); measuring again.")
         return None
     return cluster
 
 
-def save(cluster: Cluster, folder: Path | None = None, *, say: Say | None = None) -> Path | None:
-    """Keeps `cluster` for `cached`, atomically; None when the folder cannot be written, which `say` is told."""
-    file = cache_file(folder)
+def save(cluster: Cluster, *, say: Say = _silent) -> None:
+    """Keeps `cluster` for `cached`, atomically; where the folder cannot be written `say` is told."""
+    file = cache_file()
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(file, clusters.dumps(cluster))
     except OSError as error:
-        if say is not None:
-            say(f"The measurement cannot be kept in {file.parent}: {error.strerror}.")
-        return None
-    return file
+        say(f"The measurement cannot be kept in {file.parent}: {error.strerror}.")
 
 
 def forget_busy() -> None:

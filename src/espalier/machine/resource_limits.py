@@ -6,7 +6,7 @@ import math
 import os
 import resource
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from espalier.recipe import units
@@ -17,14 +17,10 @@ SIBLINGS = "sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
 """The file that names the logical processors of one physical core."""
 
 
-def cores(root: Path = ROOT, allowed: frozenset[int] | None = None) -> int:
-    """Physical cores in this process's affinity, less what a control group's time quota takes away; at least one.
-
-    `allowed` replaces the affinity mask, `root` the file system (for tests).
-    """
-    mask = allowed if allowed is not None else frozenset(os.sched_getaffinity(0))
-    least = float(len({_text(root / SIBLINGS.format(cpu)) or str(cpu) for cpu in mask}))
-    for folder in _groups(root, "cpu"):
+def cores() -> int:
+    """Physical cores in this process's affinity, less what a control group's time quota takes away; at least one."""
+    least = float(_physical(os.sched_getaffinity(0)))
+    for folder in _groups("cpu"):
         both = (_text(folder / "cpu.max") or "").split()
         old, period = _number(folder / "cpu.cfs_quota_us"), _number(folder / "cpu.cfs_period_us")
         if len(both) == 2 and both[0] != "max":
@@ -34,44 +30,49 @@ def cores(root: Path = ROOT, allowed: frozenset[int] | None = None) -> int:
     return max(1, math.ceil(least))
 
 
-def busy(seconds: float, root: Path = ROOT) -> float:
+def _physical(cpus: Iterable[int]) -> int:
+    """How many physical cores these logical processors are."""
+    return len({_text(ROOT / SIBLINGS.format(cpu)) or str(cpu) for cpu in cpus})
+
+
+def busy(seconds: float) -> float:
     """How many of this process's cores other programs use, on average over `seconds` in which this one sleeps."""
-    before = _ticks(root)
+    before = _ticks()
     time.sleep(seconds)
-    after = _ticks(root)
+    after = _ticks()
     passed = [new - old for old, new in zip(before, after, strict=True)]
     idle = sum(passed[3:5]) / max(1, sum(passed))  # waiting for a disk is idle
-    free = idle * len({_text(root / SIBLINGS.format(cpu)) or str(cpu) for cpu in range(os.cpu_count() or 1)})
-    return max(0.0, cores(root) - free) if sum(passed) else 0.0
+    free = idle * _physical(range(os.cpu_count() or 1))
+    return max(0.0, cores() - free) if sum(passed) else 0.0
 
 
-def _ticks(root: Path) -> list[int]:
+def _ticks() -> list[int]:
     """Time of all processors by state: user, nice, system, idle, waiting, interrupts, stolen."""
-    line = (_text(root / "proc/stat") or "cpu").splitlines()[0]
+    line = (_text(ROOT / "proc/stat") or "cpu").splitlines()[0]
     return [int(share) for share in line.split()[1:9]]
 
 
-def memory(root: Path = ROOT) -> int:
+def memory() -> int:
     """Bytes this process may use: the machine's memory or the smallest limit of its control groups."""
-    total = _field(root / "proc/meminfo", "MemTotal")
+    total = _field(ROOT / "proc/meminfo", "MemTotal")
     whole = int(total.split()[0]) * 1024 if total else 2**63 - 1
-    files = (folder / name for folder in _groups(root, "memory") for name in ("memory.max", "memory.limit_in_bytes"))
+    files = (folder / name for folder in _groups("memory") for name in ("memory.max", "memory.limit_in_bytes"))
     return min([whole, *(limit for file in files if (limit := _number(file)) is not None)])
 
 
-def address_space(root: Path = ROOT) -> float:
+def address_space() -> float:
     """Bytes of address space this process may still take (`RLIMIT_AS`, `ulimit -v`); infinite without a limit."""
     most = resource.getrlimit(resource.RLIMIT_AS)[0]
-    used = _field(root / "proc/self/status", "VmSize")
+    used = _field(ROOT / "proc/self/status", "VmSize")
     return math.inf if most == resource.RLIM_INFINITY or not used else max(0.0, most - int(used.split()[0]) * 1024.0)
 
 
-def free_memory(root: Path = ROOT) -> int:
+def free_memory() -> int:
     """Bytes this process may still take: the machine's `MemAvailable`, or what a control group leaves (its page cache
     counts as taken); 0 where unknown."""
-    available = _field(root / "proc/meminfo", "MemAvailable")
+    available = _field(ROOT / "proc/meminfo", "MemAvailable")
     left = [int(available.split()[0]) * 1024] if available else [0]
-    for folder in _groups(root, "memory"):
+    for folder in _groups("memory"):
         for limit, used in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
             most, now = _number(folder / limit), _number(folder / used)
             left += [most - now] if most is not None and now is not None else []
@@ -90,25 +91,25 @@ def refuse_large(what: str, needed: float, do: str = "a smaller one, or more mem
         )
 
 
-def processor(root: Path = ROOT) -> str:
+def processor() -> str:
     """The processor's model name, or `unknown`."""
-    return _field(root / "proc/cpuinfo", "model name") or "unknown"
+    return _field(ROOT / "proc/cpuinfo", "model name") or "unknown"
 
 
-def gpus(root: Path = ROOT) -> tuple[str, ...]:
+def gpus() -> tuple[str, ...]:
     """Model names of the NVIDIA devices whose driver is loaded; read without touching CUDA."""
-    gpu_files = sorted((root / "proc/driver/nvidia/gpus").glob("*/information"))
+    gpu_files = sorted((ROOT / "proc/driver/nvidia/gpus").glob("*/information"))
     return tuple(_field(file, "Model") or "unknown" for file in gpu_files)
 
 
-def _groups(root: Path, controller: str) -> Iterator[Path]:
+def _groups(controller: str) -> Iterator[Path]:
     """Folders of this process's control group for `controller` and of all groups above it, v1 and v2.
 
     Inside a container the path in /proc may lie outside the mount; the mount's own root then holds the limits, and it
     is always among the folders.
     """
-    base = root / "sys/fs/cgroup"
-    for line in (_text(root / "proc/self/cgroup") or "0::/").splitlines():
+    base = ROOT / "sys/fs/cgroup"
+    for line in (_text(ROOT / "proc/self/cgroup") or "0::/").splitlines():
         _, controllers, path = (*line.split(":", 2), "", "")[:3]
         if controllers and controller not in controllers.split(","):
             continue

@@ -40,17 +40,6 @@ _PATIENCE = 30.0
 """Seconds that leaving the process waits for the transfers under way."""
 
 
-@dataclass
-class IoStats:
-    """What a queue has done: bytes, transfers, and seconds callers waited for room in it."""
-
-    bytes_read: int = 0
-    bytes_written: int = 0
-    reads: int = 0
-    writes: int = 0
-    stalled: float = 0.0
-
-
 class _Transfer:
     """One caller's read or write; its future ends with the last of its pieces."""
 
@@ -93,7 +82,6 @@ class IoQueue(Closing):
     """
 
     def __init__(self, depth: int = DEPTH, threads: int | None = None, ring: bool | None = None) -> None:
-        self.stats = IoStats()
         self.ring = uring.available() if ring is None else ring
         self._most = threads or (RING_THREADS if self.ring else THREADS)
         self._depth = depth
@@ -119,7 +107,6 @@ class IoQueue(Closing):
         def run(part: DirectFile, place: int, piece: Tensor, at: int) -> None:
             part.read_into(piece, place, max(0, min(piece.nbytes, needed - at)))
 
-        self._count(reads=1, bytes_read=buffer.nbytes)
         return self._start(self._reads, run, list(_pieces(file, offset, buffer)))
 
     def write(self, file: File, offset: int, buffer: Tensor) -> Future[None]:
@@ -128,7 +115,6 @@ class IoQueue(Closing):
         def run(part: DirectFile, place: int, piece: Tensor, at: int) -> None:
             part.write_from(piece, place)
 
-        self._count(writes=1, bytes_written=buffer.nbytes)
         return self._start(self._writes, run, list(_pieces(file, offset, buffer)))
 
     def read_runs(self, file: File, runs: NDArray[np.int64], buffer: Tensor, end: int) -> Future[None]:
@@ -140,13 +126,7 @@ class IoQueue(Closing):
         for part, part_runs in file.split_runs(runs):
             each = max(uring.DEPTH, -(-len(part_runs) // 2)) if self.ring else max(1, -(-len(part_runs) // self._most))
             pieces += [(part, part_runs[at : at + each], buffer, end) for at in range(0, len(part_runs), each)]
-        self._count(reads=len(runs), bytes_read=int(runs[:, 1].sum()))
         return self._start(self._reads, partial(_read_runs, self.ring), pieces)
-
-    def _count(self, **more: int) -> None:
-        with self._lock:
-            for name, value in more.items():
-                setattr(self.stats, name, getattr(self.stats, name) + value)
 
     def _start(self, waiting: deque[_Piece], run: Callable[..., None], pieces: list[tuple[Any, ...]]) -> Future[None]:
         transfer = _Transfer(max(1, len(pieces)))
@@ -159,10 +139,7 @@ class IoQueue(Closing):
     def _put(self, waiting: deque[_Piece], piece: _Piece) -> None:
         with self._lock:
             assert not self._closed, "the queue is closed"
-            if len(waiting) >= self._depth:
-                begin = time.perf_counter()
-                self._room.wait_for(lambda: len(waiting) < self._depth)
-                self.stats.stalled += time.perf_counter() - begin
+            self._room.wait_for(lambda: len(waiting) < self._depth)
             waiting.append(piece)
             if self._idle < len(self._reads) + len(self._writes) and len(self._threads) < self._most:
                 self._threads.append(threading.Thread(target=self._work, name="espalier-io", daemon=True))

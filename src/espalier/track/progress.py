@@ -51,13 +51,6 @@ class Forgiving:
         """Whether the stream is a terminal that still listens."""
         return bool(self._try(self._stream.isatty))
 
-    def fileno(self) -> int:
-        return self._stream.fileno()
-
-    @property
-    def encoding(self) -> str:
-        return self._stream.encoding
-
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 

@@ -16,14 +16,14 @@ LAUNCHERS = (
 """Modules of this package in the order in which they are asked, and the variables that their launchers set."""
 
 
-def place(threads: int | None = None) -> RankSpec | None:
+def place() -> RankSpec | None:
     """This process's place among those a launcher has started, or None when nobody has. Same call on every rank.
 
     Raises UserError when a launcher's variables contradict one another, or its ranks cannot meet.
     """
     for launcher, variables in LAUNCHERS:
         if any(name in os.environ for name in variables):
-            place: RankSpec | None = import_module(f"espalier.launch.launchers.{launcher}").place(threads)
+            place: RankSpec | None = import_module(f"espalier.launch.launchers.{launcher}").place()
             if place is not None:
                 return place
     return None

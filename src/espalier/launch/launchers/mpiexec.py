@@ -33,7 +33,7 @@ class _Meeting(NamedTuple):
     listen_fd: int
 
 
-def place(threads: int | None = None) -> RankSpec | None:
+def place() -> RankSpec | None:
     """This process's place by the variables of an mpiexec, or None when none has set them. Same call on every rank.
 
     Raises UserError when they contradict one another, when mpi4py is needed and not installed, or when it is for
@@ -55,7 +55,7 @@ def place(threads: int | None = None) -> RankSpec | None:
         rank=rank,
         world=world,
         local_rank=local,
-        threads=threads or max(1, len(os.sched_getaffinity(0)) // local_ranks),
+        threads=max(1, len(os.sched_getaffinity(0)) // local_ranks),
         host=met.host,
         port=met.port,
         source="MASTER_ADDR" if "MASTER_ADDR" in os.environ else "rank 0's address, told by MPI",

@@ -25,7 +25,7 @@ _ASKING = 20.0
 """Seconds that scontrol may take."""
 
 
-def place(threads: int | None = None) -> RankSpec | None:
+def place() -> RankSpec | None:
     """This process's place by srun's variables, or None when srun has not started several tasks.
 
     MASTER_ADDR and MASTER_PORT, where they are set, say where the ranks meet.
@@ -51,7 +51,7 @@ def place(threads: int | None = None) -> RankSpec | None:
         rank=rank,
         world=world,
         local_rank=local,
-        threads=threads or _threads(),
+        threads=_threads(),
         attempt=number("SLURM_RESTART_COUNT", 0),
         host=os.environ.get("MASTER_ADDR") or _first_host(),
         port=master_port() if "MASTER_PORT" in os.environ else _port(),
@@ -65,14 +65,8 @@ def first_host(nodes: str) -> str:
 
     Raises UserError where that names none.
     """
-    depth = 0
-    end = len(nodes)
-    for at, letter in enumerate(nodes):
-        depth += (letter == "[") - (letter == "]")
-        if letter == "," and depth == 0:
-            end = at
-            break
-    expanded = re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", nodes[:end])
+    first = re.split(r",(?![^\[]*\])", nodes)[0]  # at a comma that stands in no brackets
+    expanded = re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first)
     if not re.fullmatch(r"[\w.:-]+", expanded):
         raise UserError(
             f"Slurm's list of hosts {nodes!r} names no first host.", do="set MASTER_ADDR to the host of the first task"

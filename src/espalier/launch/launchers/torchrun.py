@@ -10,7 +10,7 @@ from espalier.train.rank_spec import RankSpec
 _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-def place(threads: int | None = None) -> RankSpec | None:
+def place() -> RankSpec | None:
     """This process's place by PyTorch's `env://` variables, or None when nobody has set them.
 
     Raises UserError when only some of them are set, or are not numbers.
@@ -35,7 +35,7 @@ def place(threads: int | None = None) -> RankSpec | None:
         rank=rank,
         world=world,
         local_rank=local,
-        threads=threads or max(1, len(os.sched_getaffinity(0)) // number("LOCAL_WORLD_SIZE", 1)),
+        threads=max(1, len(os.sched_getaffinity(0)) // number("LOCAL_WORLD_SIZE", 1)),
         attempt=restarts() or 0,
         host=os.environ["MASTER_ADDR"],
         port=port,

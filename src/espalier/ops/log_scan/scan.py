@@ -323,8 +323,7 @@ class _Keeper:
     def _templates(self, block: _LineBlock, mattering: NDArray[np.int64]) -> list[Template]:
         """Of each of the lines that matter."""
         known = self.known
-        shapes = _picked(block.shapes, block.bounds, mattering)
-        keys = [shape if len(shape) <= KEY else shape_key(shape) for shape in shapes]
+        keys = list(map(shape_key, _picked(block.shapes, block.bounds, mattering)))
         templates = list(map(known.get, keys))
         crowded = [place for place, template in enumerate(templates) if template is None]
         if not self._full:
