@@ -3,7 +3,7 @@
 import pytest
 from struck import Struck, recipe_of, write_corpus
 
-from espalier.launch.ranks.store_server import served
+from store_process import served
 
 
 @pytest.fixture

@@ -15,9 +15,10 @@ from struck import recipe_of, same
 
 from espalier.comm import store_client
 from espalier.launch.hosts import store_gate, supervisor_protocol
-from espalier.launch.ranks.store_server import Relayed, near
+from espalier.launch.ranks.store_server import near, relay
 from espalier.train.rank_spec import RankSpec
 from many_ranks.faults import Fault
+from store_process import end
 
 
 class Guarded:
@@ -41,14 +42,14 @@ class Guarded:
 
     def admits(self) -> bool:
         """Whether one who knows the token reaches the store, and is alone there."""
-        before, relay = len(self.came), Relayed(*self.address, TOKEN)
+        before, way = len(self.came), relay(*self.address, TOKEN)
         try:
-            with socket.create_connection(("127.0.0.1", relay.port), 10.0) as one:
+            with socket.create_connection(("127.0.0.1", way.port), 10.0) as one:
                 one.sendall(b"good morning")
                 one.shutdown(socket.SHUT_WR)
                 return one.recv(100) == b"and to you" and self.came[before:] == [b"good morning"]
         finally:
-            relay.close()
+            end(way)
 
     def _keep(self) -> None:
         while True:
@@ -170,8 +171,8 @@ def test_many_silent_strangers_keep_nobody_out(guarded: Guarded, monkeypatch: py
 
 def test_nothing_is_said_to_a_gate_that_does_not_know_the_token() -> None:
     with socket.create_server(("127.0.0.1", 0)) as false:
-        relay = Relayed("127.0.0.1", false.getsockname()[1], TOKEN)
-        with socket.create_connection(("127.0.0.1", relay.port), 10.0) as one:
+        way = relay("127.0.0.1", false.getsockname()[1], TOKEN)
+        with socket.create_connection(("127.0.0.1", way.port), 10.0) as one:
             one.sendall(b"the parameters")
             line, _ = false.accept()
             with line:
@@ -180,7 +181,7 @@ def test_nothing_is_said_to_a_gate_that_does_not_know_the_token() -> None:
                 assert len(line.recv(64, socket.MSG_WAITALL)) == 64
                 line.sendall(os.urandom(32))
                 assert line.recv(100) == b""
-        relay.close()
+        end(way)
 
 
 def test_the_store_is_on_loopback_alone_and_the_gate_where_others_come() -> None:

@@ -8,7 +8,8 @@ import time
 import pytest
 
 from espalier.launch.hosts import supervisor_protocol
-from espalier.launch.ranks.store_server import Relayed, Served, served
+from espalier.launch.ranks.store_server import relay, serve
+from store_process import end, served
 
 
 def answers(port):
@@ -38,24 +39,24 @@ def test_it_is_there_inside_and_gone_outside():
 def test_it_takes_a_socket_that_listens_already():
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
-    one = Served(listener.detach(), "token")
+    one = serve(listener.detach(), "token")
     assert one.port != port
     assert answers(one.port)
-    way = Relayed("127.0.0.1", port, "token")
+    way = relay("127.0.0.1", port, "token")
     assert answers(way.port)
-    way.close()
+    end(way)
     assert not listens(way.port)
-    one.close()
-    one.close()  # which does no harm
+    end(one)
+    end(one)  # which does no harm
     assert not listens(port)
     assert not listens(one.port)
 
 
 def test_an_interrupt_of_the_terminal_is_not_for_it():
-    one = Served()
+    one = serve()
     assert answers(one.port)
     assert os.getpgid(one.pid) == one.pid
-    one.close()
+    end(one)
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
@@ -63,7 +64,7 @@ def test_it_ends_with_who_asked_for_it(number):
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:
-        os.write(writer, f"{Served().port}\n".encode())
+        os.write(writer, f"{serve().port}\n".encode())
         time.sleep(60)
         os._exit(0)
     port = int(os.read(reader, 16))

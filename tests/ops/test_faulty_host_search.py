@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from torch._C._distributed_c10d import HashStore
 
 from espalier.comm import store_client
-from espalier.launch.ranks.store_server import served
 from espalier.ops import faulty_host_search
 from espalier.ops.faulty_host_search import Located, follow, gathers, lead, locate
 from many_ranks.forks import outcomes
+from store_process import served
 
 
 @given(st.integers(2, 64), st.data())

@@ -104,15 +104,14 @@ def test_a_changed_page_is_named_when_a_row_of_it_is_read(container: Path, tmp_p
 
 
 def test_a_budget_gives_what_it_has_and_names_the_least_that_would_do() -> None:
-    budget = Budget(10 << 20, "store.memory")
+    budget = Budget(10 << 20)
     with budget.take(6 << 20, "hot rows"):
         assert budget.free == 4 << 20
-        assert budget.taken == {"hot rows": 6 << 20}
         with pytest.raises(UserError, match=r"10\.0 MiB is too small: page buffers takes 5\.00 MiB") as error:
             budget.take(5 << 20, "page buffers")
         assert 'store.memory = "11MiB"' in str(error.value)
         assert "hot rows 6.00 MiB" in str(error.value)
     lease = budget.take(10 << 20, "everything")
-    lease.give_back()
-    lease.give_back()
+    lease.close()
+    lease.close()
     assert budget.free == 10 << 20

@@ -42,7 +42,6 @@ def serve(name: str, writer: Writer, defaults: Sampling, port: int) -> None:
     except ImportError:
         raise missing_extra("starlette", "serve", "espalier predict --serve") from None
     with listening(port) as where:
-        where.listen()  # who reads the address may ask at once
         say(f"{name} answers at http://{HOST}:{where.getsockname()[1]}{path}/v1 (Ctrl-C ends it)", flush=True)
         uvicorn.Server(config).run(sockets=[where])
 
@@ -86,16 +85,12 @@ def protocol() -> Any:
 
 
 def listening(port: int) -> socket.socket:
-    """A socket bound to `port` of this machine's loopback. Raises UserError where it is in use."""
-    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    """A socket that listens at `port` of this machine's loopback. Raises UserError where it is in use."""
     try:
-        listener.bind((HOST, port))
+        return socket.create_server((HOST, port))
     except (OSError, OverflowError) as error:
-        listener.close()
         reason = getattr(error, "strerror", None) or error
         raise UserError(f"--port {port} cannot be used: {reason}.", do="another one, or leave it out") from None
-    return listener
 
 
 def application(name: str, writer: Writer, defaults: Sampling) -> Any:

@@ -35,7 +35,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _refused(path: str, error: EspalierError, as_json: bool) -> None:
     if as_json:
-        print(json.dumps({"file": path, "error": error.what, "why": error.why, "try": error.do}), flush=True)
+        print(json.dumps({"file": path, **error.table}), flush=True)
     else:
         say_progress(f"espalier: {error}")
 

@@ -96,7 +96,7 @@ def _failed(error: EspalierError | OSError, as_json: bool) -> int:
             raise error
         error = cache_dir.unwritable(error.filename or Path.cwd(), error)
     if as_json:
-        print(json.dumps({"error": error.what, "why": error.why, "try": error.do}))
+        print(json.dumps(error.table))
     else:
         say(f"espalier: {error}", file=sys.stderr)
     return error.exit_code

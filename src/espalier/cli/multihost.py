@@ -4,15 +4,12 @@ here: the work is done on the hosts (`cli.host_worker`), this process starts the
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, TextIO, cast
-
-import msgspec
 
 from espalier.cli import run_trust
 from espalier.launch.hosts import hosts
@@ -22,7 +19,7 @@ from espalier.launch.hosts.remote_process import Far
 from espalier.launch.hosts.ssh import Crowd
 from espalier.launch.launchers import torchrun
 from espalier.machine import cluster as clusters
-from espalier.recipe import Recipe, cache_dir, mechanism_options, recipe_file, units, value_ranges
+from espalier.recipe import Recipe, mechanism_options, recipe_file, units, value_ranges
 from espalier.recipe.errors import EspalierError, PeerLost, RunFailed, UserError
 from espalier.recipe.terminal import say, say_progress
 from espalier.track.events import read
@@ -120,15 +117,10 @@ def _probe(arguments: argparse.Namespace, named: Sequence[Host]) -> int:
         _say(crowd.gather(chosen))
         crowd.prepare(message)
         done = crowd.carry_out()
-    cluster = clusters.loads(done["cluster"])
-    cache_dir.replace(Path(arguments.out), done["cluster"])
     from espalier.cli import printing
 
-    if arguments.json:
-        print(json.dumps(msgspec.to_builtins(cluster)))
-    else:
-        say(printing.cluster(cluster))
-        say(f"\nWritten to {arguments.out}: espalier plan RECIPE --cluster {arguments.out}")
+    remark = f": espalier plan RECIPE --cluster {arguments.out}"
+    printing.write_cluster(clusters.loads(done["cluster"]), arguments.out, arguments.json, remark)
     return 0
 
 

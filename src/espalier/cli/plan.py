@@ -106,7 +106,7 @@ def _tell(as_json: bool, resolved: Resolved, decision: PlanDecision, changed: Pl
         if isinstance(changed, PlanDecision):
             extra["what_if"] = changed.plan
         elif changed is not None:
-            extra["what_if"] = {"error": changed.what, "why": changed.why, "try": changed.do}
+            extra["what_if"] = changed.table
         print(plans.dumps(plan, **extra), end="", flush=True)
         if refusal is not None:
             say(f"espalier: {refusal}", file=sys.stderr)  # standard output holds one object, the plan

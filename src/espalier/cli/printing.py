@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 from rich.console import Console
 
+from espalier.machine import cluster as clusters
 from espalier.machine.cluster import Cluster, Disk, Link
 from espalier.plan import plan_summary
 from espalier.plan.base import Plan, Predicted
-from espalier.recipe import model_kinds, terminal
+from espalier.recipe import cache_dir, model_kinds, terminal
 from espalier.recipe.base import Derivation
 from espalier.recipe.terminal import line, rows, say, visible, wrapped
 from espalier.recipe.units import plural, show_count, show_flops, show_rate, show_seconds, show_size
@@ -156,6 +159,16 @@ def _parts(parts: Iterable[str]) -> None:
     every = list(parts)
     for first in range(0, len(every), 3):
         say("      " + ", ".join(every[first : first + 3]) + "," * (first + 3 < len(every)))
+
+
+def write_cluster(machines: Cluster, out: str, as_json: bool, remark: str) -> None:
+    """Writes the cluster file `out`, and shows what is in it."""
+    cache_dir.replace(Path(out), clusters.dumps(machines))
+    if as_json:
+        print(json.dumps(msgspec.to_builtins(machines)))
+    else:
+        say(cluster(machines))
+        say(f"\nWritten to {out}{remark}")
 
 
 def cluster(machines: Cluster) -> str:

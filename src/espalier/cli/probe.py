@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 
-import msgspec
 import torch
 import torch.distributed as dist
 
 from espalier.cli import printing
 from espalier.comm import multihost_probe
 from espalier.launch.launchers import detect_launcher
-from espalier.machine import cluster as clusters
 from espalier.machine import probe
 from espalier.machine.cluster import Cluster
 from espalier.mechanisms.codecs import choice as codecs
-from espalier.recipe import cache_dir
 from espalier.recipe.errors import UserError
-from espalier.recipe.terminal import say, say_progress
+from espalier.recipe.terminal import say_progress
 from espalier.train import rank_spec as launch
 from espalier.train import worker
 
@@ -41,13 +37,8 @@ def run(arguments: argparse.Namespace) -> int:
             cluster = _all(channel, place, arguments)
         if place.rank != 0:
             return 0
-    out = Path(arguments.out)
-    cache_dir.replace(out, clusters.dumps(cluster))
-    if arguments.json:
-        print(json.dumps(msgspec.to_builtins(cluster)))
-    else:
-        say(printing.cluster(cluster))
-        say(f"\nWritten to {out}; plans use it from now on (espalier plan RECIPE --cluster {out} elsewhere).")
+    remark = f"; plans use it from now on (espalier plan RECIPE --cluster {arguments.out} elsewhere)."
+    printing.write_cluster(cluster, arguments.out, arguments.json, remark)
     return 0
 
 

@@ -26,6 +26,7 @@ from espalier.evaluate.eval_history import EvalHistory, ResultKey
 from espalier.evaluate.shared_model import SharedModel
 from espalier.evaluate.tasks import EvaluationTask
 from espalier.evaluate.worker_pool import Result, Workers, evaluate
+from espalier.recipe.closing import Closing
 from espalier.recipe.errors import EspalierError, RunFailed, UserError
 from espalier.track import events
 
@@ -53,7 +54,7 @@ class _Pending(NamedTuple):
     tasks: tuple[str, ...]
 
 
-class CheckpointWatcher:
+class CheckpointWatcher(Closing):
     """One run, watched until the end of the `with` block. Has state: the lock on its `eval` folder, what was seen.
 
     Args:
@@ -84,10 +85,8 @@ class CheckpointWatcher:
         self._skipped: set[tuple[int, str]] = set()
         self._seen = set(self.history.saved)
 
-    def __enter__(self) -> CheckpointWatcher:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
+        """Lets others evaluate the run."""
         os.close(self._lock)
 
     def run(self, workers: Workers, once: bool = False) -> Iterator[Update]:

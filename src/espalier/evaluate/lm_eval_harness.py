@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from espalier.evaluate.multiple_choice import loglikelihoods
+from espalier.evaluate.multiple_choice import loglikelihoods, tokens_of
 from espalier.language import generate, gpt
 from espalier.language.tokenizer import Tokenizer
 from espalier.parallel.workload import Sums
@@ -30,7 +30,7 @@ class Answers:
     def continuations(self, pairs: Sequence[tuple[str, str]]) -> list[tuple[float, bool]]:
         """Of each (context, continuation): log-likelihood (nats) of the continuation, and whether greedy decoding would
         give it."""
-        ids = [(self._prompt(context), self._ids(continuation)) for context, continuation in pairs]
+        ids = [(self._prompt(context), tokens_of(continuation, self.tokenizer)) for context, continuation in pairs]
         scores = iter(loglikelihoods(self.model, [pair for pair in ids if pair[1]]))
         return [next(scores) if tail else (0.0, True) for _, tail in ids]
 
@@ -62,10 +62,7 @@ class Answers:
         return texts
 
     def _prompt(self, text: str) -> list[int]:
-        return [self.tokenizer.boundary, *self._ids(text)]
-
-    def _ids(self, text: str) -> list[int]:
-        return [int(token) for token in self.tokenizer.encode(text.encode())]
+        return [self.tokenizer.boundary, *tokens_of(text, self.tokenizer)]
 
 
 def _sampling(options: Mapping[str, Any]) -> Sampling:

@@ -113,16 +113,18 @@ class MultipleChoice:
         before = "\n".join(part for part in (question.context, question.question) if part)
         space = "" if before[-1:].isspace() else " "
         continued = [choice if choice[:1].isspace() else space + choice for choice in question.choices]
-        head = [self._tokenizer.boundary, *self._ids(before)]
-        scores = loglikelihoods(model, [(head, self._ids(choice)) for choice in continued])
+        head = [self._tokenizer.boundary, *tokens_of(before, self._tokenizer)]
+        scores = loglikelihoods(model, [(head, tokens_of(choice, self._tokenizer)) for choice in continued])
         return marks([total for total, _ in scores], question)
 
     def summary(self, means: Mapping[str, float]) -> Mapping[str, float]:
         """The shares of right answers."""
         return dict(means)
 
-    def _ids(self, text: str) -> list[int]:
-        return [int(token) for token in self._tokenizer.encode(text.encode())]
+
+def tokens_of(text: str, tokenizer: Tokenizer) -> list[int]:
+    """The tokens of a text."""
+    return [int(token) for token in tokenizer.encode(text.encode())]
 
 
 def marks(loglikelihoods: Sequence[float], question: Question) -> Sums:

@@ -36,6 +36,7 @@ from torch import nn
 from espalier.evaluate.shared_model import Source, attach
 from espalier.evaluate.tasks import EvaluationTask, means
 from espalier.parallel.workload import Sums
+from espalier.recipe.closing import Closing
 from espalier.recipe.errors import RunFailed
 
 T = TypeVar("T")
@@ -87,7 +88,7 @@ class Result(NamedTuple):
     why: str = ""
 
 
-class Workers:
+class Workers(Closing):
     """Worker processes, until the end of its `with` block. Has state: the processes.
 
     Args:
@@ -120,18 +121,16 @@ class Workers:
             for worker in self._workers:
                 worker.submit(os.getpid).result()
         except BrokenExecutor:
-            self.__exit__()
+            self.close()
             raise RunFailed("An evaluation worker ended while it opened its data.", do="see its error above") from None
         except BaseException:
             for process in server:  # it may be about to fork one more
                 process.kill()
-            self.__exit__()
+            self.close()
             raise
 
-    def __enter__(self) -> Workers:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
+        """Ends all workers."""
         for worker in self._workers:
             worker.end()
 

@@ -20,12 +20,12 @@ def keep_freed() -> None:
         library.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
 
 
-def map_blocks(size: int = 2**20) -> None:
-    """Gives blocks of `size` bytes and more back when they are freed, for who frees in order to hold less: in pieces of
+def map_blocks() -> None:
+    """Gives blocks of 1 MiB and more back when they are freed, for who frees in order to hold less: in pieces of
     one heap, layers that come and go in changing order keep more than are there."""
     library = ctypes.CDLL(None)
     if hasattr(library, "mallopt"):
-        library.mallopt(_M_MMAP_THRESHOLD, size)
+        library.mallopt(_M_MMAP_THRESHOLD, 2**20)
 
 
 def give_back() -> None:

@@ -116,19 +116,15 @@ def meeting(interface: str | None, port: int, host: str) -> tuple[MeetingSocket,
     Raises UserError when the port is taken, or `host` has no such interface.
     """
     bound = chosen(interface, addresses(), host)
-    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        listener.bind((bound[0].address if interface is not None else "", port))
+        listener = socket.create_server((bound[0].address if interface is not None else "", port), backlog=1024)
     except OSError as error:
-        listener.close()
         if error.errno not in _BUSY:
             raise
         why = "another program listens there" if error.errno == errno.EADDRINUSE else "ports below 1024 are root's"
         raise UserError(
             f"launch.port = {port} cannot be used on host {host}.", why=why, do="another port, or 0 for any free one"
         ) from None
-    listener.listen(1024)
     return MeetingSocket(listener), bound[:1] if interface is not None else bound
 
 

@@ -361,9 +361,6 @@ class ModuleRow(Row, Freezes):
         check_ranks(workload.parts.model, ranks)
         return replace(profile(workload, OWN_PLAN), tensor=ranks)
 
-    def contents(self, recipe: Recipe, workload: ModuleWorkload) -> Mapping[str, str]:
-        return workload.contents()
-
     def freeze(self, workload: ModuleWorkload, folder: Path) -> None:
         keep_sources(workload.author.build, folder)
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from espalier.ops.job_trace import Characters, JobGroup
@@ -27,25 +27,17 @@ FAILURES = ("failed by", "jobs", "share", "of lost GPU time", *HEAD[4:])
 
 def as_dict(characters: Characters) -> dict[str, Any]:
     """Plain values; NaN as null, the curves left to the page."""
-    table = {key: value for key, value in asdict(characters).items() if not isinstance(value, np.ndarray)}
+    table = {key: value for key, value in vars(characters).items() if not isinstance(value, np.ndarray)}
     table |= {
         "mean_in_use": characters.mean_in_use,
         "queue_percentiles": _marks(characters.waits),
         "run_percentiles": _marks(characters.runs),
     }
-    return _plain(table)
+    return dict(msgspec.json.decode(msgspec.json.encode(table)))
 
 
 def _marks(values: Any) -> dict[str, float]:
     return {f"p{mark}": float(values[mark]) for mark in (25, 50, 75, 90, 95, 99)} if len(values) else {}
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def seconds(value: float) -> str:

@@ -313,8 +313,8 @@ def _groups(jobs: Jobs, time: Floats, words: Words, chosen: NDArray[np.bool_]) -
         rows = chosen & (words == name)
         spent = float(time[rows].sum())
         lasted = jobs.seconds[rows]
-        middle = _percentiles(lasted, [50])
-        waits = _percentiles(jobs.queued[rows], [50, 95])
+        known = np.isfinite(lasted)
+        waits = jobs.queued[rows]
         groups.append(
             JobGroup(
                 name=str(name),
@@ -323,10 +323,10 @@ def _groups(jobs: Jobs, time: Floats, words: Words, chosen: NDArray[np.bool_]) -
                 time_share=spent / all_time if all_time else 0.0,
                 gpu_seconds=spent,
                 gpus=float(jobs.gpus[rows].mean()),
-                duration=float(middle[0]) if len(middle) else math.nan,
-                mean_duration=float(lasted[np.isfinite(lasted)].mean()) if len(middle) else math.nan,
-                queue=float(waits[0]) if len(waits) else math.nan,
-                long_queue=float(waits[1]) if len(waits) else math.nan,
+                duration=_percentile(lasted, 50),
+                mean_duration=float(lasted[known].mean()) if known.any() else math.nan,
+                queue=_percentile(waits, 50),
+                long_queue=_percentile(waits, 95),
             )
         )
     return tuple(sorted(groups, key=lambda group: (-group.gpu_seconds, -group.jobs, group.name)))
@@ -359,6 +359,11 @@ def curve(started: Floats, seconds: Floats, gpus: Floats) -> tuple[Floats, Float
     area = np.concatenate([[0.0], np.cumsum(level[:-1] * np.diff(times))])
     until = np.interp(edges, times, area)
     return edges[:-1] / 3600, np.diff(until) / (span / POINTS), float(level.max()), span
+
+
+def _percentile(values: Floats, mark: int) -> float:
+    """Of the values that are told; NaN where none is."""
+    return float(next(iter(_percentiles(values, [mark])), math.nan))
 
 
 def _percentiles(values: Floats, marks: Sequence[int] | NDArray[np.int64]) -> Floats:

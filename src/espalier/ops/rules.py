@@ -12,14 +12,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from espalier.ops.taxonomy import ACTIONS, REASONS, Action
 from espalier.recipe.errors import UserError, nearest
 from espalier.recipe.foreign_files import parsing, read_text
 
 Role = Literal["hardware", "root", "exception", "cascade", "echo", "exit", "healthy", "noise"]
-ROLES: tuple[Role, ...] = ("hardware", "root", "exception", "cascade", "echo", "exit", "healthy", "noise")
+ROLES: tuple[Role, ...] = get_args(Role)
 """hardware: the machine says so itself, which outweighs what programs say; root: a cause; exception: known by the class
 of an exception alone; cascade: another rank's fault seen from here; echo: only that others gave up; exit: only that
 something ended; healthy: the job has done its work; noise: looks alarming and is not."""

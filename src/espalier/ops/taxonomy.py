@@ -8,7 +8,7 @@ After Hu et al., "Characterization of Large Language Model Development in the Da
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 from espalier.recipe.data_table import data_table
 
@@ -16,7 +16,7 @@ Action = Literal["retry", "isolate", "rollback", "stop", "none"]
 """retry: bounded restart; isolate: test the nodes, leave out those that fail, restart; rollback: an earlier checkpoint,
 and skip the data that followed it; stop: a person must change something first; none: nothing has failed."""
 
-ACTIONS: tuple[Action, ...] = ("retry", "isolate", "rollback", "stop", "none")
+ACTIONS: tuple[Action, ...] = get_args(Action)
 
 INFRASTRUCTURE, SCRIPT = "Infrastructure", "Script"
 UNKNOWN, NO_FAILURE, LOSS_ANOMALY, HANG = "Unknown", "No Failure", "Loss Anomaly", "Hang"

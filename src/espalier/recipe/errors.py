@@ -26,6 +26,11 @@ class EspalierError(Exception):
             lines.append(f"  try: {do}")
         super().__init__("\n".join(lines))
 
+    @property
+    def table(self) -> dict[str, str]:
+        """As `--json` prints it."""
+        return {"error": self.what, "why": self.why, "try": self.do}
+
     def __reduce__(self) -> tuple[object, ...]:
         return (_restore, (type(self), self.what, self.why, self.do))
 

@@ -36,21 +36,28 @@ def parsing(path: str | Path, do: str) -> Iterator[None]:
             raise
         what = error.what if named else f"{printable(path)}: {error.what}"
         raise UserError(what, why=error.why, do=error.do or do) from None
-    except FileNotFoundError:
-        raise UserError(f"{printable(path)} cannot be read: it is not there.", do=do) from None
-    except PermissionError as error:
-        raise UserError(f"{printable(path)} cannot be read: {error.strerror}.", do=f"chmod u+r {path}") from None
-    except MemoryError:
-        raise UserError(f"{printable(path)} does not fit into memory.", do=do) from None
-    except RecursionError:
-        raise UserError(f"{printable(path)} cannot be read: it is nested too deeply.", do=do) from None
-    except UnicodeDecodeError as error:
-        raise UserError(f"{printable(path)} is not UTF-8 (byte {error.start}).", do="save it as UTF-8") from None
-    except OSError as error:
-        raise UserError(f"{printable(path)} cannot be read: {printable(error.strerror or error)}.", do=do) from None
-    except Exception as error:  # parsers have no common base of their errors
-        reason = f"it lacks {error}" if isinstance(error, KeyError) else printable(error) or type(error).__name__
-        raise UserError(f"{printable(path)} cannot be read: {reason.rstrip('.')}.", do=do) from None
+    except Exception as error:
+        what = f"{printable(path)} cannot be read: {_reason(error).rstrip('.')}."
+        if isinstance(error, PermissionError):
+            do = f"chmod u+r {path}"
+        elif isinstance(error, MemoryError):
+            what = f"{printable(path)} does not fit into memory."
+        elif isinstance(error, UnicodeDecodeError):
+            what, do = f"{printable(path)} is not UTF-8 (byte {error.start}).", "save it as UTF-8"
+        raise UserError(what, do=do) from None
+
+
+def _reason(error: Exception) -> str:
+    """Why a reader failed: parsers have no common base of their errors."""
+    if isinstance(error, FileNotFoundError):
+        return "it is not there"
+    if isinstance(error, RecursionError):
+        return "it is nested too deeply"
+    if isinstance(error, KeyError):
+        return f"it lacks {error}"
+    if isinstance(error, OSError):
+        return printable(error.strerror or error)
+    return printable(error) or type(error).__name__
 
 
 def printable(text: object, longest: int = _LONGEST) -> str:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Protocol, Self
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -46,27 +45,6 @@ class WeightStore(Protocol):
 
     def after_copies(self) -> AbstractContextManager[None]:
         """Surrounds what waits for the copies begun so far, and computation does not wait for."""
-
-
-class Closing(ABC):
-    """What `with` closes at the end of its block; after an error in the block, abandons."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Gives back what it holds."""
-
-    def abandon(self) -> None:
-        """As `close`, without finishing what was begun."""
-        self.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: object, *_: object) -> None:
-        if kind is None:
-            self.close()
-        else:
-            self.abandon()
 
 
 def row_bytes(dtype: torch.dtype, shape: tuple[int, ...]) -> int:

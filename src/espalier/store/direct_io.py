@@ -25,9 +25,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from espalier.recipe.cache_dir import DiskFull, disk_full, free_bytes
+from espalier.recipe.closing import Closing
 from espalier.recipe.errors import UserError
 from espalier.recipe.units import show_size
-from espalier.store.base import Closing
 from espalier.store.cost import PAGE, pages
 
 BLOCK = 4 << 20

@@ -17,7 +17,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from espalier.store.base import Closing
+from espalier.recipe.closing import Closing
 from espalier.store.cost import PAGE, pages
 from espalier.store.direct_io import Where, aligned, bytes_of, open_file
 from espalier.store.extents import Extent, first_path, index_path, page_hashes, write_index

@@ -21,10 +21,10 @@ import xxhash
 from numpy.typing import NDArray
 from torch import Tensor
 
-from espalier.recipe.cache_dir import sync_folder, writing
+from espalier.recipe.cache_dir import sync_folder, write_atomic, writing
+from espalier.recipe.closing import Closing
 from espalier.recipe.errors import UserError
 from espalier.recipe.foreign_files import parsing
-from espalier.store.base import Closing
 from espalier.store.cost import PAGE, pages
 from espalier.store.direct_io import (
     ANOTHER,
@@ -271,15 +271,10 @@ def index_path(path: Path) -> Path:
 
 def write_index(where: Where, extents: Sequence[Extent]) -> None:
     """Makes a container of data that lie in place and are durable: its index, whole or not at all."""
-    path = first_path(where)
-    fresh = index_path(path).with_name(index_path(path).name + ".fresh")
-    with writing(index_path(path), ANOTHER):
-        with fresh.open("wb") as file:
-            file.write(MAGIC + b"".join(map(_record, extents)))
-            file.flush()
-            os.fsync(file.fileno())
-        fresh.replace(index_path(path))
-        sync_folder(path.parent)
+    index = index_path(first_path(where))
+    with writing(index, ANOTHER):
+        write_atomic(index, MAGIC + b"".join(map(_record, extents)))
+        sync_folder(index.parent)
 
 
 def first_path(where: Where) -> Path:

@@ -16,12 +16,12 @@ import xxhash
 from torch import Tensor
 
 from espalier.recipe.cache_dir import sync_folder
+from espalier.recipe.closing import Closing
 from espalier.recipe.errors import UserError
 from espalier.recipe.serialization import Value
-from espalier.store.base import Closing
 from espalier.store.cost import PAGE, pages
 from espalier.store.direct_io import File, Where, aligned, bytes_of, checksum, flat_bytes, open_file
-from espalier.store.extents import DamagedExtent, damaged
+from espalier.store.extents import DamagedExtent, damaged, first_path
 
 MAGIC = b"espalier generations 1\n"
 _GO_BACK = "run the same command again: it goes on from the step before, if that is whole"
@@ -62,7 +62,7 @@ class Generations(Closing):
     """
 
     def __init__(self, where: Where, verify: bool = False) -> None:
-        self.path = where if isinstance(where, Path) else where[0]
+        self.path = first_path(where)
         self._file = open_file(where, "write")
         self._lock = threading.Lock()
         self.restored = ""
@@ -123,11 +123,9 @@ class Generations(Closing):
         assert generations >= 1
         table = _GenerationTable(dict(sizes), generations)
         layout = _FileLayout(table)
-        path = where if isinstance(where, Path) else where[0]
+        path = first_path(where)
         file = open_file(where, "create", layout.end)
-        text = msgspec.msgpack.encode(table)
-        head = MAGIC + len(text).to_bytes(8, "little") + xxhash.xxh3_64_digest(text) + text
-        file.write_from(_padded(head, layout.table_bytes), 0)
+        file.write_from(_padded(MAGIC + _frame(table), layout.table_bytes), 0)
         empty = _Header(0, -1, (-1,) * len(sizes), (0,) * len(sizes))
         file.write_from(layout.header_pages(empty), layout.header_at(empty))
         file.sync()
@@ -225,7 +223,7 @@ class _FileLayout:
 
     def __init__(self, table: _GenerationTable) -> None:
         self._count = len(table.sizes)
-        self.table_bytes = pages(len(MAGIC) + 16 + len(msgspec.msgpack.encode(table)))
+        self.table_bytes = pages(len(MAGIC) + len(_frame(table)))
         self._header_bytes = pages(128 + _PLACE_BYTES * self._count)
         self._at: dict[str, int] = {}
         at = self.table_bytes + 2 * self._header_bytes
@@ -242,8 +240,7 @@ class _FileLayout:
         return self.table_bytes + header.sequence % 2 * self._header_bytes
 
     def header_pages(self, header: _Header) -> Tensor:
-        text = msgspec.msgpack.encode(header)
-        return _padded(len(text).to_bytes(8, "little") + xxhash.xxh3_64_digest(text) + text, self._header_bytes)
+        return _padded(_frame(header), self._header_bytes)
 
     def headers(self, file: File) -> list[_Header]:
         """The whole headers, newest first."""
@@ -278,6 +275,12 @@ def _read_table(path: Path, file: File) -> _GenerationTable:
     if text is None:
         raise UserError(f"The table at the beginning of {path} is damaged.", do="restore the file from a copy")
     return msgspec.msgpack.decode(text, type=_GenerationTable)
+
+
+def _frame(value: Value) -> bytes:
+    """As msgpack, behind its length and a checksum."""
+    text = msgspec.msgpack.encode(value)
+    return len(text).to_bytes(8, "little") + xxhash.xxh3_64_digest(text) + text
 
 
 def _framed(data: bytes) -> bytes | None:

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 import espalier.store.io_uring as uring
-from espalier.store.base import Closing
+from espalier.recipe.closing import Closing
 from espalier.store.direct_io import DirectFile, File, flat_bytes
 
 DEPTH = 64

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from espalier.store.base import Closing
+from espalier.recipe.closing import Closing
 
 DEPTH = 2
 """Items that wait between two stages (arXiv 2405.05231, section 6)."""

@@ -20,9 +20,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from espalier.recipe.closing import Closing
 from espalier.recipe.errors import UserError
 from espalier.store import base
-from espalier.store.base import Closing
 from espalier.store.cost import PAGE, pages
 from espalier.store.direct_io import File, Where, aligned, bytes_of, open_file
 from espalier.store.io_queue import IoQueue

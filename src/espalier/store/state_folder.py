@@ -50,7 +50,6 @@ def open_or_create(
     layout: bytes,
     sizes: Mapping[str, int],
     fill: Callable[[Generations], None],
-    what: str,
 ) -> Generations:
     """The state in `folders`, of the last step that is whole there; where there is none, a new one.
 
@@ -59,7 +58,6 @@ def open_or_create(
         layout: describes what the entries mean; that of a state in the folders must be the same.
         sizes: bytes of each entry.
         fill: writes and commits the first values.
-        what: is in the folders, for errors.
 
     Raises:
         UserError: it has another layout; or it cannot be read or written.
@@ -77,7 +75,7 @@ def open_or_create(
         return Generations(files, verify=True)
     for folder in folders:
         folder.mkdir(parents=True, exist_ok=True)
-        check_room(folder, 2 * sum(map(pages, sizes.values())) // len(folders), what)
+        check_room(folder, 2 * sum(map(pages, sizes.values())) // len(folders), "the state of an optimizer node")
     parts = [folder / "state.part" for folder in folders]
     with Generations.create(parts, sizes) as state:
         fill(state)

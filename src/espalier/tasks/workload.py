@@ -187,9 +187,6 @@ class TasksRow(Row, Predicts):
             tokens_per_sample=float(sum(workload.batch)),
         )
 
-    def contents(self, recipe: Recipe, workload: MultitaskWorkload) -> Mapping[str, str]:
-        return workload.contents()
-
     def answer(
         self, workload: MultitaskWorkload, model: MultitaskModel, text: str | None, sampling: Sampling
     ) -> Answer:

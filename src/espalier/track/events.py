@@ -66,6 +66,7 @@ import msgspec
 
 from espalier.recipe import serialization
 from espalier.recipe.cache_dir import writing
+from espalier.recipe.closing import Closing
 from espalier.recipe.data_table import data_table
 from espalier.recipe.foreign_files import parsing, printable
 from espalier.recipe.units import plural
@@ -81,7 +82,7 @@ _MARK = b'_is":"'
 _BLOCK = 1 << 20
 
 
-class Log:
+class Log(Closing):
     """Appends events to the run log at `path`. Has state: an open file. One writer at a time, from any thread.
 
     Each event is one `write` call, so a process killed at any moment leaves at most one torn last line; opening the
@@ -109,12 +110,6 @@ class Log:
             if self._file >= 0:
                 os.close(self._file)
             self._file = -1
-
-    def __enter__(self) -> Log:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def append(path: str | Path, event: str, **fields: Any) -> Event:
@@ -312,9 +307,9 @@ decode_step = msgspec.json.Decoder(_forms(_FINITE, forbid_unknown_fields=True, g
 Raises msgspec.DecodeError for any other line."""
 
 
-def fields(kind: str, *words: str) -> tuple[str, ...]:
-    """The fields of an event that are of the kinds `words` in events.toml."""
-    return tuple(name for word in words for name in _TABLES[kind].get(word, ()))
+def step_fields(*words: str) -> tuple[str, ...]:
+    """The fields of a step that are of the kinds `words` in events.toml."""
+    return tuple(name for word in words for name in _TABLES["step"].get(word, ()))
 
 
 def as_step(event: Event) -> Any:

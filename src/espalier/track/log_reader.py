@@ -23,8 +23,8 @@ from espalier.track.goodput import Segment
 
 Array = NDArray[Any]
 
-SCALARS = ("time", *events.fields("step", "whole", "number"))
-TABLES = events.fields("step", "numbers")
+SCALARS = ("time", *events.step_fields("whole", "number"))
+TABLES = events.step_fields("numbers")
 """Fields of a step that are a number, and that are numbers by name."""
 _STEP = (b'{"event":"step"', b'{"event": "step"')
 SPENT = ("seconds", "exposed", "waited")
@@ -80,8 +80,8 @@ class LogReader:
         segments: what the time went into, the latest first; complete when all spans have been read.
     """
 
-    def __init__(self, blocks: Iterable[list[bytes]], name: str = events.NAME) -> None:
-        self.blocks, self.name = blocks, name
+    def __init__(self, blocks: Iterable[list[bytes]]) -> None:
+        self.blocks = blocks
         self.segments = [Segment()]
         self._barriers: list[tuple[float, Segment | None]] = []  # ascending, the nearest in the log last
         self._lines, self._misfits, self._first = 0, 0, (0, "")
@@ -97,7 +97,7 @@ class LogReader:
     def left_out(self) -> list[Event]:
         """An incident that counts the lines that are no events, once all has been read; none where all are."""
         after, reason = self._first
-        return events.left_out(self.name, self._misfits, self._lines - after, reason)
+        return events.left_out(events.NAME, self._misfits, self._lines - after, reason)
 
     def _decoded(self, lines: list[bytes]) -> list[LogSpan]:
         spans = [LogSpan()]

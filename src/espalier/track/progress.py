@@ -9,8 +9,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Self, TextIO, cast
+from typing import TYPE_CHECKING, Any, TextIO, cast
 
+from espalier.recipe.closing import Closing
 from espalier.recipe.terminal import visible
 from espalier.recipe.units import plural, show_count, show_seconds, show_size
 from espalier.track.events import Event
@@ -215,7 +216,7 @@ class _Bar:
         self._bars.stop()
 
 
-class Waiting:
+class Waiting(Closing):
     """Shows that something long is under way, once it has taken two seconds. Has state.
 
     `with Waiting("Tokenizing", total_bytes, show_size) as waiting: … waiting.advance(n)`. `show` writes amounts.
@@ -256,12 +257,6 @@ class Waiting:
         if self._bars or self._said is not None:
             self._bars, self._said = None, None
             self._write(f"{self.what}: {self._in_all(took)}")
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _so_far(self, took: float) -> str:
         share = f"{self.done / self.total:.0%} of " if self.total else ""

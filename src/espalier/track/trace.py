@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 from espalier.kernels import accelerator
 from espalier.recipe.cache_dir import writing
+from espalier.recipe.closing import Closing
 from espalier.recipe.errors import UserError
 
 if TYPE_CHECKING:
     from torch.profiler import profile, record_function
 
 
-class StepProfiler:
+class StepProfiler(Closing):
     """Traces steps `from_step` to `to_step`, both included, into `path`. Has state: the profiler while it runs.
 
     `with Profile(10, 12, "trace.json") as profile:` round the loop, `profile.step()` after every step; `first_step`
@@ -30,12 +31,9 @@ class StepProfiler:
         self._profiler: profile | None = None
         self._mark: record_function | None = None
 
-    def __enter__(self) -> StepProfiler:
+    def __enter__(self) -> Self:
         self._begin()
         return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def step(self) -> None:
         self._end()

@@ -136,6 +136,7 @@ class Row(Protocol):
 
     def contents(self, recipe: Recipe, workload: Any) -> Mapping[str, str]:
         """Hashes of the data's files by name, compared when a run is resumed."""
+        return workload.contents()
 
     def prepare(self, recipe: Recipe, opening: Opening) -> Prepared:
         """The recipe after a look at the data, as far as options depend on it: here on none."""

@@ -11,7 +11,8 @@ from typing import Any
 
 from member import life
 
-from espalier.launch.ranks.store_server import Served
+import store_process
+from espalier.launch.ranks.store_server import ServerProcess, serve
 
 FORK = multiprocessing.get_context("fork")
 
@@ -55,14 +56,16 @@ def crew(count: int, method: str, rounds: int, pause: float = 0.01) -> Iterator[
 
 
 @contextmanager
-def crew_and_store(count: int, method: str, rounds: int, pause: float = 0.01) -> Iterator[tuple[list[Member], Served]]:
+def crew_and_store(
+    count: int, method: str, rounds: int, pause: float = 0.01
+) -> Iterator[tuple[list[Member], ServerProcess]]:
     """The same, and the store where they meet."""
-    store = Served()
+    store = serve()
     members = [Member(store.port, (number, count), method, rounds, pause) for number in range(count)]
     try:
         yield members, store
     finally:
-        store.close()
+        store_process.end(store)
         for one in members:
             one.process.kill()
             one.process.join()

@@ -240,7 +240,7 @@ class HostAgents:
         """Lets the others hear that the run is over, those that are heard."""
         deadline = self.clock.monotonic() + 2 * self.care.heartbeat
         while self.clock.monotonic() < deadline:
-            if all(host in self.away or _left(self.exchange.said(host)) for host in self.others):
+            if all(host in self.away or getattr(self.exchange.said(host), "left", False) for host in self.others):
                 return
             self.exchange.wait(_POLL)
 
@@ -546,7 +546,3 @@ class HostAgents:
         host = self.host(failure.rank)
         placed = type(error)(f"On host {host}: {error.what}", why=error.why, do=error.do)
         return Ended(replace(failure, what=f"On host {host}: {failure.what}"), placed, ended.at)
-
-
-def _left(report: Report | None) -> bool:
-    return report is not None and report.left

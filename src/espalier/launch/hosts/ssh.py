@@ -33,6 +33,7 @@ from espalier.launch.hosts.remote_process import Far, compare
 from espalier.launch.ranks import postmortem
 from espalier.machine import network_interface
 from espalier.recipe import Launch
+from espalier.recipe.closing import Closing
 from espalier.recipe.errors import EspalierError, HostLost, UserError
 from espalier.recipe.terminal import say_progress
 from espalier.train.signal_handling import handling
@@ -55,7 +56,7 @@ Show = Callable[[Far, str, str], None]
 """Called with a process, `out` or `err`, and a line that it wrote."""
 
 
-class Crowd:
+class Crowd(Closing):
     """The processes on all hosts. Has state: them, and their log. Use with `with`: none is left behind.
 
     Args:
@@ -79,10 +80,8 @@ class Crowd:
         self._log: Any = None
         self._waiting: list[str] = []
 
-    def __enter__(self) -> Crowd:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
+        """Ends all processes."""
         self._end()
         self._selector.close()
         if self._log is not None:

@@ -9,7 +9,7 @@ from typing import Literal
 from espalier.launch.resilience.hang_detector import Vital
 
 _HERTZ = os.sysconf("SC_CLK_TCK")
-_STATES: dict[str, Literal["T", "R", "D", "S"]] = {"T": "T", "R": "R", "D": "D"}
+_BUSY: tuple[Literal["R"], Literal["D"]] = ("R", "D")
 GONE = Vital(0.0, "S")
 
 
@@ -23,7 +23,7 @@ def vital(pid: int) -> Vital:
         states = {_stat(path / "stat")[0] for path in Path(f"/proc/{pid}/task").iterdir()}
     except (OSError, IndexError):  # it, or one of its threads, ended meanwhile
         return GONE
-    return Vital(_cpu(fields), next((_STATES[state] for state in "RD" if state in states), "S"), io)
+    return Vital(_cpu(fields), next((state for state in _BUSY if state in states), "S"), io)
 
 
 def _stat(path: Path) -> list[str]:

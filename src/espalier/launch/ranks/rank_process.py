@@ -120,9 +120,7 @@ def meeting(specs: Sequence[RankSpec], server: int) -> Iterator[Sequence[RankSpe
     if specs[0].port or len(specs) == 1:
         yield specs
         return
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
-        listener.bind(("127.0.0.1", 0))
-        listener.listen(1024)
+    with socket.create_server(("127.0.0.1", 0), backlog=1024) as listener:
         host, port = listener.getsockname()
         met = [replace(spec, host=host, port=port) for spec in specs]
         met[server] = replace(met[server], serves=True, listen_fd=listener.fileno())

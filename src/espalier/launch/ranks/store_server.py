@@ -4,13 +4,13 @@ forks ranks has none of its threads, whose locks a fork would copy and never rel
 
 from __future__ import annotations
 
-import contextlib
 import os
 import resource
 import signal
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
+from typing import NamedTuple
 
 from espalier.comm import store_client
 from espalier.launch.hosts import store_gate
@@ -21,45 +21,36 @@ _NAME = b"espalier-store"
 """Of the process, as `ps -o comm` shows it."""
 
 
-class _Beside:
-    """A process that lives beside this one, listening on loopback, to the end of who asked for it at the latest. Has
-    state: the process.
+class ServerProcess(NamedTuple):
+    """A process that lives beside this one, listening at `port` of loopback, to the end of who asked for it at the
+    latest."""
 
-    Args:
-        live: what it does, with a socket that listens.
-    """
-
-    def __init__(self, live: Callable[[socket.socket], None]) -> None:
-        with socket.create_server(("127.0.0.1", 0), backlog=1024) as listener:
-            self.port = int(listener.getsockname()[1])
-            self.pid = fork(lambda: live(listener), _NAME)
-
-    def close(self) -> None:
-        """Ends it."""
-        with contextlib.suppress(ProcessLookupError, ChildProcessError):
-            os.kill(self.pid, signal.SIGKILL)
-            os.waitpid(self.pid, 0)
+    port: int
+    pid: int
 
 
-class Served(_Beside):
+def serve(door: int = -1, token: str = "") -> ServerProcess:
     """A store on loopback.
 
     Args:
         door: descriptor of a socket where other hosts come, which is taken; -1: none do.
         token: what they have to know (`store_gate`).
     """
+    process = _started(lambda listener: _serve(listener, door, token))
+    if door >= 0:
+        os.close(door)
+    return process
 
-    def __init__(self, door: int = -1, token: str = "") -> None:
-        super().__init__(lambda listener: _serve(listener, door, token))
-        if door >= 0:
-            os.close(door)
 
-
-class Relayed(_Beside):
+def relay(host: str, port: int, token: str) -> ServerProcess:
     """The way on loopback to the store that another host serves behind its gate at that address."""
+    return _started(lambda listener: store_gate.forward(listener, (host, port), token))
 
-    def __init__(self, host: str, port: int, token: str) -> None:
-        super().__init__(lambda listener: store_gate.forward(listener, (host, port), token))
+
+def _started(live: Callable[[socket.socket], None]) -> ServerProcess:
+    """Of what `live` does with a socket that listens."""
+    with socket.create_server(("127.0.0.1", 0), backlog=1024) as listener:
+        return ServerProcess(int(listener.getsockname()[1]), fork(lambda: live(listener), _NAME))
 
 
 def near(place: RankSpec, token: str) -> RankSpec:
@@ -68,18 +59,8 @@ def near(place: RankSpec, token: str) -> RankSpec:
     `token`: the run's.
     """
     relayed = place.port and not place.serves
-    port = (Relayed(place.host, place.port, token) if relayed else Served(place.listen_fd, token)).port
+    port = (relay(place.host, place.port, token) if relayed else serve(place.listen_fd, token)).port
     return replace(place, host="127.0.0.1", port=port, serves=False, listen_fd=-1)
-
-
-@contextlib.contextmanager
-def served() -> Iterator[int]:
-    """The port on this machine where a store is served inside."""
-    served_store = Served()
-    try:
-        yield served_store.port
-    finally:
-        served_store.close()
 
 
 def _serve(listener: socket.socket, door: int, token: str) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from espalier.launch.resilience.straggler import FACTOR, LEAST, leveled
+from espalier.launch.resilience.straggler import LEAST, leveled, slow_ranks
 
 STAYS = 6
 """Comparisons one after the other in which the same must be found."""
@@ -79,10 +79,8 @@ class Slowness:
 
     def _look(self, usual: Sequence[float], waited: Sequence[float]) -> _Look:
         seconds = tuple(max(0.0, step - wait) for step, wait in zip(usual, waited, strict=True))
-        even = leveled(seconds, self._work)
-        middle = statistics.median_low(even)
         step = max(usual)
         wait = min(waited)
-        slow = frozenset(r for r, value in enumerate(even) if value >= FACTOR * middle and value - middle >= LEAST)
+        slow = slow_ranks(leveled(seconds, self._work))
         link = self._planned is not None and wait >= max(LINK * self._planned, SHARE * step, LEAST)
         return _Look(slow, link, seconds, step, wait)

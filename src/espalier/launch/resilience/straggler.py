@@ -37,6 +37,12 @@ def scores(seconds: Sequence[float]) -> list[float]:
     return [value / middle if middle > 0 else 1.0 for value in seconds]
 
 
+def slow_ranks(seconds: Sequence[float]) -> frozenset[int]:
+    """The ranks whose own seconds a step are much above the lower median's."""
+    middle = statistics.median_low(seconds)
+    return frozenset(rank for rank, value in enumerate(seconds) if value >= FACTOR * middle and value - middle >= LEAST)
+
+
 class Stragglers:
     """Looks now and then. Has state: how often each rank was slow in a row, and who was named already. `work`: as
     `leveled` has it."""
@@ -50,10 +56,9 @@ class Stragglers:
         """Ranks that are found slow now, each once, with their score. `seconds`: of a step without waits, by rank."""
         seconds = leveled(seconds, self._work)
         stragglers = []
-        middle = statistics.median_low(seconds)
+        delaying = slow_ranks(seconds)
         for rank, score in enumerate(scores(seconds)):
-            slow = score >= FACTOR and seconds[rank] - middle >= LEAST
-            self._row[rank] = self._row.get(rank, 0) + 1 if slow else 0
+            self._row[rank] = self._row.get(rank, 0) + 1 if rank in delaying and score > 1 else 0
             if self._row[rank] >= LOOKS and rank not in self._named:
                 self._named.add(rank)
                 stragglers.append((rank, score))

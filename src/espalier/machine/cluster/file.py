@@ -243,18 +243,13 @@ def _check_device(it: Device, where: str) -> None:
         raise UserError(f"{where}.device.flops is empty.", do="flops = { fp32 = 80e9 }")
     for precision, rate in it.flops.items():
         _positive(rate, f"{where}.device.flops.{precision}")
-    for measured in it.rates:
-        _positive(measured.flops, f"{where}.device.rates")
-        for count in (measured.rows, measured.inner, measured.columns, measured.threads, measured.processes):
-            _positive(count, f"{where}.device.rates")
-    for coding in it.codecs:
-        for value in (coding.ratio, coding.encode, coding.decode):
-            _positive(value, f"{where}.device.codecs")
-    for copy in it.copies:
-        for value in (copy.threads, copy.processes, copy.bandwidth):
-            _positive(value, f"{where}.device.copies")
-    _positive(it.memory, f"{where}.device.memory")
-    _positive(it.memory_bandwidth, f"{where}.device.memory_bandwidth")
+    for key in ("rates", "codecs", "copies"):
+        for measured in getattr(it, key):
+            for value in msgspec.structs.astuple(measured):
+                if not isinstance(value, str):
+                    _positive(value, f"{where}.device.{key}")
+    for key in ("memory", "memory_bandwidth"):
+        _positive(getattr(it, key), f"{where}.device.{key}")
 
 
 def _check_links(cluster: Cluster, origin: str) -> None:

@@ -53,9 +53,10 @@ from espalier.mechanisms.disk_batches.row_format import Kind, RowFormat
 from espalier.parallel.workload import ALONE, PackStart, Progress, Shard, to_device
 from espalier.recipe import units
 from espalier.recipe.cache_dir import cache_folder
+from espalier.recipe.closing import Closing
 from espalier.recipe.errors import UserError
 from espalier.store.artifacts import Artifact, Table
-from espalier.store.base import Closing, Rows
+from espalier.store.base import Rows
 from espalier.store.cost import PAGE, pages
 from espalier.store.extents import DamagedExtent
 from espalier.track.progress import Waiting

@@ -21,7 +21,7 @@ from espalier.graph.data.graph import Array
 from espalier.mechanisms.disk_batches.batch_pool import Pool, SampledBatch
 from espalier.mechanisms.disk_batches.pack import PackedSet
 from espalier.mechanisms.disk_batches.row_placement import AccessSplit
-from espalier.store.base import Closing
+from espalier.recipe.closing import Closing
 from espalier.store.budget import Budget
 from espalier.store.cost import PAGE
 from espalier.store.direct_io import aligned

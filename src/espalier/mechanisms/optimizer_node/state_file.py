@@ -84,7 +84,7 @@ def open_state(
     layout = msgspec.json.encode([job.layers, "fp32", job.chunk, _LAYOUT])
     sizes = entry_sizes(job) | dict(others or {})
     first = partial(fill, job=job, values=values)
-    return open_or_create(folders, layout, sizes, first, "the state of an optimizer node")
+    return open_or_create(folders, layout, sizes, first)
 
 
 def open_sums(folder: Path, job: NodeJob) -> Generations:

@@ -50,7 +50,6 @@ _BARE_HOST = re.compile(rf"^({_HOST}): (?!error)")
 _WITHIN = re.compile(r"(?:global[ _]?|world[ _]?)?\brank[ =:#]{0,3}\[?(\d{1,5})\b(?!\s*(?:/|of|ranks))", re.I)
 _INIT = re.compile(r"^([\w.-]+):\d+:\d+ \[(\d+)\] NCCL .*\brank (\d+) nranks")
 _PLACED = re.compile(r"\brank[ =:]{1,3}(\d{1,5})\b.{0,30}?\b(?:on|node|host)[ =:]{1,3}([a-z][\w.-]*\d[\w.-]*)", re.I)
-_FORMATS = ("%Y-%m-%d %H:%M:%S", "%m/%d/%Y %H:%M:%S")
 
 
 @dataclass(frozen=True)
@@ -149,13 +148,9 @@ _LOUD = {"E": "ERROR", "F": "FATAL", "W": "WARNING", "I": "INFO"}
 
 def _seconds(text: str) -> float | None:
     """Seconds since 1970 of a full date and time, None of anything less."""
-    plain = re.sub(r"(?:Z|[+-]\d\d:?\d\d)$", "", text).replace("T", " ").replace("_", " ").replace(",", ".")
-    whole, _, part = plain.partition(".")
-    for form in _FORMATS:
-        try:
-            return datetime.strptime(whole.replace("/", "-") if form.startswith("%Y") else whole, form).timestamp() + (
-                float(f"0.{part}") if part.isdigit() else 0.0
-            )
-        except ValueError:
-            continue
-    return None
+    if text[2:3] == text[5:6] == "/":  # month, day, year
+        text = f"{text[6:10]}-{text[:5]}{text[10:]}"
+    try:
+        return datetime.fromisoformat(text.replace("/", "-")).replace(tzinfo=None).timestamp()
+    except ValueError:
+        return None
