@@ -159,6 +159,6 @@ def test_scalars_equal_the_log(tmp_path: Path) -> None:
 
 
 def test_without_tensorboard_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "tensorboard.summary.writer.event_file_writer", None)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     with pytest.raises(UserError, match=r"espalier-train\[track\]"):
         TensorBoard(tmp_path)

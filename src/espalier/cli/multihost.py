@@ -22,7 +22,7 @@ from espalier.machine import cluster as clusters
 from espalier.recipe import Recipe, mechanism_options, recipe_file, units, value_ranges
 from espalier.recipe.errors import EspalierError, PeerLost, RunFailed, UserError
 from espalier.recipe.terminal import say, say_progress
-from espalier.track.events import read
+from espalier.track.events import logged
 from espalier.track.progress import Forgiving, trouble
 from espalier.train.failure import Failure, RestartBudget
 from espalier.train.run_folder import path_of
@@ -104,7 +104,7 @@ def _attempt(recipe: Recipe, chosen: Sequence[Host], message: dict[str, Any], fo
 def _failure(vanished: EspalierError, events: Path) -> Failure:
     """What the policy is asked about: a supervisor that went without a word. What ranks do is their supervisors' to
     judge. Steps are known where the run is kept on this host."""
-    done = [event["step"] for event in read(events) if event["event"] == "step"] if events.exists() else []
+    done = [event["step"] for event in logged(events) if event["event"] == "step"]
     kind: Literal["lost", "killed"] = "lost" if isinstance(vanished, PeerLost) else "killed"
     return Failure(kind, -1, vanished.what, vanished.why, max(done, default=0))
 

@@ -231,8 +231,7 @@ class SavedRun:
         data = self.data
         frozen = folder.kept()
         reads = data.reads(recipe, frozen)
-        logged = events.read(folder.events) if folder.events.exists() else ()
-        starts = [event for event in logged if event["event"] == "run"]
+        starts = [event for event in events.logged(folder.events) if event["event"] == "run"]
         last = starts[-1] if starts else {}
         origin = Path(last["recipe_folder"]) if last.get("recipe_folder") else None
         source = run_trust.Origin(origin, frozen, reads)

@@ -6,7 +6,6 @@ import argparse
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from espalier.cli import printing
 from espalier.comm import multihost_probe
@@ -16,7 +15,6 @@ from espalier.machine.cluster import Cluster
 from espalier.mechanisms.codecs import choice as codecs
 from espalier.recipe.errors import UserError
 from espalier.recipe.terminal import say_progress
-from espalier.train import rank_spec as launch
 from espalier.train import worker
 
 
@@ -28,24 +26,21 @@ def run(arguments: argparse.Namespace) -> int:
         )
     torch.set_num_threads(1)
     place = detect_launcher.place()
+
+    def measure() -> Cluster:
+        return codecs.measured(probe.probe(progress=say_progress, disk=Path(arguments.disk)))
+
     if place is None:
-        measured = codecs.measured(probe.probe(progress=say_progress, disk=Path(arguments.disk)))
-        cluster = probe.better(measured, probe.cached(), say_progress)
+        cluster = probe.better(measure(), probe.cached(), say_progress)
         probe.save(cluster, say=say_progress)
     else:
         with worker.joined(place, timeout=120.0) as channel:
-            cluster = _all(channel, place, arguments)
+            if channel is None:
+                cluster = measure()
+            else:  # every machine, and the links between all ranks
+                cluster = multihost_probe.probe_ranks(channel, place.local_rank, measure)
         if place.rank != 0:
             return 0
     remark = f"; plans use it from now on (espalier plan RECIPE --cluster {arguments.out} elsewhere)."
     printing.write_cluster(cluster, arguments.out, arguments.json, remark)
     return 0
-
-
-def _all(channel: dist.ProcessGroup | None, place: launch.RankSpec, arguments: argparse.Namespace) -> Cluster:
-    """Under torchrun and its like: every machine, and the links between all ranks."""
-
-    def measure() -> Cluster:
-        return codecs.measured(probe.probe(progress=say_progress, disk=Path(arguments.disk)))
-
-    return measure() if channel is None else multihost_probe.probe_ranks(channel, place.local_rank, measure)

@@ -84,7 +84,7 @@ def _recorded(folder: RunFolder) -> tuple[_Rows, _Rows]:
     steps = _Rows()
     begun = _Rows()
     latest = Event()
-    for event in events.read(folder.events) if folder.events.exists() else ():
+    for event in events.logged(folder.events):
         if event["event"] == "run":
             latest = event
         elif event["event"] == "step":

@@ -253,8 +253,7 @@ def _planned(folder: RunFolder, resolved: Resolved, workload: Workload, cluster:
     else a new one."""
     plan = None
     if folder.exists() and folder.plan.exists() and folder.cluster.exists():
-        logged = events.read(folder.events) if folder.events.exists() else ()
-        starts = [event["step"] for event in logged if event["event"] == "phase"]
+        starts = [event["step"] for event in events.logged(folder.events) if event["event"] == "phase"]
         if not starts or starts[-1] == workload.phases()[0].start:
             plan = plans.check(plans.read(folder.plan), workload.global_batch, str(folder.plan))
             before, now = (

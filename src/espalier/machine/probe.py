@@ -237,13 +237,7 @@ def _inside(result: Table) -> Link:
     measured = result["link"]
     if measured is None:
         return clusters.default_link("cpu", "cpu")
-    return Link(
-        bandwidth=measured["bandwidth"],
-        latency=measured["latency"],
-        launch=measured["launch"],
-        measured=True,
-        source="probe: two gloo ranks over loopback",
-    )
+    return Link(**measured, measured=True, source="probe: two gloo ranks over loopback")
 
 
 def _devices(result: Table, memory: int) -> list[tuple[Device, int, str]]:
@@ -261,33 +255,27 @@ def _devices(result: Table, memory: int) -> list[tuple[Device, int, str]]:
 
 
 def _processor(result: Table, memory: int) -> Device:
-    return Device(
+    return _device(
+        result,
         name="cpu",
         kind="cpu",
         memory=memory,
         memory_bandwidth=max(processes * bandwidth for _, processes, bandwidth in result["copies"]),
-        flops=_best(result["rates"]),
-        peak=False,
-        dispatch=result["dispatch"],
         runtime=result["runtime"],
-        rates=tuple(Rate(*row) for row in result["rates"]),
         copies=tuple(Copy(*row) for row in result["copies"]),
         source=f"probe: {resource_limits.processor()}, torch {result['torch']}",
     )
 
 
 def _gpu(table: Table) -> Device:
-    return Device(
-        name=_named(table["name"]),
-        kind="cuda",
-        memory=table["memory"],
-        memory_bandwidth=table["memory_bandwidth"],
-        flops=_best(table["rates"]),
-        peak=False,
-        dispatch=table["dispatch"],
-        rates=tuple(Rate(*row) for row in table["rates"]),
-        source=f"probe: {table['name']}",
-    )
+    named = {"name": _named(table["name"]), "kind": "cuda", "source": f"probe: {table['name']}"}
+    return _device(table, memory=table["memory"], memory_bandwidth=table["memory_bandwidth"], **named)
+
+
+def _device(table: Table, **fields: Any) -> Device:
+    """The device whose products are in `table`."""
+    rates = tuple(Rate(*row) for row in table["rates"])
+    return Device(flops=_best(table["rates"]), peak=False, dispatch=table["dispatch"], rates=rates, **fields)
 
 
 def _best(rates: Iterable[list[Any]]) -> dict[str, float]:

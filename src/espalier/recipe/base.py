@@ -60,6 +60,15 @@ def replaced(struct: Any, path: list[str], value: Any) -> Any:
     return struct.changed(**{name: replaced(getattr(struct, name), rest, value) if rest else value})
 
 
+def with_optimizer(table: dict[str, Any], usual: dict[str, Any]) -> dict[str, Any]:
+    """A recipe's table with the `usual` optimizer, where it names none."""
+    train = table.get("train", {})
+    given = train.get("optimizer", {}) if isinstance(train, dict) else None
+    if not isinstance(given, dict) or "kind" in given:
+        return table
+    return {**table, "train": {**train, "optimizer": {**usual, **given}}}
+
+
 def refuse_mixture_and_recompute(recipe: RecipeBase, what: str) -> None:
     """Raises UserError for several [data] tables and for recomputation, of a recipe for `what`."""
     if len(recipe.data) > 1:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from espalier.recipe.base import Draft, ModelKind, RecipeBase
+from espalier.recipe.base import Draft, ModelKind, RecipeBase, with_optimizer
 from espalier.recipe.decoder_shapes import Decoder, Gpt, Moe, active_parameter_count, parameter_count, published
 from espalier.recipe.errors import UserError
 from espalier.recipe.sections import Adapters, Dpo, Lora
@@ -213,11 +213,7 @@ def _adapters(tune: Adapters, model: Decoder) -> None:
 
 def _usual(table: dict[str, Any]) -> dict[str, Any]:
     """Fine-tuning uses AdamW without decay where no optimizer is named, as TRL and PEFT do."""
-    train = table.get("train", {})
-    given = train.get("optimizer", {}) if isinstance(train, dict) else None
-    if "tune" not in table or not isinstance(given, dict) or "kind" in given:
-        return table
-    return {**table, "train": {**train, "optimizer": {"kind": "adamw", "weight_decay": 0.0, **given}}}
+    return with_optimizer(table, {"kind": "adamw", "weight_decay": 0.0}) if "tune" in table else table
 
 
 def _divisors(width: int) -> str:

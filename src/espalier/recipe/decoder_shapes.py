@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import MISSING, dataclass, fields
 from typing import Any, Literal
 
 from espalier.recipe.base import Model
@@ -168,18 +168,13 @@ class DecoderSizes:
 
 def sizes(model: Decoder) -> DecoderSizes:
     """The sizes of a resolved decoder. An option still None is our bug: `recipe.defaults.resolve` comes first."""
-    names = ("depth", "width", "heads", "kv_heads", "feed_forward", "vocabulary", "context", "tied")
-    values: dict[str, Any] = {name: getattr(model, name) for name in names}
-    unset = [name for name, value in values.items() if value is None]
+    sizes_of_model = {field.name: field for field in fields(DecoderSizes) if field.name in model.__struct_fields__}
+    values: dict[str, Any] = {name: getattr(model, name) for name in sizes_of_model}
+    unset = [name for name, field in sizes_of_model.items() if values[name] is None and field.default is MISSING]
     assert not unset, f"model options not resolved: {', '.join(unset)}"
-    layers = values.pop("depth")
-    more = ("rope_theta", "norm_epsilon", "family", "window", "attention_cap", "logit_cap", "attention_scale", "rope")
-    values |= {name: getattr(model, name) for name in more}
-    dense = DecoderSizes(layers=layers, head=model.head_size, **values)
-    if not isinstance(model, Moe):
-        return dense
-    routing = {name: getattr(model, name) for name in ROUTING}
-    return replace(dense, **routing, bias=model.balancing == "bias")
+    assert model.depth is not None, "model options not resolved: depth"
+    bias = isinstance(model, Moe) and model.balancing == "bias"
+    return DecoderSizes(layers=model.depth, head=model.head_size, bias=bias, **values)
 
 
 def parameter_count(model: Decoder) -> int:

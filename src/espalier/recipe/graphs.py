@@ -8,7 +8,7 @@ import msgspec
 from msgspec import field
 
 from espalier.recipe import mechanism_options
-from espalier.recipe.base import Draft, Model, ModelKind, RecipeBase, refuse_mixture_and_recompute
+from espalier.recipe.base import Draft, Model, ModelKind, RecipeBase, refuse_mixture_and_recompute, with_optimizer
 from espalier.recipe.data_table import data_table
 from espalier.recipe.errors import UserError
 from espalier.recipe.sections import GraphOptions, Stable
@@ -245,13 +245,9 @@ def _usual(table: dict[str, Any]) -> dict[str, Any]:
     """A graph network gets its authors' optimizer where none is named: Adam with L2 (arXiv 1609.02907, section 5.2).
     None leaves a value to `_fill`, which sees the task."""
     train = table.get("train", {})
-    given = train.get("optimizer", {}) if isinstance(train, dict) else None
     if isinstance(train, dict) and table["model"]["kind"] == "gin" and "schedule" not in train:
-        train = {**train, "schedule": {"kind": "stable", "warmup": None}}
-    if not isinstance(given, dict) or "kind" in given:
-        return {**table, "train": train}
-    usual = {"kind": "adamw", "coupled": True, "weight_decay": None, "betas": [0.9, 0.999]}
-    return {**table, "train": {**train, "optimizer": {**usual, **given}}}
+        table = {**table, "train": {**train, "schedule": {"kind": "stable", "warmup": None}}}
+    return with_optimizer(table, {"kind": "adamw", "coupled": True, "weight_decay": None, "betas": [0.9, 0.999]})
 
 
 KIND = ModelKind(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from espalier.recipe.base import Draft, Model, ModelKind, RecipeBase, refuse_mixture_and_recompute
+from espalier.recipe.base import Draft, Model, ModelKind, RecipeBase, refuse_mixture_and_recompute, with_optimizer
 from espalier.recipe.errors import UserError
 
 
@@ -60,12 +60,10 @@ def _usual(table: dict[str, Any]) -> dict[str, Any]:
     train = table.get("train", {})
     if not isinstance(train, dict):
         return table
-    given = train.get("optimizer", {})
-    if isinstance(given, dict) and "kind" not in given:
-        given = {"kind": "adamw", "weight_decay": 0.0, "betas": [0.9, 0.99], **given}
     schedule = {"kind": "cosine", "warmup": 0.01, "floor": 0.1}
     usual = {"precision": "fp32", "clip": 0.0, "schedule": schedule, "validate_tokens": 8192}
-    return {**table, "train": {**usual, **train, "optimizer": given}}
+    table = {**table, "train": {**usual, **train}}
+    return with_optimizer(table, {"kind": "adamw", "weight_decay": 0.0, "betas": [0.9, 0.99]})
 
 
 KIND = ModelKind(

@@ -56,7 +56,7 @@ import errno
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from math import inf, isfinite
 from pathlib import Path
@@ -156,6 +156,11 @@ def read(path: str | Path) -> Iterator[Event]:
             elif line != b"\n" and (reason != NO_EVENT or line.endswith(b"\n")):
                 misfits.append((number, reason))
     yield from left_out(Path(path).name, len(misfits), *([*misfits, (0, "")][0]))
+
+
+def logged(path: Path) -> Iterable[Event]:
+    """The events in the file `path`; none where it is not there."""
+    return read(path) if path.exists() else ()
 
 
 def left_out(name: str, count: int, number: int, reason: str) -> list[Event]:

@@ -7,7 +7,6 @@ its own settings say.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
@@ -60,21 +59,15 @@ class TensorBoard:
 
     def __init__(self, folder: str | Path) -> None:
         try:
-            from tensorboard.summary.writer.event_file_writer import EventFileWriter
+            from torch.utils.tensorboard import SummaryWriter
         except ImportError:
             raise missing_extra("tensorboard", "track", 'track.to = ["tensorboard"]') from None
-        self._writer = EventFileWriter(str(folder))
+        self._writer = SummaryWriter(str(folder))
 
     def event(self, event: Event) -> None:
         """Takes one event of the run log; those without a step or numbers leave no trace."""
-        from tensorboard.compat.proto.event_pb2 import Event as Record
-        from tensorboard.compat.proto.summary_pb2 import Summary
-
-        values = list(scalars(event))
-        if not values:
-            return
-        summary = Summary(value=[Summary.Value(tag=tag, simple_value=value) for tag, value in values])
-        self._writer.add_event(Record(wall_time=event.get("time") or time.time(), step=event["step"], summary=summary))
+        for tag, value in scalars(event):
+            self._writer.add_scalar(tag, value, event["step"], event.get("time"))
 
     def close(self) -> None:
         """Writes out what is buffered."""

@@ -56,11 +56,10 @@ class Vital:
 
 @dataclass(frozen=True)
 class Stall:
-    """A rank or run that does not go on. `rank` is -1 where it may be any; `since`: seconds it has been so."""
+    """A rank or run that does not go on. `rank` is -1 where it may be any."""
 
     kind: Literal["hang", "stopped"]
     rank: int
-    since: float
     why: str
 
 
@@ -115,7 +114,7 @@ class Watcher:
         for rank, since in self._stopped.items():
             if now - since >= self.heartbeat and now - signs[rank].beat >= self.heartbeat:
                 age = now - signs[rank].beat
-                return Stall("stopped", rank, age, f"it was stopped by a signal; its last heartbeat is {age:.1f} s old")
+                return Stall("stopped", rank, f"it was stopped by a signal; its last heartbeat is {age:.1f} s old")
         return None
 
     def _hanging(self, now: float, signs: Sequence[Sign]) -> Stall | None:
@@ -126,11 +125,11 @@ class Watcher:
         idle = now - max([self._since, *self._active.values()])
         age = now - moved
         if min(age, idle) >= self._allowed(staying, idle=True):
-            return Stall("hang", -1, age, f"no step for {age:.1f} s, and no rank does anything")
+            return Stall("hang", -1, f"no step for {age:.1f} s, and no rank does anything")
         if age >= self._allowed(staying, idle=False):
             usual = max(sign.usual for sign in staying)
             known = f", while one usually takes {usual:.1f} s" if usual else ", and no usual one is known"
-            return Stall("hang", -1, age, f"no step for {age:.0f} s{known}")
+            return Stall("hang", -1, f"no step for {age:.0f} s{known}")
         return None
 
     def _allowed(self, signs: Sequence[Sign], idle: bool) -> float:

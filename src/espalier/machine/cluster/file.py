@@ -145,20 +145,9 @@ def _dump_node(node: Node) -> dict[str, Any]:
     measured = bool(node.device.rates)  # what the catalogue says is not
     named = not measured and node.device.name in catalogue.known_devices()
     named = named and catalogue.device(node.device.name, max(1, node.cores), max(1, node.memory)) == node.device
-    table: dict[str, Any] = {
-        "device": node.device.name if named else msgspec.to_builtins(node.device),
-        "count": node.count,
-        "devices": node.devices,
-        "cores": node.cores,
-        "memory": node.memory,
-        "inside": msgspec.to_builtins(node.inside),
-        "disks": msgspec.to_builtins(node.disks),
-        "name": node.name,
-        "between": msgspec.to_builtins(node.between) if node.between else "",
-        "price": node.price,
-        "mtbf": node.mtbf,
-    }
-    return {key: value for key, value in table.items() if value not in ("", 0, [], ())}
+    table: dict[str, Any] = msgspec.to_builtins(node)
+    table |= {"device": node.device.name} if named else {}
+    return {key: value for key, value in table.items() if value not in ("", 0, [], (), None)}
 
 
 def _node(table: _MachineTable, links: _Links, where: str) -> Node:
