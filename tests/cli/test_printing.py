@@ -172,7 +172,7 @@ def test_what_failures_cost_is_a_table_by_cause(capsys: pytest.CaptureFixture[st
         FailureCost("killed", 3, 3, 4.5, 2.0, 7, "Infrastructure", "ECC Error"),
         FailureCost("hang", 1, 0, 0.0, 0.0, 0),
     )
-    printing.account(Account(wall=100.0, useful=80.0, again=2.0, down=4.5, failures=4, causes=causes))
+    printing.account(Account(wall=100.0, useful=80.0, again=2.0, failures=4, causes=causes))
     out = capsys.readouterr().out
     assert "80.0% of" in out
     assert re.search(r"killed +ECC Error \(Infrastructure\) +3 +3 +4\.5 s +7 +2", out)

@@ -35,10 +35,9 @@ def run(arguments: argparse.Namespace) -> int:
         probe.save(cluster, say=say_progress)
     else:
         with worker.joined(place, timeout=120.0) as channel:
-            if channel is None:
-                cluster = measure()
-            else:  # every machine, and the links between all ranks
-                cluster = multihost_probe.probe_ranks(channel, place.local_rank, measure)
+            cluster = (  # every machine, and the links between all ranks
+                measure() if channel is None else multihost_probe.probe_ranks(channel, place.local_rank, measure)
+            )
         if place.rank != 0:
             return 0
     remark = f"; plans use it from now on (espalier plan RECIPE --cluster {arguments.out} elsewhere)."

@@ -135,10 +135,15 @@ def trials_of(resolved: Resolved, workload: Workload, cluster: Cluster, world: i
     return Trials(resolved.recipe, cluster, run, workload.phases()[0].start, _here)
 
 
+def _gpus(plan: Plan) -> set[str]:
+    """The names of the GPUs that a machine needs."""
+    return {rank.device for rank in plan.ranks if rank.device != "cpu"}
+
+
 def _here(plan: Plan) -> bool:
     """Whether this machine has what the plan needs. Ranks on GPUs are tried as those on processors are: a step ends
     when its loss was read, so that the clock needs no synchronization."""
-    wanted = {rank.device for rank in plan.ranks if rank.device != "cpu"}
+    wanted = _gpus(plan)
     return all(rank.node == 0 for rank in plan.ranks) and len(wanted) <= (accelerator.count() if wanted else 0)
 
 
@@ -158,7 +163,7 @@ def _seconds(plan: Plan, resolved: Resolved, workload: Workload) -> float:
 def refuse_elsewhere(plan: Plan, world: int | None) -> None:
     """Raises UserError when this machine has not what `plan` needs. With `world`, its ranks are started by others."""
     gpus = accelerator.count()
-    wanted = {rank.device for rank in plan.ranks if rank.device != "cpu"}
+    wanted = _gpus(plan)
     elsewhere = max(rank.node for rank in plan.ranks) if world is None else 0
     if elsewhere or (world is None and len(wanted) > gpus) or (wanted and not gpus):
         raise UserError(

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from types import MappingProxyType
 
 import msgspec
 import numpy as np
@@ -105,11 +104,6 @@ class ExtentFile(Closing):
                 do=remedy,
             )
         self._index = {extent.name: extent for extent in extents}
-
-    @property
-    def index(self) -> Mapping[str, Extent]:
-        """Name to extent, in the order of their last writing."""
-        return MappingProxyType(self._index)
 
     def __len__(self) -> int:
         return len(self._index)

@@ -122,11 +122,6 @@ class RowFile(Closing):
     def row_bytes(self) -> int:
         return self.layout.row_bytes
 
-    @property
-    def memory(self) -> int:
-        """Bytes of the buffers."""
-        return 2 * (self._room * PAGE + self._room * 24 + self._most_rows * 8)
-
     @cached_property
     def _most_rows(self) -> int:
         """Rows that are placed at a time."""

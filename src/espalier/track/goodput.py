@@ -48,7 +48,7 @@ class Account:
         exposed, waited: of `useful`, waits for communication and for batches, on the rank that writes the run log.
         validating; saving: while training stood still for a checkpoint.
         recovering: from the last event before a failure to the begin of the next step.
-        down: from failures to the ends of next steps; failures: how many; causes: the dearest first.
+        failures: how many; causes: the dearest first.
     """
 
     wall: float = 0.0
@@ -59,7 +59,6 @@ class Account:
     saving: float = 0.0
     recovering: float = 0.0
     again: float = 0.0
-    down: float = 0.0
     failures: int = 0
     causes: tuple[FailureCost, ...] = ()
 
@@ -183,7 +182,6 @@ class GoodputMeter:
             **{name: spent[name] for name in ("exposed", "waited", "validating", "saving")},
             recovering=self._recovering,
             again=sum(cause.again for cause in causes),
-            down=sum(cause.down for cause in causes),
             failures=sum(cause.count for cause in causes),
             causes=tuple(sorted(causes, key=lambda cause: (-(cause.down + cause.again), cause.kind, cause.reason))),
         )
