@@ -17,7 +17,8 @@ from espalier.recipe.errors import UserError, missing_extra, nearest
 from espalier.recipe.foreign_files import parsing, printable, read_table, read_text, unused
 from espalier.recipe.units import plural
 
-README, INFO = "README.md", "dataset_info.json"
+README = "README.md"
+INFO = "dataset_info.json"
 _ABOUT = re.compile(r"(readme(\.\w+)?|licen[cs]e.*|citation.*|notice.*|dataset_(infos?|dict)\.json)", re.IGNORECASE)
 """Names of files that are about the data, and none of it."""
 _SPLITS = {

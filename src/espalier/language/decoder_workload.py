@@ -90,7 +90,8 @@ class DecoderWorkload(Plain):
 
     def skeleton(self) -> Skeleton:
         """The decoder on the meta device but for its positions, and its weights one by one."""
-        model, seed = new_model(self.options, self.recipe.train.seed, torch.device("meta")), self.recipe.train.seed
+        model = new_model(self.options, self.recipe.train.seed, torch.device("meta"))
+        seed = self.recipe.train.seed
         model.rotation.to_empty(device="cpu")
         if self.options.initial is not None:
             from espalier.language import hf

@@ -122,7 +122,8 @@ def _values(file: Path, place: TensorPlace, content: NDArray[np.uint8], library:
     try:
         if kind is None:
             raise RuntimeError("of no known type")
-        rows, columns = math.prod(place.shape[:-1]), place.shape[-1]
+        rows = math.prod(place.shape[:-1])
+        columns = place.shape[-1]
         wanted = _stored_size(place, library)
         if columns % library.GGML_QUANT_SIZES[kind][0] or place.start + wanted > len(content):
             raise UserError(f"{file} is cut off: {printable(place.name)} ends after it.", do=AGAIN)
@@ -149,7 +150,8 @@ def _config(
         raise UserError(
             f"{file} holds a {printable(name)!r} model.", why=f"of GGUF files {known} are read", do="another file"
         )
-    heads, width = metadata.get("attention.head_count", Whole), metadata.get("embedding_length", Whole)
+    heads = metadata.get("attention.head_count", Whole)
+    width = metadata.get("embedding_length", Whole)
     head = metadata.get("attention.key_length", Whole, max(1, width // heads))
     config = {
         "architectures": [hf_config.FAMILIES[kind]],
@@ -202,7 +204,8 @@ _KINDS = {architecture.name: kind for kind, architecture in ARCHITECTURES.items(
 
 
 def _experts(kind: str, metadata: GgufFields, tensors: Mapping[str, NDArray[Any]], file: Path) -> dict[str, Any]:
-    count, active = metadata.get("expert_count", Whole), metadata.get("expert_used_count", Whole)
+    count = metadata.get("expert_count", Whole)
+    active = metadata.get("expert_used_count", Whole)
     if kind == "mixtral":
         return {"num_local_experts": count, "num_experts_per_tok": active}
     if missing := {"blk.0.ffn_up_exps.weight", *_SHARED_UP.get(kind, ())} - set(tensors):
@@ -251,7 +254,8 @@ def _llama3(table: NDArray[Any], metadata: GgufFields, config: Mapping[str, Any]
     with np.errstate(all="ignore"):
         unstretched = (1 / table.astype(np.float64) - 1 / factor) / (1 - 1 / factor)
     inside = np.flatnonzero((unstretched > 1e-6) & (unstretched < 1 - 1e-6))
-    low, high = 1.0, 4.0
+    low = 1.0
+    high = 4.0
     if len(inside) > 1:
         slope, offset = np.polyfit(turns[inside], unstretched[inside], 1)
         low, high = (float(f"{(edge - offset) / slope:.4g}") for edge in (0.0, 1.0))
@@ -292,14 +296,16 @@ class Order(NamedTuple):
         """The tensors, by Hugging Face's names, that are `name` in `file`. Raises UserError for one without a place."""
         if name == FREQUENCIES:
             return []
-        parts, pattern = name.split("."), _pattern(name)
+        parts = name.split(".")
+        pattern = _pattern(name)
         theirs = ARCHITECTURES[self.kind].names.get(pattern)
         if theirs is None:
             raise UserError(
                 f"{printable(file)} holds the tensor {printable(name)}, which this decoder does not have.",
                 do="another model",
             )
-        layer, parent = [part for part in parts if part.isdigit()], parts[-2]
+        layer = [part for part in parts if part.isdigit()]
+        parent = parts[-2]
         if theirs.count("{}") > 1:
             return [(theirs.format(*layer, at), torch.from_numpy(expert.copy())) for at, expert in enumerate(value)]
         if parent in self.permuted and value.ndim > 1:
@@ -317,7 +323,8 @@ class Order(NamedTuple):
         joined: dict[str, NDArray[Any]] = {}
         stacks: dict[str, list[NDArray[Any]]] = {}
         for theirs, value in tensors.items():
-            numbers, name = [part for part in theirs.split(".") if part.isdigit()], ours[_pattern(theirs)]
+            numbers = [part for part in theirs.split(".") if part.isdigit()]
+            name = ours[_pattern(theirs)]
             parent = name.split(".")[-2]
             name = name.format(*numbers[:1])
             if len(numbers) > 1:
@@ -358,7 +365,8 @@ _ADDS_BOS = ("llama-bpe",)
 def _tokenizer(fields: GgufFields, file: Path, folder: Path) -> None:
     """Writes the tokenizer of the file, or the one beside it where the file's own is not read."""
     tokenizer_file = file.with_name("tokenizer.json")
-    model, split = fields.get("ggml.model", str), fields.get("ggml.pre", str, "default")
+    model = fields.get("ggml.model", str)
+    split = fields.get("ggml.pre", str, "default")
     tokens = fields.get("ggml.tokens", list[str])
     stated: dict[str, Any] = {}
     for role, name in SPECIAL.items():
@@ -386,7 +394,8 @@ def _tokenizer(fields: GgufFields, file: Path, folder: Path) -> None:
 
 
 def _table(fields: GgufFields, split: dict[str, Any]) -> dict[str, Any]:
-    tokens, kinds = fields.get("ggml.tokens", list[str]), fields.get("ggml.token_type", list[int])
+    tokens = fields.get("ggml.tokens", list[str])
+    kinds = fields.get("ggml.token_type", list[int])
     if len(kinds) != len(tokens):
         raise UserError(f"{fields.file} has {len(tokens)} tokens and {len(kinds)} types of them.", do=AGAIN)
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)

@@ -41,7 +41,8 @@ FILE_BYTES = 5 * 10**9
 INDEX = "model.safetensors.index.json"
 _WEIGHTS = "model.safetensors"
 _FOLDER = "give a folder with config.json and safetensors, or download it again"
-_HEAD, _TABLE = "lm_head.weight", "model.embed_tokens.weight"
+_HEAD = "lm_head.weight"
+_TABLE = "model.embed_tokens.weight"
 _BUFFER = re.compile(r"\.(rotary_emb\.(inv_freq|cos_cached|sin_cached)|attn\.(bias|masked_bias))$")
 """Tensors that are computed, not trained."""
 _LAYER = re.compile(r"^blocks\.(\d+)\.")
@@ -85,7 +86,8 @@ def export(model: GPT, tokenizer: SavedTokenizer, folder: str | Path) -> None:
             if model.size.bias
             else "model.family and model.shared of Mixtral or of Qwen",
         )
-    names, state = _theirs(hf_config.kind_of(model.size)), model.state_dict()
+    names = _theirs(hf_config.kind_of(model.size))
+    state = model.state_dict()
     tensors = {_renamed(name, names): value.detach().cpu().contiguous() for name, value in state.items()}
     dtype = str(tensors["model.norm.weight"].dtype).removeprefix("torch.")
     token_ids = getattr(tokenizer, "token_ids", dict[str, Any])()
@@ -167,7 +169,8 @@ def load(folder: str | Path, dtype: torch.dtype) -> tuple[config.Decoder, dict[s
     Raises UserError naming the file, setting or tensor that this decoder cannot take over.
     """
     model = options(folder)
-    state, names = {}, _ours(hf_config.kind_of(model))
+    state = {}
+    names = _ours(hf_config.kind_of(model))
     tensors = _wanted(_stored(opened(folder)), model)
     refuse_large(f"{folder}", sum(math.prod(stored.shape) for stored in tensors.values()) * dtype.itemsize)
     for name, place in tensors.items():
@@ -276,7 +279,8 @@ def _refuse_differing(folder: str | Path, model: config.Decoder, tensors: Mappin
         small = model.changed(depth=1, context=2)
         with torch.device("meta"):
             layer = MOE(small) if isinstance(small, config.Moe) else GPT(small)
-    names, depth = _ours(hf_config.kind_of(model)), model.depth
+    names = _ours(hf_config.kind_of(model))
+    depth = model.depth
     given = {_renamed(name, names): tensor for name, tensor in tensors.items()}
     layers = {int(match[1]) for name in given if (match := _LAYER.match(name))}
     shapes = {
@@ -310,7 +314,8 @@ def _refuse_differing(folder: str | Path, model: config.Decoder, tensors: Mappin
 def notes(folder: str | Path) -> list[str]:
     """What of a folder of weights is not used, and what is read as something else."""
     home = opened(folder)
-    table, tensors = read_table(home / CONFIG, _FOLDER), _stored(home)
+    table = read_table(home / CONFIG, _FOLDER)
+    tensors = _stored(home)
     sentences = [f"{name} of {folder}" for name in hf_config.unused_keys(table)]
     if table.get("tie_word_embeddings") and _HEAD in tensors and _own_head(tensors):
         sentences.append(
@@ -430,7 +435,8 @@ def _pattern(name: str) -> str:
 
 
 def _renamed(name: str, table: Mapping[str, str]) -> str:
-    numbers, pattern = re.findall(r"(?<=\.)\d+(?=\.)", name), _pattern(name)
+    numbers = re.findall(r"(?<=\.)\d+(?=\.)", name)
+    pattern = _pattern(name)
     return table[pattern].format(*numbers) if pattern in table else name
 
 

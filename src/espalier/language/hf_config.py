@@ -98,7 +98,8 @@ def kind_of(size: DecoderSizes | config.Decoder) -> str:
 
 def mixture_refusal(size: DecoderSizes) -> str | None:
     """Why a mixture of `size` has no `model_type`; None: it has one."""
-    kind, family = kind_of(size), size.family
+    kind = kind_of(size)
+    family = size.family
     if size.experts == 1:
         return None
     if size.bias:
@@ -170,7 +171,8 @@ def options(table: Mapping[str, Any], folder: str) -> config.Decoder:
     with parsing(f"{folder}/{CONFIG}", "download the folder again"):
         try:
             _refuse_foreign(table, kind, folder)
-            width, heads = _whole(table, "hidden_size"), _whole(table, "num_attention_heads")
+            width = _whole(table, "hidden_size")
+            heads = _whole(table, "num_attention_heads")
             head = _whole(table, "head_dim") if table.get("head_dim") else width // heads
             kv_heads = _whole(table, "num_key_value_heads") if table.get("num_key_value_heads") else heads
             if heads % kv_heads or head < 2 or head % 2:
@@ -192,7 +194,8 @@ def options(table: Mapping[str, Any], folder: str) -> config.Decoder:
                 "head_size": head if head * heads != width else None,
             }
             if kind == "mixtral":
-                experts, active = _whole(table, "num_local_experts"), _whole(table, "num_experts_per_tok")
+                experts = _whole(table, "num_local_experts")
+                active = _whole(table, "num_experts_per_tok")
                 return config.Moe(**shared, experts=experts, active=active)
             if kind in QWEN_MOE.values():
                 shared |= {"feed_forward": _whole(table, "moe_intermediate_size"), "family": kind.removesuffix("_moe")}
@@ -226,7 +229,8 @@ def _rope_kind(table: Mapping[str, Any]) -> str:
 
 
 def _rope_options(table: Mapping[str, Any]) -> Rope | None:
-    kind, given = _rope_kind(table), _rope(table)
+    kind = _rope_kind(table)
+    given = _rope(table)
     if kind == "default":
         return None
     low, high = ("low_freq_factor", "high_freq_factor") if kind == "llama3" else ("beta_slow", "beta_fast")
@@ -244,7 +248,8 @@ def _rope_options(table: Mapping[str, Any]) -> Rope | None:
 
 def _refuse_foreign(table: Mapping[str, Any], kind: str, folder: str) -> None:
     """Settings this decoder does not have."""
-    gelu, rope = kind in ("gemma", "gemma2"), _rope(table)
+    gelu = kind in ("gemma", "gemma2")
+    rope = _rope(table)
     acts = {table.get("hidden_activation") or _GELU, _GELU} if gelu else {table.get("hidden_act", "silu"), "silu"}
     types = table.get("layer_types") or []
     alternate = [("sliding_attention", "full_attention")[layer % 2] for layer in range(len(types))]

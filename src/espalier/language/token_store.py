@@ -44,7 +44,9 @@ class TokenSplit:
     """
 
     def __init__(self, folder: Path, index: SplitIndex, dtype: str, shard_tokens: int) -> None:
-        self.tokens, self.documents, self.bytes = index.tokens, index.documents, index.bytes
+        self.tokens = index.tokens
+        self.documents = index.documents
+        self.bytes = index.bytes
         self.fingerprint = xxhash.xxh3_128_hexdigest(msgspec.json.encode([shard.hash for shard in index.shards]))
         self._shards = [_map(folder / shard.name, dtype) for shard in index.shards]
         self._shard_tokens = shard_tokens
@@ -257,7 +259,8 @@ def _batches(sided: Sided) -> Iterator[list[tuple[bool, text_sources.Document]]]
         size += len(document.data)
         if size >= _BATCH:
             yield batch
-            batch, size = [], 0
+            batch = []
+            size = 0
     if batch:
         yield batch
 

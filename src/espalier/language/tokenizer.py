@@ -206,20 +206,23 @@ class _SavedTokenizer:
 
     def with_template(self, text: str) -> Self:
         """See `Tokenizer`. The prefix stays where the template has it too: other programs then drop one of both."""
-        made, bos = copy.copy(self), self.files.special_tokens.get("bos_token")
+        made = copy.copy(self)
+        bos = self.files.special_tokens.get("bos_token")
         made.files = self.files.with_template(text)
         made.adds_boundary = self.adds_boundary and ("bos_token" in text or bool(bos and bos in text))
         return made
 
     def without_prefix(self) -> Self:
         made = copy.copy(self)
-        made.files, made.adds_boundary = self.files.without_prefix(), False
+        made.files = self.files.without_prefix()
+        made.adds_boundary = False
         return made
 
     def token_ids(self) -> Mapping[str, Any]:
         if self.files.model_ids is not None:
             return self.files.model_ids
-        table, special_tokens = self.table(), self.files.special_tokens
+        table = self.table()
+        special_tokens = self.files.special_tokens
         named = {f"{role}_id": table.get(special_tokens.get(role, "")) for role in ("bos_token", "eos_token")}
         pad = table.get(special_tokens.get("pad_token", ""))
         return named if pad is None else {**named, "pad_token_id": pad}
@@ -301,7 +304,9 @@ class HfTokenizer(_SavedTokenizer):
         size = inner.get_vocab_size()
         boundary = _boundary(inner, stated, begin)
         inner.post_processor = None  # what it adds to texts is not how they are encoded
-        self._inner, self.name, self.folder = inner, name, stated.folder
+        self._inner = inner
+        self.name = name
+        self.folder = stated.folder
         ids = inner.get_vocab(with_added_tokens=True)
         self.vocabulary = max(ids.values()) + 1
         _refuse_sparse(name, self.vocabulary, len(ids))
@@ -477,7 +482,8 @@ def _own_files(content: bytes, boundary: str) -> TokenizerFiles:
 def _completed(files: TokenizerFiles, roles: Mapping[str, str], changed: Mapping[str, Any] | None) -> TokenizerFiles:
     """`files` with what they lack: a `tokenizer_config.json` with `roles`, and in `changed` a boundary that was
     added."""
-    contents, named = dict(files.contents), files.special_tokens
+    contents = dict(files.contents)
+    named = files.special_tokens
     if changed is not None:
         given = msgspec.json.decode(decoded(contents[TOKENIZER], TOKENIZER))
         contents[TOKENIZER] = formatted({**given, "added_tokens": changed["added_tokens"]})

@@ -19,8 +19,11 @@ from espalier.recipe.data_table import data_table
 from espalier.recipe.errors import UserError
 from espalier.recipe.foreign_files import decoded, parsing, printable, read_table
 
-TOKENIZER, CONFIG, TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
-GENERATION, MODEL = "generation_config.json", "config.json"
+TOKENIZER = "tokenizer.json"
+CONFIG = "tokenizer_config.json"
+TEMPLATE = "chat_template.jinja"
+GENERATION = "generation_config.json"
+MODEL = "config.json"
 MODEL_IDS = "special_token_ids.json"
 """Of a run: the ids that the `config.json` beside the tokenizer states."""
 ID_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -151,7 +154,8 @@ def _template(folder: Path, contents: Mapping[str, bytes], config: Mapping[str, 
     """The chat template and its file. Of several by name it is the default."""
     if TEMPLATE in contents:
         return decoded(contents[TEMPLATE], folder / TEMPLATE), str(folder / TEMPLATE)
-    template, origin = config.get("chat_template"), str(folder / CONFIG)
+    template = config.get("chat_template")
+    origin = str(folder / CONFIG)
     with parsing(folder / CONFIG, _AGAIN):
         if isinstance(template, list):
             template = {row["name"]: row["template"] for row in template}

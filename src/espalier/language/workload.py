@@ -57,10 +57,12 @@ class LanguageWorkload(DecoderWorkload):
 
     def _part(self, rows: Tensor, shard: Shard) -> TokenWindows:
         """What a rank that holds one slot of the sequence takes of windows, [samples, sequence + 1]."""
-        tokens, targets = rows[:, :-1], rows[:, 1:]
+        tokens = rows[:, :-1]
+        targets = rows[:, 1:]
         if shard.sequence_slots == 1 and not self.packed:
             return TokenWindows(tokens, targets)
-        positions, documents = torch.arange(tokens.shape[1]), None
+        positions = torch.arange(tokens.shape[1])
+        documents = None
         if self.packed:
             begins = tokens == self.tokenizer.boundary
             documents = begins.cumsum(1)
@@ -115,7 +117,8 @@ class LanguageWorkload(DecoderWorkload):
     def sample(self, model: gpt.GPT) -> list[Artifact]:
         """A short continuation of `track.sample` (or of the first held-out words)."""
         prompt = self.recipe.track.sample
-        boundary, ends = self.tokenizer.boundary, (self.tokenizer.boundary, *self.tokenizer.document_end)
+        boundary = self.tokenizer.boundary
+        ends = (self.tokenizer.boundary, *self.tokenizer.document_end)
         if isinstance(prompt, str):
             start = [boundary, *(int(token) for token in self.tokenizer.encode(prompt.encode()))]
         else:

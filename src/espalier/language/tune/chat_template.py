@@ -110,7 +110,8 @@ class ChatTemplate:
         return _cut(self._render(messages, False, variables))
 
     def _by_turns(self, messages: Sequence[_Message], variables: Mapping[str, Any]) -> tuple[str, list[Span]]:
-        text, spans = _unmarked(self._render(messages, False, variables)), []
+        text = _unmarked(self._render(messages, False, variables))
+        spans = []
         for number, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
@@ -242,7 +243,9 @@ def _check_tokens(text: str, tokens: Mapping[str, str], tokenizer: Tokenizer) ->
 
 def _cut(text: str) -> tuple[str, list[Span]]:
     """`text` without its marks, and what stood between them."""
-    plain, spans, length = [], [], 0
+    plain = []
+    spans = []
+    length = 0
     for number, piece in enumerate(text.split(BEGIN)):
         inside, mark, rest = piece.partition(END)
         if number and mark:

@@ -35,7 +35,8 @@ class ChatReport:
     """What a source of conversations holds that is not used. Grows while it is read."""
 
     def __init__(self) -> None:
-        self.columns, self.keys = FieldUse(row_formats.COLUMNS), FieldUse(row_formats.TURN_KEYS)
+        self.columns = FieldUse(row_formats.COLUMNS)
+        self.keys = FieldUse(row_formats.TURN_KEYS)
         self.files: list[str] = []
         self.stated: tuple[str, ...] = ()
         self.template_unused: FieldUse = FieldUse(row_formats.TEMPLATE_KEYS)
@@ -67,7 +68,8 @@ def conversations(
 
     Raises UserError for a file that cannot be read, a malformed row (file and line), or when no conversation is left.
     """
-    report, some = report or ChatReport(), False
+    report = report or ChatReport()
+    some = False
     for name, row in _rows(data, progress or (lambda done, total: None), pairs, report):
         try:
             talk = conversation(name, row)

@@ -24,7 +24,8 @@ from espalier.recipe.data_table import data_table
 from espalier.recipe.errors import UserError
 from espalier.recipe.foreign_files import parsing, printable, read_table, unused
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
 _BASE = "base"
 """In the metadata of the weights: `fingerprint` of the model they were trained with."""
 _BEFORE = "base_model.model."

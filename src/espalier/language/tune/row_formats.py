@@ -101,7 +101,8 @@ def conversation(name: str, row: Row) -> Conversation:
         talk = _preference(name, row)
     else:
         messages = [*_system(row), *form.turns(row)]
-        turns, masked = tuple(map(_turn, messages)), _masked(messages)
+        turns = tuple(map(_turn, messages))
+        masked = _masked(messages)
         talk = _checked(Conversation(name, turns, masked=masked, unused_keys=tuple(_unused_keys(messages))))
     return talk._replace(variables=variables, unused_columns=columns)
 
@@ -352,7 +353,8 @@ def _masked(messages: Sequence[Row]) -> frozenset[int]:
 
 
 def _learned(row: Row) -> bool:
-    weight, train = row.get("weight"), row.get("train")
+    weight = row.get("weight")
+    train = row.get("train")
     if weight not in (None, 0, 1):
         raise Unusable(f"a turn has the weight {printable(weight)}; 0 and 1 are understood")
     if train is not None and not isinstance(train, bool):
@@ -407,7 +409,8 @@ _ROLE_TAGS = {
 def renaming(file: str, table: Row) -> Callable[[Row], Row]:
     """Gives rows the names that are known here, as LLaMA-Factory's table of a file says. Raises UserError for columns
     that are not understood."""
-    columns, tags = table.get("columns") or {}, table.get("tags") or {}
+    columns = table.get("columns") or {}
+    tags = table.get("tags") or {}
     known = {**(_ALPACA_NAMES if table.get("formatting", "alpaca") == "alpaca" else _SHAREGPT_NAMES), **_BOTH}
     strange = sorted(set(columns) - set(known)) or sorted(set(tags) - set(_TAGS) - set(_ROLE_TAGS))
     if strange:
