@@ -120,8 +120,10 @@ class Totals:
 
     def of(self, outcome: Outcome, stop: bool) -> Tensor:
         """float64 [3 + world], or with several tasks [3 + world + 2 tasks]: this rank's part of the sum."""
-        loss, tasks = float(outcome.loss), [0.0] * task_totals(self.tasks)
-        finite, flags = math.isfinite(loss), [0.0] * self.world
+        loss = float(outcome.loss)
+        tasks = [0.0] * task_totals(self.tasks)
+        finite = math.isfinite(loss)
+        flags = [0.0] * self.world
         flags[self.rank] = float(not finite)
         first = [loss if finite else 0.0, float(outcome.weight)] if self.counts else [0.0, 0.0]
         if self.counts and outcome.tasks is not None:
@@ -132,7 +134,8 @@ class Totals:
         """(loss sum, weight sum, whether some rank stops, ranks whose loss is not finite, each task's loss) of the
         summed vector."""
         loss, weight, stop, *others = values.tolist()
-        flags, sums = others[: self.world], others[self.world :]
+        flags = others[: self.world]
+        sums = others[self.world :]
         tasks = tuple(total / of if of else math.nan for total, of in zip(sums[::2], sums[1::2], strict=True))
         return loss, weight, stop > 0, tuple(rank for rank, flag in enumerate(flags) if flag), tasks
 

@@ -30,7 +30,9 @@ class WindowSharding:
     """
 
     def __init__(self, model: nn.Module, window: LayerWindow, rate: Callable[[int], float] | None = None) -> None:
-        self.model, self.window, self.rate = model, window, rate
+        self.model = model
+        self.window = window
+        self.rate = rate
         self.factor = nn.Parameter(torch.ones((), dtype=torch.float64))
         self.owned: Sequence[Owned] = [Owned("factor of the gradient", self.factor, self.factor.shape)]
         self.together = False

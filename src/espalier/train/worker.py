@@ -211,7 +211,8 @@ def _checkpoints(trainer: Trainer, folder: Path) -> Checkpoints:
 def live(trainer: Trainer) -> dict[str, Any]:
     """Everything between joining and leaving. Returns the steps and tokens done."""
     setting = trainer.setting
-    recipe, place = setting.recipe, setting.place
+    recipe = setting.recipe
+    place = setting.place
     saved = None
     if setting.folder is not None:
         saved = _checkpoints(trainer, setting.folder)
@@ -253,7 +254,8 @@ def live(trainer: Trainer) -> dict[str, Any]:
 
 def _begin(trainer: Trainer, about: Mapping[str, Any]) -> None:
     """Says that steps are made from now on, and of what."""
-    setting, place = trainer.setting, trainer.setting.place
+    setting = trainer.setting
+    place = trainer.setting.place
     setting.emit("run", step=trainer.step, steps=trainer.total, pid=os.getpid(), **about, **setting.about)
     for what, action in trainer.built.context.damaged.items():
         setting.emit("incident", kind="damaged", what=what, rank=place.rank, step=trainer.step, action=action)
@@ -300,7 +302,8 @@ def _leave(trainer: Trainer, saved: Checkpoints | None) -> None:
 
 def _pace(trainer: Trainer, saved: Checkpoints) -> Pace:
     """When the run goes to the disk."""
-    setting, place = trainer.setting, trainer.setting.place
+    setting = trainer.setting
+    place = trainer.setting.place
     first, expected = checkpoint_cost.first(setting.plan)
     between = young_daly.between_failures(0, place.attempt, expected)
     if place.refuge is not None:
@@ -354,7 +357,8 @@ def trial(setting: RankSetup, seconds: float) -> float:
     """Median seconds per step over about `seconds` of real steps, after one to warm up. Batches are made ahead as in a
     run, and waits for them count. Writes nothing."""
     with joined(setting.place, units.seconds(setting.recipe.comm.timeout, "comm.timeout")) as channel:
-        trainer, times = Trainer(setting, channel), []
+        trainer = Trainer(setting, channel)
+        times = []
         with trainer.feed() as feed:
             for batches, waited in feed:
                 begun = time.perf_counter()
