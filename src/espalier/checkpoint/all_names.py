@@ -25,7 +25,8 @@ class AllNames:
     """
 
     def __init__(self, part: Stateful, group: dist.ProcessGroup | None) -> None:
-        self._part, self._group = part, group
+        self._part = part
+        self._group = group
 
     def state_dict(self) -> dict[str, Any]:
         """Slices of what is here, and empty ones of what is not."""

@@ -131,7 +131,8 @@ class CopySlot:
 
 def _layout(tensors: state_tree.KeptTensors) -> tuple[list[_Row], int]:
     """Where each tensor goes, and where the last one ends."""
-    rows, first = [], _BEGIN
+    rows = []
+    first = _BEGIN
     for name, tensor in tensors.items():
         local = state_tree.local(tensor)
         rows.append(_Row(name, local.dtype, tuple(local.shape), first, local is not tensor))
@@ -179,11 +180,13 @@ class Memory:
     ) -> None:
         kin = kin or CopyOptions()
         slots = [CopySlot(file) for file in refuge.files]
-        self._slots, others = slots[: refuges.SLOTS], slots[refuges.SLOTS :]
+        self._slots = slots[: refuges.SLOTS]
+        others = slots[refuges.SLOTS :]
         self._partner = Partner(team, others, kin.apart) if kin.apart and others else None
         self._kept = len(self._slots) * (1 if self._partner is None else 2)
         self._refuge, self._team, self._tell, self._stays = refuge, team, tell, kin.stays
-        self._stayed, self._alike = kin.stayed or kin.stays == "alike", kin.alike
+        self._stayed = kin.stayed or kin.stays == "alike"
+        self._alike = kin.alike
         self._due = 0
         self._steps = 0
         self._usual = 0.0
@@ -296,7 +299,8 @@ class Memory:
         """This rank's copy of `step`; where it has none, one that another rank has sent. None where that did not arrive
         whole, by its hash."""
         slot = next((slot for slot in self._slots if slot.step == step and slot.good()), None)
-        team, partner = self._team, self._partner
+        team = self._team
+        partner = self._partner
         having = team.agree("sharing copies", lambda: slot is not None, lambda all_: [all_] * len(all_))
         for rank in (rank for rank, has in enumerate(having) if not has):
             source = having.index(True) if partner is None else partner.keeps(rank)
@@ -317,7 +321,8 @@ class Memory:
         if self._partner is not None:
             self._partner.begin(step)
         self._newest = max((slot.step for slot in self._slots), default=_NONE)
-        self._due, self._last = step + 1, None
+        self._due = step + 1
+        self._last = None
 
     def _clock(self, step: int) -> None:
         now = time.perf_counter()
@@ -349,7 +354,8 @@ def _filled(rows: Mapping[_Row, Tensor], tree: state_tree.KeptTensors) -> dict[s
     """The parts' own tensors with what was kept; copies where a part has none yet; None where they differ."""
     filled: dict[str, state_tree.Kept] = {}
     for row, value in rows.items():
-        name, mine = row.name, tree.get(row.name)
+        name = row.name
+        mine = tree.get(row.name)
         if mine is None and row.cut:
             return None
         if mine is None:
@@ -375,7 +381,8 @@ def take_up(
         if memory is not None:
             memory.begin(loaded.step if loaded else 0)
         return loaded, "disk" if loaded else ""
-    newest, disk = memory.newest(), saved.newest()
+    newest = memory.newest()
+    disk = saved.newest()
     if newest > 0 and newest >= disk:
         meta = memory.take(newest, parts)
         if meta is not None:

@@ -72,7 +72,8 @@ class StoredSlice(Slice):
         """The boxes of what is read at once."""
         if not self.writes:
             return []
-        count, boxes = self.local.numel(), []
+        count = self.local.numel()
+        boxes = []
         for first, last in itertools.pairwise((*self.stored.cuts, count)):
             part = Slice(self.local[first:last], self.shape, self.start + first, part=self.part)
             boxes += [replace(box, first=box.first + first) for box in part.boxes()]

@@ -69,7 +69,9 @@ class Write:
     """One save of one rank, run once on the writing thread. Has state between its phases."""
 
     def __init__(self, place: Storage, team: Coordinator, job: WriteJob) -> None:
-        self.place, self.team, self.job = place, team, job
+        self.place = place
+        self.team = team
+        self.job = job
         self.name = folder_name(job.step)
         self._items: list[list[WriteItem]] = []
         self._room = bytearray()
