@@ -232,9 +232,12 @@ class _Job:
     """One collective while it runs in the lane. Has state: the sends under way, and what it takes (see `Spent`)."""
 
     def __init__(self, coded: CodedCollectives, bucket: Bucket) -> None:
-        self.codec, self.inner, self.bucket = coded.codec, coded.inner, bucket
+        self.codec = coded.codec
+        self.inner = coded.inner
+        self.bucket = bucket
         self.rank, self.ranks = coded.place
-        self.members, self.timeout = coded.members, coded.timeout
+        self.members = coded.members
+        self.timeout = coded.timeout
         self.others = [(self.rank + step) % self.ranks for step in range(1, self.ranks)]
         self.sent = self.raw = 0
         self.seconds = self.lost = self.given = 0.0
@@ -347,7 +350,8 @@ class _Job:
         output.detach().copy_(gathered.view(output.shape))
 
     def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
-        coming, plain = [], []
+        coming = []
+        plain = []
         for source in self.others:
             target = outputs[source]
             if target.nbytes < SMALL:
