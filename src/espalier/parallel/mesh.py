@@ -153,7 +153,8 @@ def of_plan(plan: Plan) -> Mesh:
     replicas = plan.replicas or (plan.trainers,)
     inside, last = _of_stages(plan)
     if plan.apart or not inside:
-        axis, last = "pp" if plan.apart else "dp", set(replicas[0])
+        axis = "pp" if plan.apart else "dp"
+        last = set(replicas[0])
         inside = {rank: Coordinates(**{axis: index}) for index, rank in enumerate(replicas[0])}
     like = {rank: replicas[0][index] for ranks in replicas for index, rank in enumerate(ranks)}
     coordinates = {rank: inside[like[rank]]._replace(replica=n) for n, ranks in enumerate(replicas) for rank in ranks}
@@ -175,7 +176,8 @@ def _of_stages(plan: Plan) -> tuple[dict[int, Coordinates], set[int]]:
     for _, group in itertools.groupby(
         sorted(plan.stages, key=lambda stage: stage.pipeline), key=lambda stage: stage.pipeline
     ):
-        stages, width = sorted(group, key=lambda stage: stage.layers), 0
+        stages = sorted(group, key=lambda stage: stage.layers)
+        width = 0
         for number, stage in enumerate(stages):
             for index, rank in enumerate(stage.ranks):
                 data, rest = divmod(index, stage.tensor * stage.sequence)

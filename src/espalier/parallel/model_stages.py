@@ -174,7 +174,8 @@ class ModelStages:
     def _tensors(self, pieces: Pieces, stage: int) -> Iterator[Tensor]:
         """Parameters and buffers that a stage uses."""
         first, last = self.layers[stage]
-        start, stop = (0 if stage == 0 else 1 + first), (2 + last if stage == self.last else 1 + last)
+        start = 0 if stage == 0 else 1 + first
+        stop = 2 + last if stage == self.last else 1 + last
         for modules in pieces.modules[start:stop]:
             for module in modules:
                 yield from module.parameters()

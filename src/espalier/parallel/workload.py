@@ -138,7 +138,8 @@ class Pieces:
 
     def __call__(self, *inputs: Any, **options: Any) -> Any:
         """All of them in turn: what the model gives."""
-        given, x = self.given(*inputs, **options), self.embed(*inputs, **options)
+        given = self.given(*inputs, **options)
+        x = self.embed(*inputs, **options)
         for block in self.blocks:
             x = block(x, given)
         return self.head(x, given)
