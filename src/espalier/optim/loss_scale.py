@@ -27,7 +27,9 @@ class LossScale:
     """
 
     def __init__(self) -> None:
-        self.factor, self.healthy, self.skipped = START, 0, 0
+        self.factor = START
+        self.healthy = 0
+        self.skipped = 0
 
     def after(self, finite: bool) -> bool:
         """Takes whether the gradient of a step is finite. Returns whether the step is left out for the next to go on
@@ -35,11 +37,13 @@ class LossScale:
         if finite:
             self.healthy += 1
             if self.healthy == INTERVAL:
-                self.factor, self.healthy = self.factor * GROWTH, 0
+                self.factor = self.factor * GROWTH
+                self.healthy = 0
             return False
         if self.factor <= LEAST:
             return False
-        self.factor, self.healthy = self.factor * BACKOFF, 0
+        self.factor = self.factor * BACKOFF
+        self.healthy = 0
         self.skipped += 1
         return True
 
@@ -48,4 +52,5 @@ class LossScale:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.factor = float(state["factor"])
-        self.healthy, self.skipped = int(state["healthy"]), int(state["skipped"])
+        self.healthy = int(state["healthy"])
+        self.skipped = int(state["skipped"])

@@ -35,7 +35,8 @@ class OuterUpdate:
     """
 
     def __init__(self, x: Tensor, choices: OuterMethod, cuts: Sequence[int] = (), total: Sum | None = None) -> None:
-        self.x, self.choices = x, choices
+        self.x = x
+        self.choices = choices
         self.cuts = [0, x.numel()] if choices.penalty != "per_tensor" else list(cuts)
         self.total: Sum = total or (lambda values: values)
         self.momentum = torch.zeros_like(x) if choices.momentum else None
