@@ -94,12 +94,15 @@ def _infer(
     model: Gnn, sampler: NeighborSampling, features: Rows, folder: InferenceFolder, progress: Progress | None
 ) -> RowFile:
     folder.path.mkdir(parents=True, exist_ok=True)
-    state, depth, nodes = _state(model, features, folder), len(model.layers), sampler.nodes
+    state = _state(model, features, folder)
+    depth = len(model.layers)
+    nodes = sampler.nodes
     for at in range(state.layer, depth):
         for old in range(at - 1):
             folder.layer(old).unlink(missing_ok=True)
         with nullcontext(features) if at == 0 else _results(model, at - 1, nodes, folder) as rows:
-            layer, layout = _LayerPass(model, at, sampler, rows), _layout(model, at, sampler, folder)
+            layer = _LayerPass(model, at, sampler, rows)
+            layout = _layout(model, at, sampler, folder)
             for done in layer.write(folder, state if state.layer == at else _State(state.key, at), layout):
                 if progress is not None:
                     progress(at * nodes + done, depth * nodes)
@@ -189,7 +192,8 @@ def _ranges(
         sizes = np.cumsum((sampler.degrees(ids) + 2) * (row + EDGE_BYTES))
         count = int(np.searchsorted(sizes, memory, side="right"))
         if not count:
-            degree, needed = int(sampler.degrees(ids[:1])[0]), show_size(int(sizes[0]))
+            degree = int(sampler.degrees(ids[:1])[0])
+            needed = show_size(int(sizes[0]))
             raise UserError(
                 f"store.memory = {show_size(memory)} is too small to infer node {start}.",
                 why=f"it and its {degree:,} neighbours take {needed}",
@@ -207,7 +211,8 @@ def _kept(model: Gnn, at: int) -> int | None:
 
 def _columns(model: Gnn, at: int) -> int:
     """float32 numbers of a row on disk: k values and k columns where k are kept."""
-    layer, top_k = model.layers[at], _kept(model, at)
+    layer = model.layers[at]
+    top_k = _kept(model, at)
     assert isinstance(layer, Layer)
     return layer.outputs if top_k is None else 2 * top_k
 
@@ -247,7 +252,8 @@ class _LayerPass:
                 file.truncate(state.rows * size)
             elif not state.rows:
                 reserve(file.fileno(), int(layout.offsets[-1]))
-            since, budget = 0, (self.rows.shape[0], folder.memory)
+            since = 0
+            budget = (self.rows.shape[0], folder.memory)
             for start, stop in _ranges(self.model, self.at, self.sampler, budget, state.rows):
                 results = self._results(start, stop).contiguous()
                 since += self._put(file.fileno(), results, start, layout)
@@ -281,7 +287,8 @@ class _LayerPass:
         return out.cpu().float()
 
     def _sources(self, ids: Array) -> base.Rows:
-        parameter, top_k = next(self.model.parameters()), _kept(self.model, self.at - 1)
+        parameter = next(self.model.parameters())
+        top_k = _kept(self.model, self.at - 1)
         rows = rows_of(self.rows, ids)
         if top_k is None:
             return rows.to(device=parameter.device, dtype=parameter.dtype)

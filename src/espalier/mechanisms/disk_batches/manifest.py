@@ -20,7 +20,8 @@ from espalier.recipe.errors import UserError
 from espalier.recipe.foreign_files import parsing
 from espalier.recipe.serialization import Value
 
-FILE, LOCK = "manifest.json", "lock"
+FILE = "manifest.json"
+LOCK = "lock"
 FORMAT = 2
 WAIT = 3600.0
 """Seconds in which the ranks of a run wait for the one that packs."""
@@ -112,7 +113,8 @@ def differences(before: Inputs, now: Inputs) -> list[str]:
     """What changed, in words."""
     changes = []
     for field, name in NAMES.items():
-        old, new = getattr(before, field), getattr(now, field)
+        old = getattr(before, field)
+        new = getattr(now, field)
         if old == new:
             continue
         if isinstance(old, Mapping) and isinstance(new, Mapping):

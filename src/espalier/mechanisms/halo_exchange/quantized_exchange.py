@@ -82,7 +82,8 @@ class Every(NamedTuple):
         return Choice(self.synchronize > 0 and (step + 1) % self.synchronize == 0, self.bits)
 
 
-LEAST_BITS, MOST_BITS = 1, 8
+LEAST_BITS = 1
+MOST_BITS = 8
 BITS_RULE, LATE_RULE = "graph.halo.bits", "graph.halo.late"
 """In plans and logs: the time and execution rules of Sylvie's later version. Late: 1, rows may be; 0: none are."""
 
@@ -96,7 +97,9 @@ class Adaptive:
     """
 
     def __init__(self, bits: int, synchronize: int) -> None:
-        self.bits, self.synchronize, self.late = bits, synchronize, True
+        self.bits = bits
+        self.synchronize = synchronize
+        self.late = True
         self.coming = 0
         self.speed = LossSpeed()
 
@@ -115,11 +118,14 @@ class Adaptive:
 
     def turned(self, recorded: Mapping[str, int]) -> Adaptive:
         """The next step begins."""
-        change, self.coming = self.coming, 0
+        change = self.coming
+        self.coming = 0
         if change < 0:
-            self.bits, self.late = min(MOST_BITS, 2 * self.bits), False
+            self.bits = min(MOST_BITS, 2 * self.bits)
+            self.late = False
         elif change > 0:
-            self.bits, self.late = max(LEAST_BITS, self.bits // 2), True
+            self.bits = max(LEAST_BITS, self.bits // 2)
+            self.late = True
         self.bits, self.late = recorded.get(BITS_RULE, self.bits), bool(recorded.get(LATE_RULE, self.late))
         return self
 
@@ -284,7 +290,8 @@ class Sylvie:
         that are older than they may be."""
         if self.by_degree and self._shares is None and sent.is_floating_point():
             self._shares = degree_shares(halo)
-        key, peers = (*crossing, sent.dtype), range(len(halo.receives))
+        key = (*crossing, sent.dtype)
+        peers = range(len(halo.receives))
         if key not in self._flights:
             self._flights[key] = []
             for step, bits, arriving in self._saved.get(key, ()):
@@ -323,9 +330,11 @@ class Sylvie:
             if self.delta:
                 known = self._sent.setdefault((*crossing,), torch.zeros_like(rows))
                 rows = rows - known
-            first, key = 0, self._key(self.step, crossing, _rank(halo))
+            first = 0
+            key = self._key(self.step, crossing, _rank(halo))
             for count in out.groups:  # rows are numbered in each message: who receives one makes its random numbers too
-                group_rows, every = slice(first, first + count), torch.arange(count)
+                group_rows = slice(first, first + count)
+                every = torch.arange(count)
                 bad = kernels.quantize_rows(
                     rows[group_rows], every, out.widths[group_rows], (out.begins[group_rows], wire), key
                 )
@@ -363,10 +372,12 @@ class Sylvie:
         counts = each_peer = halo.leaving(crossing) if leaves else halo.arriving(crossing)
         known = (alike, leaves, size, bits, sum(counts))
         if known not in self._layouts:
-            order, places = None, None
+            order = None
+            places = None
             if bits != WHOLE and self._shares is None and (together := sharing(columns)) > 1:
                 order, places = _groups(counts, together)
-                counts, columns = [-(-count // together) for count in counts], columns * together
+                counts = [-(-count // together) for count in counts]
+                columns = columns * together
             if bits != WHOLE and self.peers is not None:
                 peer_bits = self.peers(crossing)[0 if leaves else 1]
                 widths = torch.tensor(peer_bits, dtype=torch.uint8).repeat_interleave(torch.tensor(counts))
@@ -387,8 +398,10 @@ class Sylvie:
 
     def _read(self, arrived: list[list[_Flight]], received: Tensor, crossing: Crossing, ages: list[int]) -> None:
         """`arrived`: the last messages of each peer, whose rows are those of the latest, or (differences) of all."""
-        newest, flat = arrived[0][-1], received.flatten(1)
-        layout, whole = newest.layout, newest.bits == WHOLE
+        newest = arrived[0][-1]
+        flat = received.flatten(1)
+        layout = newest.layout
+        whole = newest.bits == WHOLE
         plain = received.dtype == torch.float32 and received.device.type == "cpu" and received.is_contiguous()
         columns = flat.shape[1] * (1 if layout.order is None else layout.order.shape[1])
         into = whole or (plain and layout.order is None)
@@ -415,7 +428,8 @@ class Sylvie:
 
     def _restore(self, flight: _Flight, source: tuple[Crossing, int], out: Tensor) -> None:
         """The groups of rows of a peer. Of differences each message counts once."""
-        first, layout = sum(flight.layout.groups[: source[1]]), flight.layout
+        first = sum(flight.layout.groups[: source[1]])
+        layout = flight.layout
         group_rows = slice(first, first + len(out))
         if not self.delta:
             key = self._key(flight.step, *source)
@@ -432,7 +446,8 @@ class Sylvie:
 
 def _messages(halo: Halo, out: Sequence[Tensor], into: Sequence[Tensor], crossing: Crossing) -> list[list[Any]]:
     """Begins a message to and from each peer; by peer what is to be waited for."""
-    group, tag = halo.group, 2 * crossing.layer + crossing.backward
+    group = halo.group
+    tag = 2 * crossing.layer + crossing.backward
     assert group is not None, "rows cross between ranks"
     works: list[list[Any]] = [
         [group.recv([buffer], peer, tag)] if len(buffer) else [] for peer, buffer in enumerate(into)
@@ -449,7 +464,8 @@ def _groups(counts: list[int], together: int) -> tuple[Tensor, Tensor]:
         groups = -(-count // together)
         order.append((first + torch.arange(groups * together).clamp(max=count - 1)).view(groups, together))
         places.append(slot + torch.arange(count))
-        first, slot = first + count, slot + groups * together
+        first = first + count
+        slot = slot + groups * together
     return torch.cat(order), torch.cat(places)
 
 

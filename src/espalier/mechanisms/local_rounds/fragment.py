@@ -76,7 +76,8 @@ class Fragment:
 
     def load_own(self, part: Mapping[str, Any]) -> None:
         """Takes back what `own_state` gave."""
-        self.due, self.age = part["due"], int(part["age"])
+        self.due = part["due"]
+        self.age = int(part["age"])
         if "live" in part:
             torch._foreach_copy_(self.live, part["live"])
         self.own_change = part["own"].clone() if "own" in part else None

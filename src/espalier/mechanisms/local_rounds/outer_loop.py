@@ -51,10 +51,12 @@ class OuterSync:
         rounds: Rounds,
         total: Sum | None = None,
     ) -> None:
-        self.choices, self.members = choices, members
+        self.choices = choices
+        self.members = members
         self.decisions = Decisions(Length(rounds.steps, rounds.adapt), "measured waits")
         self.decisions.replayed = self._follow
-        self.pace, self.weight = rounds.pace, rounds.weight
+        self.pace = rounds.pace
+        self.weight = rounds.weight
         self.rounds = self.clock = self.begun = 0
         self.waited = self.flown = 0.0
         self.stopping = self.leaving = False
@@ -106,7 +108,8 @@ class OuterSync:
         """
         self.clock += 1
         self._asked |= stop
-        moved, length = False, self.own_steps
+        moved = False
+        length = self.own_steps
         for index, fragment in enumerate(self.fragments):
             fragment.age += 1
             if fragment.due is not None:
@@ -124,7 +127,8 @@ class OuterSync:
 
     def _next_round(self) -> None:
         now = time.perf_counter()
-        self.waited, self._still = self._still, 0.0
+        self.waited = self._still
+        self._still = 0.0
         if self.members is not None and self.length.adapt:
             wish = self.length.wished(now - self._begun, self.waited, self.flown)
             self.length = self.length._replace(wish=self._largest(wish))
@@ -158,7 +162,8 @@ class OuterSync:
 
     def _depart(self, fragment: Fragment, rate: float) -> bool:
         """A copy leaves; with a delay of a round, what left before is used. Returns whether live tensors were set."""
-        choices, weight = self.choices, self._weight()
+        choices = self.choices
+        weight = self._weight()
         if fragment.due is not None:  # this round is shorter than the one in which it left
             self._land(fragment)
         sent = self._copy(fragment)
@@ -207,7 +212,8 @@ class OuterSync:
         sent, weight = weighted
         step = (time.perf_counter() - self._begun - self._still) / max(1, self.clock)
         note = MemberReport(weight, self.length.wish, float(self._asked), step, rate, float(self.summoned()))
-        fragment.base, fragment.age = base, 0
+        fragment.base = base
+        fragment.age = 0
         if self.members is None:
             fragment.arrived = OuterSum(sent, {0: note}, 0.0)
         else:
@@ -287,7 +293,8 @@ class OuterSync:
                 self._use(fragment)
                 self._put(fragment, self.choices.mixing)
             if fragment.age:
-                sent, weight = self._copy(fragment), self._weight()
+                sent = self._copy(fragment)
+                weight = self._weight()
                 base = fragment.x.clone() if self.choices.average == "parameters" else None
                 self._use(fragment)
                 self._launch(fragment, (sent.mul_(weight) if weight != 1.0 else sent, weight), base, rate)
@@ -345,7 +352,8 @@ class OuterSync:
 
     def load_own(self, state: Mapping[str, Any]) -> None:
         """Takes back what `own_state` gave."""
-        self.clock, self.begun = int(state["clock"]), int(state["begun"])
+        self.clock = int(state["clock"])
+        self.begun = int(state["begun"])
         self.length = self.length._replace(wish=float(state["wish"]))
         self.on_moving()
         for index, fragment in enumerate(self.fragments):

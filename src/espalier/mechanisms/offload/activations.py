@@ -44,7 +44,8 @@ class HostPlaces:
     """Pinned memory of a GPU's host. Has state: the memory, by offset."""
 
     def __init__(self, device: torch.device, streams: Streams | None = None) -> None:
-        self._device, self._streams = device, streams or streams_of(device)
+        self._device = device
+        self._streams = streams or streams_of(device)
         self._kept: dict[int, Tensor] = {}
 
     def write(self, offset: int, values: Tensor) -> Done:
@@ -69,8 +70,10 @@ class FilePlaces:
     def __init__(self, path: Path, device: torch.device) -> None:
         with writing(path.parent):
             path.parent.mkdir(parents=True, exist_ok=True)
-        self._file, self._queue = DirectFile(path, "create"), IoQueue()
-        self._device, self._streams = device, streams_of(device)
+        self._file = DirectFile(path, "create")
+        self._queue = IoQueue()
+        self._device = device
+        self._streams = streams_of(device)
         path.unlink()
 
     def write(self, offset: int, values: Tensor) -> Done:
@@ -124,7 +127,8 @@ class ActivationStore:
     """
 
     def __init__(self, places: Places, meter: TransferMeter) -> None:
-        self._places, self._meter = places, meter
+        self._places = places
+        self._meter = meter
         self._end = 0
         self._free: dict[int, list[int]] = {}
         self._pending: list[tuple[Done, Tensor]] = []
@@ -133,7 +137,8 @@ class ActivationStore:
         """Begins to write a tensor, which must not change any more."""
         while len(self._pending) >= PENDING:
             wait_for(self._pending.pop(0)[0], self._meter)
-        values, size = tensor.detach().contiguous(), pages(tensor.nbytes)
+        values = tensor.detach().contiguous()
+        size = pages(tensor.nbytes)
         place = self._free.get(size, [])
         offset = place.pop() if place else self._end
         self._end = max(self._end, offset + size)

@@ -40,7 +40,8 @@ class HostWeights:
     copied."""
 
     def __init__(self, device: torch.device, streams: Streams | None = None) -> None:
-        self.meter, self._pinned = TransferMeter("host"), accelerator.is_on(device)
+        self.meter = TransferMeter("host")
+        self._pinned = accelerator.is_on(device)
         self._streams = streams or streams_of(device)
 
     def keep(self, values: Tensor) -> Tensor:
@@ -80,7 +81,8 @@ class CudaStreams(Streams):
     """A stream for each way. Has state: CUDA's."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._streams = device, [accelerator.stream(device) for _ in range(2)]
+        self._device = device
+        self._streams = [accelerator.stream(device) for _ in range(2)]
 
     def beside(self, way: int) -> AbstractContextManager[Any]:
         self._streams[way].wait_stream(accelerator.current_stream(self._device))
@@ -176,8 +178,12 @@ class DeviceFile:
     written. See `state_file.States`. Has state: the file's."""
 
     def __init__(self, file: StateFile, device: torch.device, streams: Streams | None = None) -> None:
-        self.extents, self.row, self.settle = file.extents, file.row, file.settle
-        self._file, self._device, self._streams = file, device, streams or streams_of(device)
+        self.extents = file.extents
+        self.row = file.row
+        self.settle = file.settle
+        self._file = file
+        self._device = device
+        self._streams = streams or streams_of(device)
 
     def walk(self, jobs: Sequence[ExtentJob]) -> Iterator[list[Tensor]]:
         """See `States.walk`; what is given lies on the device. The file reads ahead and writes behind meanwhile."""

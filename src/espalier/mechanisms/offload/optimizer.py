@@ -46,7 +46,8 @@ class StateFolder:
         self, folder: Path, name: str, chunk: int = CHUNK, through: Callable[[StateFile], States] = lambda file: file
     ) -> None:
         self._folder, self._name, self._count, self._through = folder, name, 0, through
-        self.meter, self.chunk = TransferMeter("disk"), chunk
+        self.meter = TransferMeter("disk")
+        self.chunk = chunk
         self.tier = DiskTier(IoQueue(WAITING), self.meter, ThreadPoolExecutor(2, "checksums"))
 
     def group(self, optimizer: torch.optim.Optimizer, owned: Sequence[Owned], kinds: StateKinds) -> OffloadedGroup:
@@ -183,7 +184,8 @@ class OffloadedGroup:
 
     def stored(self, number: int, row: int) -> StoredSlice:
         """A row of one parameter."""
-        tensor, places = self.owned[number].tensor, self._places[number]
+        tensor = self.owned[number].tensor
+        places = self._places[number]
         local = torch.empty(tensor.numel(), dtype=tensor.dtype, device="meta")
         return StoredSlice(local, tensor.shape, 0, stored=StoredState(self.file, places, row, tensor.dtype))
 
@@ -249,7 +251,8 @@ class StoredState:
     def _parts(self, start: int, stop: int, change: bool) -> Iterator[tuple[Tensor, int, int]]:
         """(values, first, last) of each piece of elements `[start, stop)`."""
         for extent, piece in self._places:
-            first, last = max(start, piece.start), min(stop, piece.stop)
+            first = max(start, piece.start)
+            last = min(stop, piece.stop)
             if first < last:
                 row = self._file.row(extent, self._row, change)[: extent.used].view(self._dtype)
                 at = piece.at - piece.start

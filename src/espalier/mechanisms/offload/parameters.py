@@ -86,11 +86,13 @@ class TensorShare(NamedTuple):
 
 def shares(layer: FlatLayer, rank: int, ranks: int) -> list[TensorShare]:
     """Of each tensor, whole cache lines; the last ranks have less."""
-    parts, at = [], 0
+    parts = []
+    at = 0
     for _, shape in layer.tensors:
         size = prod(shape)
         each = size if ranks == 1 else -(-size // (ranks * LINE)) * LINE
-        start, stop = min(size, rank * each), min(size, (rank + 1) * each)
+        start = min(size, rank * each)
+        stop = min(size, (rank + 1) * each)
         parts.append(TensorShare(start, stop, at))
         at += stop - start
     return parts
@@ -121,7 +123,9 @@ class OffloadNode:
         folder: StateFolder | HostStates,
         channels: Sequence[dist.ProcessGroup | None] = (),
     ) -> None:
-        self.step, self._layers, self._channels = 0, layers, channels or [None] * len(layers)
+        self.step = 0
+        self._layers = layers
+        self._channels = channels or [None] * len(layers)
         counts = [1 if channel is None else channel.size() for channel in self._channels]
         self.channel = self._channels[counts.index(max(counts))]
         self.apart = [channel is not self.channel for channel in self._channels]
@@ -159,7 +163,8 @@ class OffloadNode:
             sizes = [(number + k, owned[number + k].tensor.numel()) for k in range(len(layer.tensors))]
             rows = LayerGroup.before + len(kinds.shaped)
             self._extents.append(extents(Elements(sizes, 4), rows, self._folder.chunk, offset))
-            number, offset = number + len(sizes), offset + sum(extent.bytes for extent in self._extents[-1])
+            number = number + len(sizes)
+            offset = offset + sum(extent.bytes for extent in self._extents[-1])
         every = [extent for layer_extents in self._extents for extent in layer_extents]
         self.file = self._folder.file(owned, every, fixed_rows=VALUE)
         return LayerGroup(optimizer, owned, kinds, self.file)
@@ -270,7 +275,8 @@ class OffloadSharding(WindowSharding):
     def __init__(self, model: nn.Module, window: LayerWindow, routes: Sequence[Callable[[], None]] = ()) -> None:
         super().__init__(model, window)
         assert isinstance(window.client, OffloadNode)
-        self.together, self.routes = window.client.channel is not None, routes
+        self.together = window.client.channel is not None
+        self.routes = routes
         self._spread = [any(window.client.apart[layer] for layer in layers) for layers in window.uses]
 
     def idle(self, times: int) -> None:
@@ -297,7 +303,8 @@ class OffloadedLayers:
     """The model's parameters, where they wait, and its buffers. Stateful."""
 
     def __init__(self, sharding: OffloadSharding, node: OffloadNode) -> None:
-        self._sharding, self._node = sharding, node
+        self._sharding = sharding
+        self._node = node
 
     def state_dict(self) -> dict[str, Any]:
         """By name; a tied parameter under all its names."""

@@ -100,7 +100,8 @@ class StateFile:
         fixed_rows: int = 0,
     ) -> None:
         self.extents = list(extents)
-        self.path, self._first = path, fixed_rows
+        self.path = path
+        self._first = fixed_rows
         self._resident = {
             extent.offset: aligned(extent.bytes).view(extent.rows, extent.row_bytes)
             for extent in spread(extents, tier.resident)
@@ -152,7 +153,8 @@ class StateFile:
                 yield [self._resident[extent.offset] for extent in job]
                 continue
             for number, next_job in enumerate(moving[begun : turn + AHEAD + 1], begun):
-                at, begun = number % count, number + 1
+                at = number % count
+                begun = number + 1
                 self._wait(ring[at][1])
                 views = job_views(next_job, ring[at][0])
                 coming.append((views, self._read(next_job, views)))
@@ -163,7 +165,8 @@ class StateFile:
                 by_offset[extent.offset] if extent.offset in by_offset else self._resident[extent.offset]
                 for extent in job
             ]
-            at, turn = turn % count, turn + 1
+            at = turn % count
+            turn = turn + 1
             ring[at] = ring[at][0], self._write(moved, views)
         for _, writes in ring:
             self._wait(writes)
@@ -257,7 +260,8 @@ class StateFile:
             extent, row, values = self._row
             self._sums[self._place(extent, row)] = checksum(values[: extent.used])
             self._file.write_from(values, self._place(extent, row))
-        self._row, self._changed = None, False
+        self._row = None
+        self._changed = False
 
     def _place(self, extent: StateExtent, row: int = 0) -> int:
         """The byte of the file where a row begins."""
@@ -270,7 +274,9 @@ def nothing() -> None:
 
 def spread(extents: Sequence[StateExtent], size: int) -> list[StateExtent]:
     """Extents of at most `size` bytes together, evenly among all: what moves them is at work while others are read."""
-    total, seen, taken = job_bytes(extents), 0, 0
+    total = job_bytes(extents)
+    seen = 0
+    taken = 0
     chosen = []
     for extent in extents:
         seen += extent.bytes

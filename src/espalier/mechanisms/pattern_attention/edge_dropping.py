@@ -65,9 +65,11 @@ def reformed(whole: Pattern, recall: float) -> Reformed:
 
     Edges of a column stay or go in order of their numbers; as many go as may.
     """
-    matrix, kinds = whole.matrix, whole.kinds
+    matrix = whole.matrix
+    kinds = whole.kinds
     assert matrix is not None, "a full pattern has no edges to leave out"
-    rows, columns = matrix.rows.numpy(), matrix.indices.numpy()
+    rows = matrix.rows.numpy()
+    columns = matrix.indices.numpy()
     real = np.ones(len(rows), bool) if kinds is None else kinds.numpy() == 1
     keys = rows // ROWS * np.int64(whole.tokens) + columns
     _, column, sizes = np.unique(keys, return_inverse=True, return_counts=True)
@@ -95,7 +97,9 @@ class RecallTuner:
 
     def __init__(self, bound: float) -> None:
         self.levels = np.linspace(1, bound, LEVELS).tolist()
-        self.level, self.coming, self.speed = FIRST, 0, LossSpeed()
+        self.level = FIRST
+        self.coming = 0
+        self.speed = LossSpeed()
 
     @property
     def recall(self) -> float:
@@ -114,7 +118,8 @@ class RecallTuner:
 
     def turned(self, recorded: Mapping[str, int]) -> RecallTuner:
         """The next step begins."""
-        level, self.coming = self.level + self.coming, 0
+        level = self.level + self.coming
+        self.coming = 0
         self.level = min(LEVELS - 1, max(0, recorded.get(LEVEL_RULE, level)))
         return self
 
@@ -124,7 +129,8 @@ class RecallTuner:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes back what `state_dict` gave."""
-        self.level, self.coming = state.get("level", self.level), state.get("coming", 0)
+        self.level = state.get("level", self.level)
+        self.coming = state.get("coming", 0)
         self.speed.load_state_dict(state)
 
 

@@ -84,7 +84,8 @@ def _bounds(documents: Tensor | None, length: int) -> Bounds:
     """Those of the same tensor are found once for all layers."""
     if documents is None:
         return bounds_of(None, length)
-    known, version = _BOUNDS.get(documents), 0 if documents.is_inference() else documents._version
+    known = _BOUNDS.get(documents)
+    version = 0 if documents.is_inference() else documents._version
     if known is None or known[0] != version:
         known = _BOUNDS[documents] = (version, bounds_of(documents, length))
     return known[1]
@@ -208,7 +209,9 @@ CLAIM = Claim(
 class CutAttention(Filled):
     """The ranks of a sequence attend together."""
 
-    seam, claim, record = "attend", CLAIM, "loongtrain"
+    seam = "attend"
+    claim = CLAIM
+    record = "loongtrain"
 
     def wrap(self, context: Build) -> None:
         """Makes the groups, fills `attend`, and lets what counts tokens of sequences count those of all ranks."""
@@ -236,7 +239,8 @@ class CutAttention(Filled):
 
 
 def _grid_of(mesh: ProcessMesh) -> AttentionGrid:
-    at, members = mesh.coordinates, mesh.mesh.members
+    at = mesh.coordinates
+    members = mesh.mesh.members
     rings = Rings(len(members(mesh.rank, "cp_in")), len(members(mesh.rank, "cp_out")), at.cp_in, at.cp_out)
     keys = mesh.group("cp_in"), mesh.group("cp_out")
     # Groups of their own, as keys may travel on that of all ranks, which sums gradients meanwhile.

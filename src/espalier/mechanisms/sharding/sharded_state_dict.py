@@ -94,7 +94,9 @@ class OptimizerState:
     """The optimizer's state by `name/kind`. Stateful; all ranks call it together."""
 
     def __init__(self, sharding: UnitSharding, optimizer: Optimizer, channel: dist.ProcessGroup) -> None:
-        self._sharding, self._optimizer, self._channel = sharding, optimizer, channel
+        self._sharding = sharding
+        self._optimizer = optimizer
+        self._channel = channel
         self._kinds: Kinds | None = sharding.kinds
 
     def state_dict(self) -> dict[str, Any]:
@@ -150,12 +152,14 @@ class Residuals:
     """
 
     def __init__(self, sharding: UnitSharding, channel: dist.ProcessGroup) -> None:
-        self._sharding, self._channel = sharding, channel
+        self._sharding = sharding
+        self._channel = channel
         self._flats = [flat for flat in sharding.flats if flat.residual is not None]
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's row of each parameter, and the layout under which it has a meaning."""
-        rank, ranks = self._channel.rank(), self._channel.size()
+        rank = self._channel.rank()
+        ranks = self._channel.size()
         rows = {}
         for flat in self._flats:
             assert flat.residual is not None

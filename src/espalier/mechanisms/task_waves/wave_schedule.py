@@ -246,7 +246,8 @@ class WaveSchedule:
 
     def _evaluated(self, task: int, fields: Mapping[str, Tensor]) -> Any:
         """The model's forward, outside of steps: figures of the samples whose head is here; of none, nothing."""
-        step, figures = _WaveStep(), {}
+        step = _WaveStep()
+        figures = {}
         self._expect_inputs(step, {task: fields})
         for number in self.local_slices:
             if self.slices.task[number] == task:
@@ -292,9 +293,12 @@ class WaveSchedule:
 
     def _inputs(self, step: _WaveStep, number: int, fields: Mapping[str, Tensor]) -> list[Tensor]:
         """What a slice takes: of each route its samples, from here and from others."""
-        samples, key, inputs = _samples(fields), shapes_of(dict(fields)), []
+        samples = _samples(fields)
+        key = shapes_of(dict(fields))
+        inputs = []
         for route in self.slices.into[number]:
-            pieces, tag = [], self._tag(route)
+            pieces = []
+            tag = self._tag(route)
             for sender, receiver, first, last in self.slices.parts(route, samples):
                 if receiver != self.rank:
                     continue
@@ -312,7 +316,8 @@ class WaveSchedule:
         return inputs
 
     def _forward(self, step: _WaveStep, number: int, fields: Mapping[str, Tensor]) -> None:
-        slice_, samples = self.slices.all[number], _samples(fields)
+        slice_ = self.slices.all[number]
+        samples = _samples(fields)
         low, high = self._rows(number, samples)
         inputs = self._inputs(step, number, fields)
         if low == high:
@@ -320,9 +325,11 @@ class WaveSchedule:
         part = {name: value[low:high] for name, value in fields.items()}
         with self.passes.context():
             made = self.graph.compute(self.slices.task[number], slice_.node, (slice_.first, slice_.last), inputs, part)
-        step.taken[number], step.made[number] = inputs, made
+        step.taken[number] = inputs
+        step.made[number] = made
         for route in self.slices.out[number]:
-            tag, key = self._tag(route), shapes_of(dict(fields))
+            tag = self._tag(route)
+            key = shapes_of(dict(fields))
             for sender, receiver, first, last in self.slices.parts(route, samples):
                 if sender == self.rank != receiver:
                     piece = made.detach()[first - low : last - low]
@@ -338,13 +345,16 @@ class WaveSchedule:
     def _backward(self, step: _WaveStep, number: int, fields: Mapping[str, Tensor]) -> None:
         if number not in step.made:
             return
-        samples, task, made = _samples(fields), self.slices.task[number], step.made.pop(number)
+        samples = _samples(fields)
+        task = self.slices.task[number]
+        made = step.made.pop(number)
         if self.slices.all[number].node == HEAD:
             value, _ = made["loss"]
             root = value / divisor(self.passes.nominal_weight, self.passes.shares[task], self.passes.loss_scale)
             gradient = None
         else:
-            root, gradient = made, self._gradient(step, number, made, samples)
+            root = made
+            gradient = self._gradient(step, number, made, samples)
         with self.passes.accumulate(False):
             torch.autograd.backward(root, gradient)
         low, _ = self._rows(number, samples)
@@ -392,7 +402,8 @@ class OwnTowers(Mechanism):
 
     def wrap(self, context: Build) -> None:
         """Frees all others. Raises UserError where the plan's waves leave a part to nobody."""
-        model, mesh = context.model, context.mesh
+        model = context.model
+        mesh = context.mesh
         assert model is not None
         assert mesh.replica is not None, "waves have several ranks"
         graph = cast("TaskGraph", model)
@@ -431,7 +442,9 @@ class Waves(Mechanism):
 
     def wrap(self, context: Build) -> None:
         """Makes the schedule."""
-        sharding, mesh, model = context.sharding, context.mesh, context.model
+        sharding = context.sharding
+        mesh = context.mesh
+        model = context.model
         assert sharding is not None
         assert model is not None
         world, local_ranks = (dist.get_process_group_ranks(group) for group in (mesh.channel, mesh.replica))
@@ -445,7 +458,8 @@ class Waves(Mechanism):
             context.loss_scale,
             context.plan.state(TaskWavesState).nested,
         )
-        slices, messages = _slices(context), StageMessages(mesh.replica, places, context.device)
+        slices = _slices(context)
+        messages = StageMessages(mesh.replica, places, context.device)
         context.stalled = lambda: messages.waited
         context.schedule = WaveSchedule(mesh.rank, model, slices, messages, passes)
         self.state(context, {})
