@@ -25,7 +25,8 @@ from espalier.recipe.errors import UserError
 LIMIT = 1 << 30
 """Bytes of a graph that is kept whole."""
 
-_NAMES, _ARRAYS = "graph.json", "graph.npz"
+_NAMES = "graph.json"
+_ARRAYS = "graph.npz"
 _LARGE = ("indptr", "indices", "features", "weights", "edge_features", "starts")
 _TABLE = ("classes", "columns", "edge_columns", "origin", "notes", "identity", "values")
 

@@ -36,7 +36,9 @@ _SEPARATORS = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "vertical ba
 _DECIMAL = re.compile(r"[-+]?\d+,\d+")
 _PADDED = re.compile(r"\s*[-+]?0\d")
 """How a number with leading zeros begins: `007` may be a name, and is not `7`."""
-_SAMPLE, _LONGEST_LINE, _PIECE = 100, 1 << 24, 1 << 12
+_SAMPLE = 100
+_LONGEST_LINE = 1 << 24
+_PIECE = 1 << 12
 _LONGEST = 131_072
 _DO = "UTF-8 text, as many cells in every line"
 

@@ -39,7 +39,8 @@ from espalier.recipe.foreign_files import parsing
 from espalier.recipe.graphs import MessagesModel
 from espalier.track.progress import Waiting
 
-MANIFEST, FORMAT = "manifest.json", 4
+MANIFEST = "manifest.json"
+FORMAT = 4
 NODES = "nodes.safetensors"
 SPLIT = ("train", "validation", "test")
 SCALES = ("weights", "left", "right", "features")
