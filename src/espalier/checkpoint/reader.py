@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from espalier.checkpoint import dcp_metadata, state_tree
-from espalier.checkpoint.base import Stateful, StatefulParts
+from espalier.checkpoint.base import StateDict, Stateful, StatefulParts
 from espalier.checkpoint.dcp_metadata import FileRange, Saved, SavedTensor
 from espalier.checkpoint.manifest import FileHash
 from espalier.checkpoint.storage import Storage
@@ -154,7 +154,7 @@ def _room(saved: Saved, name: str, value: state_tree.Kept | None) -> state_tree.
     return torch.empty(shape, dtype=dtype)
 
 
-def _give(part: Stateful, name: str, state: dict[str, Any], checkpoint: str) -> None:
+def _give(part: Stateful, name: str, state: StateDict, checkpoint: str) -> None:
     try:
         part.load_state_dict(state)
     except EspalierError:

@@ -14,11 +14,12 @@ from espalier.graph.sampling.neighbor_sampler import Style
 from espalier.graph.tasks.graph_classification import GraphTask
 from espalier.graph.tasks.link_prediction import LinkTask
 from espalier.graph.tasks.node_classification import NodeTask
+from espalier.parallel.workload import SummedLoss
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from torch import Tensor, nn
+    from torch import nn
 
     from espalier.graph.data.graph import Array, Graph, Signs
     from espalier.graph.networks.base import MessageBlock
@@ -49,7 +50,7 @@ class GraphRun(Protocol):
     network: NetworkAdapter
     rounding: Rounding
     batching: Any
-    step_loss: Callable[[nn.Module, SubgraphBatch], tuple[Tensor, Tensor]]
+    step_loss: Callable[[nn.Module, SubgraphBatch], SummedLoss]
 
     @property
     def whole_task(self) -> NodeTask:
@@ -109,7 +110,7 @@ class Rounding:
     def begin(self, model: nn.Module, batch: SubgraphBatch) -> None:
         """Before the loss of a batch of a run on one rank, or on ranks that draw their batches."""
 
-    def loss(self, model: nn.Module, outcome: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    def loss(self, model: nn.Module, outcome: SummedLoss) -> SummedLoss:
         """(sum, weight) of a batch, with what rounding adds to the gradient."""
         return outcome
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from espalier import recipe as config
 from espalier.graph import lookup
@@ -26,7 +26,7 @@ from espalier.graph.tasks import answers, link_prediction, metrics
 from espalier.graph.tasks.graph_classification import GraphTask
 from espalier.graph.tasks.link_prediction import Links, LinkTask
 from espalier.graph.tasks.node_classification import NodeTask
-from espalier.parallel.workload import ALONE, PackStart, Plain, Progress, Shard, Sums, to_device
+from espalier.parallel.workload import ALONE, PackStart, Plain, Progress, Shard, SummedLoss, Sums, to_device
 from espalier.recipe import Recipe
 from espalier.recipe.cost import Work
 from espalier.recipe.errors import UserError
@@ -79,7 +79,7 @@ class GraphWorkload(Plain):
         self.rounding = lookup.rounding(recipe)(self)
         self.batching = way(self)
         self.meters = self.batching.meters
-        self.step_loss: Callable[[nn.Module, SubgraphBatch], tuple[Tensor, Tensor]] = self._step_loss
+        self.step_loss: Callable[[nn.Module, SubgraphBatch], SummedLoss] = self._step_loss
         """Of a batch; a mechanism may have another."""
 
     def like(self, recipe: Recipe) -> GraphWorkload:
@@ -138,11 +138,11 @@ class GraphWorkload(Plain):
         """Names of the targets."""
         return [self.task.name(int(item)) for item in self.batching.targets(step, shard)]
 
-    def loss(self, model: nn.Module, batch: SubgraphBatch) -> tuple[Tensor, Tensor]:
+    def loss(self, model: nn.Module, batch: SubgraphBatch) -> SummedLoss:
         """The task's sum of losses, and how many answers it is of."""
         return self.step_loss(model, batch)
 
-    def _step_loss(self, model: nn.Module, batch: SubgraphBatch) -> tuple[Tensor, Tensor]:
+    def _step_loss(self, model: nn.Module, batch: SubgraphBatch) -> SummedLoss:
         return self.rounding.loss(model, self.batching.loss(model, batch))
 
     @property

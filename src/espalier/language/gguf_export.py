@@ -19,7 +19,7 @@ from espalier.language.tokenizer_files import TOKENIZER
 from espalier.recipe import cache_dir
 from espalier.recipe.decoder_shapes import DecoderSizes
 from espalier.recipe.errors import UserError
-from espalier.recipe.foreign_files import decoded
+from espalier.recipe.foreign_files import JsonObject, decoded
 
 _BLOCK = 32
 """Columns that share a scale in Q8_0 and Q4_0."""
@@ -162,7 +162,7 @@ def _same(first: Any, other: Any) -> bool:
 def _write(
     file: Path,
     model: gpt.GPT,
-    words: Mapping[str, Any],
+    words: JsonObject,
     template: str | None,
     tensors: Mapping[str, tuple[NDArray[Any], Any]],
 ) -> None:

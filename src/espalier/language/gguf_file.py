@@ -28,7 +28,7 @@ from espalier.machine.resource_limits import refuse_large
 from espalier.recipe import cache_dir
 from espalier.recipe.data_table import data_table
 from espalier.recipe.errors import UserError
-from espalier.recipe.foreign_files import parsing, printable, unused
+from espalier.recipe.foreign_files import JsonObject, parsing, printable, unused
 
 SUFFIX = ".gguf"
 NOTES = "notes.json"
@@ -99,7 +99,7 @@ def _convert(file: Path, folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
-def opened(file: Path) -> tuple[Mapping[str, Any], list[tuple[str, NDArray[Any]]]]:
+def opened(file: Path) -> tuple[JsonObject, list[tuple[str, NDArray[Any]]]]:
     """The fields of a file, and its tensors as float32. Raises UserError."""
     import gguf
 
@@ -138,9 +138,7 @@ def _values(file: Path, place: TensorPlace, content: NDArray[np.uint8], library:
     return np.asarray(value.reshape(place.shape).astype(np.float32))
 
 
-def _config(
-    fields: Mapping[str, Any], file: Path, tensors: Mapping[str, NDArray[Any]]
-) -> tuple[dict[str, Any], list[str]]:
+def _config(fields: JsonObject, file: Path, tensors: Mapping[str, NDArray[Any]]) -> tuple[dict[str, Any], list[str]]:
     """`config.json`, and what of the fields was not used."""
     name = str(fields.get("general.architecture"))
     metadata = GgufFields(file, fields, name)
@@ -220,7 +218,7 @@ def _experts(kind: str, metadata: GgufFields, tensors: Mapping[str, NDArray[Any]
 _SHARED_UP = {"qwen2_moe": ("blk.0.ffn_up_shexp.weight",)}
 
 
-def _gemma2(metadata: GgufFields, config: Mapping[str, Any]) -> dict[str, Any]:
+def _gemma2(metadata: GgufFields, config: JsonObject) -> dict[str, Any]:
     large = config["num_hidden_layers"] == LARGEST_GEMMA2
     return {
         "query_pre_attn_scalar": config["hidden_size"] / config["num_attention_heads"] if large else config["head_dim"],
@@ -245,7 +243,7 @@ def _scaling(metadata: GgufFields) -> dict[str, Any]:
     return {"rope_scaling": scaling}
 
 
-def _llama3(table: NDArray[Any], metadata: GgufFields, config: Mapping[str, Any], file: Path) -> dict[str, Any]:
+def _llama3(table: NDArray[Any], metadata: GgufFields, config: JsonObject, file: Path) -> dict[str, Any]:
     """The options of Llama 3's positions whose factors are `table`; its ramp is a line over turns. Raises UserError."""
     original = metadata.get("rope.scaling.original_context_length", Whole, 8192)
     factor = float(table.max())

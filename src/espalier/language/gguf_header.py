@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from espalier.recipe.errors import UserError
-from espalier.recipe.foreign_files import parsing, printable
+from espalier.recipe.foreign_files import JsonObject, parsing, printable
 
 AGAIN = "download it again"
 _TEXT = 8
@@ -39,7 +38,7 @@ class TensorPlace(NamedTuple):
 class GgufHeader(NamedTuple):
     """What a file says before its data, and all its bytes (mapped, uint8)."""
 
-    fields: Mapping[str, Any]
+    fields: JsonObject
     tensors: tuple[TensorPlace, ...]
     content: NDArray[np.uint8]
 
@@ -117,7 +116,7 @@ class _Cursor:
 class GgufFields:
     """The fields of a file of one architecture, by names without it. `used`: those that were asked for."""
 
-    def __init__(self, file: Path, fields: Mapping[str, Any], architecture: str) -> None:
+    def __init__(self, file: Path, fields: JsonObject, architecture: str) -> None:
         self.file = file
         self.fields = fields
         self.prefix = f"{architecture}."

@@ -32,7 +32,7 @@ from espalier.recipe import cache_dir
 from espalier.recipe.data_table import data_table
 from espalier.recipe.decoder_shapes import ROUTING, DecoderSizes
 from espalier.recipe.errors import UserError
-from espalier.recipe.foreign_files import parsing, printable, read_table, unused
+from espalier.recipe.foreign_files import JsonObject, parsing, printable, read_table, unused
 from espalier.recipe.units import plural
 
 FILE_BYTES = 5 * 10**9
@@ -118,7 +118,7 @@ def copy(folder: Path, target: Path) -> None:
         shutil.copyfile(file, target / file.name)
 
 
-def _write(folder: Path, tensors: Mapping[str, Tensor], table: Mapping[str, Any]) -> None:
+def _write(folder: Path, tensors: Mapping[str, Tensor], table: JsonObject) -> None:
     files = _split(tensors)
     for name, part in files.items():
         save_file(part, folder / name, metadata={"format": "pt"})
@@ -444,5 +444,5 @@ def _bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def _json(path: Path, table: Mapping[str, Any]) -> None:
+def _json(path: Path, table: JsonObject) -> None:
     path.write_text(json.dumps(table, indent=2) + "\n", encoding="utf-8")

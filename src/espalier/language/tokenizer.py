@@ -25,7 +25,7 @@ from espalier.language.tokenizer_files import CONFIG, TOKENIZER, TokenizerFiles,
 from espalier.recipe import cache_dir
 from espalier.recipe.cache_dir import write_atomic
 from espalier.recipe.errors import UserError, nearest
-from espalier.recipe.foreign_files import decoded, printable
+from espalier.recipe.foreign_files import JsonObject, decoded, printable
 
 Ids = NDArray[np.unsignedinteger[Any]]
 Corpus = Callable[[], Iterable[str]]
@@ -94,7 +94,7 @@ class Tokenizer(Protocol):
         """The same, whose files tell other programs to put nothing before a text."""
         ...
 
-    def token_ids(self) -> Mapping[str, Any]:
+    def token_ids(self) -> JsonObject:
         """`bos_token_id`, `eos_token_id` and `pad_token_id` for the model's `config.json`."""
         ...
 
@@ -218,7 +218,7 @@ class _SavedTokenizer:
         made.adds_boundary = False
         return made
 
-    def token_ids(self) -> Mapping[str, Any]:
+    def token_ids(self) -> JsonObject:
         if self.files.model_ids is not None:
             return self.files.model_ids
         table = self.table()
@@ -479,7 +479,7 @@ def _own_files(content: bytes, boundary: str) -> TokenizerFiles:
     return TokenizerFiles({TOKENIZER: content, CONFIG: _config(roles)}, roles, roles)
 
 
-def _completed(files: TokenizerFiles, roles: Mapping[str, str], changed: Mapping[str, Any] | None) -> TokenizerFiles:
+def _completed(files: TokenizerFiles, roles: Mapping[str, str], changed: JsonObject | None) -> TokenizerFiles:
     """`files` with what they lack: a `tokenizer_config.json` with `roles`, and in `changed` a boundary that was
     added."""
     contents = dict(files.contents)

@@ -17,7 +17,7 @@ import msgspec
 from espalier.recipe.cache_dir import write_atomic
 from espalier.recipe.data_table import data_table
 from espalier.recipe.errors import UserError
-from espalier.recipe.foreign_files import decoded, parsing, printable, read_table
+from espalier.recipe.foreign_files import JsonObject, decoded, parsing, printable, read_table
 
 TOKENIZER = "tokenizer.json"
 CONFIG = "tokenizer_config.json"
@@ -53,10 +53,10 @@ class TokenizerFiles:
 
     contents: Mapping[str, bytes]
     special_tokens: Mapping[str, str] = field(default_factory=dict)
-    stated: Mapping[str, Any] = field(default_factory=dict)
+    stated: JsonObject = field(default_factory=dict)
     template: str | None = None
     adds: tuple[bool, bool] | None = None
-    model_ids: Mapping[str, Any] | None = None
+    model_ids: JsonObject | None = None
     generation: bytes | None = None
     origin: str = ""
     folder: Path | None = None
@@ -96,7 +96,7 @@ class TokenizerFiles:
         return replace(self, contents=contents, template=text)
 
 
-def formatted(table: Mapping[str, Any]) -> bytes:
+def formatted(table: JsonObject) -> bytes:
     """`table` as indented JSON."""
     return msgspec.json.format(msgspec.json.encode(table), indent=2)
 
@@ -136,7 +136,7 @@ def _table(file: Path) -> dict[str, Any]:
     return read_table(file, _AGAIN) if file.is_file() else {}
 
 
-def _stated(config: Mapping[str, Any], special_map: Mapping[str, Any]) -> dict[str, Any]:
+def _stated(config: JsonObject, special_map: JsonObject) -> dict[str, Any]:
     """Role to the token as it is stated, a text or a table with `content`."""
     defaults = _DEFAULTS.get(str(config.get("tokenizer_class", "")).removesuffix("Fast"), {})
     every = {**defaults, **config, **special_map}
@@ -150,7 +150,7 @@ def _content(token: Any) -> str:
     return text if isinstance(text, str) else ""
 
 
-def _template(folder: Path, contents: Mapping[str, bytes], config: Mapping[str, Any]) -> tuple[str | None, str]:
+def _template(folder: Path, contents: Mapping[str, bytes], config: JsonObject) -> tuple[str | None, str]:
     """The chat template and its file. Of several by name it is the default."""
     if TEMPLATE in contents:
         return decoded(contents[TEMPLATE], folder / TEMPLATE), str(folder / TEMPLATE)
@@ -171,7 +171,7 @@ def _template(folder: Path, contents: Mapping[str, bytes], config: Mapping[str, 
     return template, origin
 
 
-def _model_ids(folder: Path) -> Mapping[str, Any] | None:
+def _model_ids(folder: Path) -> JsonObject | None:
     file = next((folder / name for name in (MODEL_IDS, MODEL) if (folder / name).is_file()), None)
     if file is None:
         return None

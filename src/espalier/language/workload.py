@@ -15,7 +15,7 @@ from torch import Tensor
 from espalier.language import gpt, mixture, row_files, text_sources, token_store
 from espalier.language.decoder_workload import DecoderWorkload, RowBatch, TokenWindows
 from espalier.language.tokenizer import Tokenizer, kept_tokenizer
-from espalier.parallel.workload import Progress, Shard, Sums, to_device
+from espalier.parallel.workload import Progress, Shard, SummedLoss, Sums, to_device
 from espalier.recipe import Recipe, data_hash
 from espalier.recipe.errors import UserError
 from espalier.recipe.units import plural
@@ -83,7 +83,7 @@ class LanguageWorkload(DecoderWorkload):
         assert self.order is not None
         return mixture.documents(self.splits, self.order, first + shard.start, first + shard.stop)
 
-    def loss(self, model: gpt.GPT, batch: TokenWindows) -> tuple[Tensor, Tensor]:
+    def loss(self, model: gpt.GPT, batch: TokenWindows) -> SummedLoss:
         """Sum of cross entropies in nats, and the number of tokens."""
         return model.loss_sum(*batch), torch.tensor(batch.targets.numel())
 

@@ -35,7 +35,7 @@ from espalier.module.parts import (
     trial,
 )
 from espalier.parallel.tensor_roles import OWN_PLAN, check_ranks
-from espalier.parallel.workload import Phase, Pieces, Plain, Shard, Sums, Tagged, in_sequence, to_device
+from espalier.parallel.workload import Phase, Pieces, Plain, Shard, SummedLoss, Sums, Tagged, in_sequence, to_device
 from espalier.recipe import Module as Options
 from espalier.recipe import Recipe
 from espalier.recipe.cost import VALUE_BYTES, Product, Profile, Work
@@ -142,7 +142,7 @@ class ModuleWorkload(Plain):
             known = self._orders[task] = (epoch, np.random.default_rng(seeds).permutation(size))
         return known[1]
 
-    def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+    def loss(self, model: nn.Module, batch: Any) -> SummedLoss:
         """The module's own loss; floating inputs take the precision of the run."""
         task, batch = (batch.task, batch.batch) if isinstance(batch, Tagged) else (0, batch)
         with self.author.answers("in its loss"):

@@ -7,7 +7,7 @@ hold the model know to the same bits, so that no rank leaves a step out alone an
 
 from __future__ import annotations
 
-from typing import Any
+from espalier.optim.base import StateDict
 
 START = 2.0**16
 GROWTH, BACKOFF = 2.0, 0.5
@@ -47,10 +47,10 @@ class LossScale:
         self.skipped += 1
         return True
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         return {"factor": self.factor, "healthy": self.healthy, "skipped": self.skipped}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: StateDict) -> None:
         self.factor = float(state["factor"])
         self.healthy = int(state["healthy"])
         self.skipped = int(state["skipped"])

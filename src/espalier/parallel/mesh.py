@@ -33,6 +33,8 @@ DATA = ("dp", *SEQUENCE)
 REPLICA = AXES[1:]
 """Axes of one replica: ranks that exchange something at every step."""
 
+Ranks = tuple[int, ...]
+
 
 class Coordinates(NamedTuple):
     """Where a rank stands on each axis."""
@@ -80,19 +82,19 @@ class Mesh:
     experts: int = 1
     heads: frozenset[int] = frozenset()
     speeds: Mapping[int, float] = field(default_factory=dict)
-    _groups: dict[tuple[str, ...], dict[int, tuple[int, ...]]] = field(
+    _groups: dict[tuple[str, ...], dict[int, Ranks]] = field(
         default_factory=dict, compare=False, hash=False, repr=False
     )
 
-    def members(self, rank: int, *axes: str) -> tuple[int, ...]:
+    def members(self, rank: int, *axes: str) -> Ranks:
         """The trainers that differ from `rank` in `axes` only, in the order of their coordinates."""
         return self._by_rank(axes)[rank]
 
-    def groups(self, *axes: str) -> tuple[tuple[int, ...], ...]:
+    def groups(self, *axes: str) -> tuple[Ranks, ...]:
         """All groups along `axes`, each once: together the trainers."""
         return tuple(dict.fromkeys(self._by_rank(axes).values()))
 
-    def _by_rank(self, axes: Sequence[str]) -> dict[int, tuple[int, ...]]:
+    def _by_rank(self, axes: Sequence[str]) -> dict[int, Ranks]:
         key = tuple(axis for axis in AXES if axis in axes)
         assert len(key) == len(set(axes)), f"axes are {AXES}, not {tuple(axes)}"
         if key not in self._groups:
@@ -104,16 +106,16 @@ class Mesh:
         return self._groups[key]
 
     @property
-    def trainers(self) -> tuple[int, ...]:
+    def trainers(self) -> Ranks:
         """The ranks that hold a part of the model."""
         return tuple(sorted(self.coordinates))
 
     @property
-    def replicas(self) -> tuple[tuple[int, ...], ...]:
+    def replicas(self) -> tuple[Ranks, ...]:
         """The ranks of each replica."""
         return self.groups(*REPLICA)
 
-    def same_parameters(self, rank: int) -> tuple[int, ...]:
+    def same_parameters(self, rank: int) -> Ranks:
         """The ranks of `rank`'s replica that hold the same parameters, in order: gradients are summed over them, and
         shards of states lie on neighbours, whatever neighbours do with a sequence."""
         return tuple(sorted(self.members(rank, *DATA)))
@@ -135,13 +137,13 @@ class Mesh:
         speeds = tuple(self.speeds[rank] for rank in group if rank in self.speeds)
         return SequenceShare(group.index(rank), len(group), len(self.members(rank, "hp")), speeds)
 
-    def expert_group(self, rank: int) -> tuple[int, ...]:
+    def expert_group(self, rank: int) -> Ranks:
         """The ranks among which one copy of the experts is divided."""
         group = self.same_parameters(rank)
         first = group.index(rank) // self.experts * self.experts
         return group[first : first + self.experts]
 
-    def same_experts(self, rank: int) -> tuple[int, ...]:
+    def same_experts(self, rank: int) -> Ranks:
         """The ranks of `rank`'s replica that hold the same experts."""
         group = self.same_parameters(rank)
         return group[group.index(rank) % self.experts :: self.experts]
@@ -240,7 +242,7 @@ class ProcessMesh:
     mesh: Mesh
     channel: dist.ProcessGroup | None = None
     rank: int = 0
-    _made: dict[tuple[int, ...], Any] = field(default_factory=dict, repr=False)
+    _made: dict[Ranks, Any] = field(default_factory=dict, repr=False)
 
     @property
     def coordinates(self) -> Coordinates:
@@ -285,7 +287,7 @@ class ProcessMesh:
             for _ in range(max(plain_collectives.all_gather(groups_made, self.replica)) - groups_made):
                 _new_group(self.channel, (self.rank,))
 
-    def of(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
+    def of(self, ranks: Ranks) -> dist.ProcessGroup | None:
         """The group of `ranks`, among them this one; None where it is alone."""
         if self.channel is None or len(ranks) < 2:
             return None

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from espalier.comm.base import Traffic, traffic
+from espalier.parallel.mesh import Ranks
 
 if TYPE_CHECKING:
     import torch
@@ -97,7 +98,7 @@ class ModelCut:
     holders: dict[str, Holders] = field(default_factory=dict)
     idle: list[tuple[nn.Module, Callable[[], None]]] = field(default_factory=list)
     stream: ShardedStream | None = None
-    peers: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    peers: dict[str, Ranks] = field(default_factory=dict)
     in_step: bool = False
     recut: dict[str, Recut] = field(default_factory=dict)
 

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from espalier.recipe import Recipe
     from espalier.store.artifacts import Artifact
 
+SummedLoss = tuple[Tensor, Tensor]
+"""The sum of losses of a batch, and the weight that it is divided by."""
 Progress = Callable[[int, int], None]
 """Called with (done, total) while data is read."""
 
@@ -224,7 +226,7 @@ class Workload(Protocol):
     def batches(self, step: int, shard: Shard) -> Sequence[Batch]:
         """The micro-batches of `step`, one for each of the shard's `cuts`, on the CPU. Pure in (seed, step, shard)."""
 
-    def loss(self, model: Any, batch: Batch) -> tuple[Tensor, Tensor]:
+    def loss(self, model: Any, batch: Batch) -> SummedLoss:
         """(sum of losses, weight): scalars; never a mean. Their totals over the global batch give the loss."""
 
     def evaluate(self, model: Any, shard: Shard) -> Sums:

@@ -51,13 +51,16 @@ PART_WORDS = {
     **dict.fromkeys(("test", "testing"), "test"),
 }
 
+Columns = Mapping[str, Array]
+"""Cells by the name of their column."""
+
 
 @dataclass(frozen=True)
 class Table:
     """Columns by name, and what was said while they were read. `header`: the file names them."""
 
     path: Path
-    columns: Mapping[str, Array]
+    columns: Columns
     header: bool = True
     notes: tuple[str, ...] = ()
 
@@ -87,7 +90,7 @@ class NodeTable:
     maybe: str | None = None
     labels: Array | None = None
     parts: DataSplit | None = None
-    features: Mapping[str, Array] = field(default_factory=dict)
+    features: Columns = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
 
@@ -104,7 +107,7 @@ class EdgeTable:
     sources: Array
     targets: Array
     weights: Array | None = None
-    features: Mapping[str, Array] = field(default_factory=dict)
+    features: Columns = field(default_factory=dict)
     types: frozenset[str] = frozenset()
     notes: tuple[str, ...] = ()
     nodes: int | None = None
@@ -304,7 +307,7 @@ def _labels(table: Table, column: Array | None, notes: list[str]) -> Array | Non
     return np.array([word.replace(",", ".") for word in words])
 
 
-def _mask_names(columns: Mapping[str, Array]) -> list[str]:
+def _mask_names(columns: Columns) -> list[str]:
     """The columns that are masks of parts: by their names, or `train`, `val` and `test` where these are true or false
     and some train."""
     names = [name for name in columns if _is(name, "|".join(_MASKS))]
@@ -317,7 +320,7 @@ def _is_mask(name: str) -> bool:
     return _plain(name).endswith("mask")
 
 
-def _names_of_nodes(columns: Mapping[str, Array]) -> str | None:
+def _names_of_nodes(columns: Columns) -> str | None:
     """Gephi's `Label` beside its `Id`: a name for each node and no class."""
     if not {"Id", "Label"} <= set(columns) or columns["Label"].dtype.kind not in "OUS":
         return None
@@ -387,7 +390,7 @@ def _may_be_ids(column: Array) -> bool:
     return column.dtype.kind in "iuOUS" or (column.dtype.kind == "f" and bool((column == np.round(column)).all()))
 
 
-def _parts(table: Table, column: Array | None, masks: Mapping[str, Array]) -> DataSplit | None:
+def _parts(table: Table, column: Array | None, masks: Columns) -> DataSplit | None:
     if column is not None and masks:
         raise UserError(f"{table.shown} has a column of parts and masks.", do="drop the one or the other")
     if masks:
@@ -457,7 +460,7 @@ def _edges(table: Table) -> EdgeTable:
     return EdgeTable(table, taken["source"], taken["target"], weights, features, types, tuple(notes))
 
 
-def _ends(table: Table, columns: Mapping[str, Array]) -> tuple[str, str]:
+def _ends(table: Table, columns: Columns) -> tuple[str, str]:
     """The columns of both ends: by their names, else the first two."""
     source, target = (
         _sole(table, columns, names, role) for names, role in ((_SOURCES, "source"), (_TARGETS, "target"))
@@ -512,7 +515,7 @@ def alike(ids: Array) -> Array:
     return np.array([int(word) for word in words] if all(map(WHOLE.fullmatch, words)) else words)
 
 
-def _numeric(table: Table, columns: Mapping[str, Array], what: str, notes: list[str]) -> dict[str, Array]:
+def _numeric(table: Table, columns: Columns, what: str, notes: list[str]) -> dict[str, Array]:
     """float64 columns of numbers. Columns of words alone are left out, which is said in `notes`."""
     numbers = {}
     for name, column in columns.items():

@@ -20,7 +20,7 @@ from espalier.graph.sampling.subgraphs import SubgraphBatch, View, forward, infe
 from espalier.graph.tasks import metrics
 from espalier.graph.tasks.answers import Answers
 from espalier.kernels.split_mix import mixed
-from espalier.parallel.workload import Shard
+from espalier.parallel.workload import Shard, SummedLoss
 from espalier.recipe.errors import UserError
 
 RIVALS = 100
@@ -96,7 +96,7 @@ class LinkTask(Examples):
         features, around = self.view.around(nodes, self.fanout, self.seed, step)
         return SubgraphBatch(features, around.blocks, labels, pairs=torch.from_numpy(places.reshape(2, -1)))
 
-    def loss(self, model: nn.Module, batch: SubgraphBatch) -> tuple[Tensor, Tensor]:
+    def loss(self, model: nn.Module, batch: SubgraphBatch) -> SummedLoss:
         """Sum of binary cross entropies over true and drawn links, and their number."""
         assert batch.pairs is not None
         logits = scores(forward(model, batch.features, batch.blocks), batch.pairs)

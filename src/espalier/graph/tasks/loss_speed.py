@@ -7,9 +7,9 @@ decides nothing, where either rule would hold; a decision begins a window anew.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
+
+from espalier.checkpoint.base import StateDict
 
 WINDOW = 5
 """Steps whose speeds are compared."""
@@ -42,11 +42,11 @@ class LossSpeed:
             self.speeds = []
         return direction
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """All that decisions follow from."""
         return {name: getattr(self, name) for name in ("steps", "average", "speeds")}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: StateDict) -> None:
         """Takes back what `state_dict` gave; of a checkpoint without it, nothing."""
         for name in ("steps", "average", "speeds"):
             setattr(self, name, state.get(name, getattr(self, name)))

@@ -22,7 +22,7 @@ from espalier.language.tune import lora
 from espalier.recipe import Adapters, Lora, cache_dir, serialization
 from espalier.recipe.data_table import data_table
 from espalier.recipe.errors import UserError
-from espalier.recipe.foreign_files import parsing, printable, read_table, unused
+from espalier.recipe.foreign_files import JsonObject, parsing, printable, read_table, unused
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
@@ -107,7 +107,7 @@ class _Adapters(NamedTuple):
     stored name."""
 
     folder: Path
-    table: Mapping[str, Any]
+    table: JsonObject
     tensors: Mapping[str, tuple[str, StoredTensor]]
 
     @property
@@ -250,7 +250,7 @@ def _rank_and_alpha(adapters: _Adapters) -> tuple[int, float]:
     return rank, alpha
 
 
-def _of_module(table: Mapping[str, Any], patterns: str, otherwise: str, module: str) -> Any:
+def _of_module(table: JsonObject, patterns: str, otherwise: str, module: str) -> Any:
     """What one of two keys says of a module, as PEFT matches it."""
     matching = (value for key, value in table.get(patterns, {}).items() if re.match(rf"(.*\.)?({key})$", module))
     return next(matching, table[otherwise])

@@ -42,7 +42,9 @@ _GOOD_OR_BAD = frozenset({"true", "false", "0", "1", "0.0", "1.0", "good", "bad"
 COLUMNS = Fields("column", frozenset())
 TURN_KEYS = Fields("key", frozenset(), unit="turn")
 TEMPLATE_KEYS = Fields("key", frozenset(), unit="conversation")
-NOTHING: Mapping[str, Any] = MappingProxyType({})
+Variables = Mapping[str, Any]
+"""Of a chat template: tools, documents and such, by name."""
+NOTHING: Variables = MappingProxyType({})
 
 Row = Mapping[str, Any]
 
@@ -67,7 +69,7 @@ class Conversation(NamedTuple):
     rejected: tuple[Turn, ...] = ()
     shared: int = 0
     masked: frozenset[int] = frozenset()
-    variables: Mapping[str, Any] = NOTHING
+    variables: Variables = NOTHING
     unused_columns: tuple[str, ...] = ()
     unused_keys: tuple[str, ...] = ()
 
@@ -119,7 +121,7 @@ def _check_columns(row: Row) -> None:
         raise Unusable(f"it has the weight {printable(row['weight'])}; all rows count alike")
 
 
-def _variables(row: Row) -> Mapping[str, Any]:
+def _variables(row: Row) -> Variables:
     functions = [{"type": "function", "function": part} for part in _objects(row.get("functions"), "functions")]
     tools = _objects(row.get("tools"), "tools") or functions
     documents = _objects(row.get("documents"), "documents")

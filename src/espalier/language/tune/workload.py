@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from espalier.kernels.linear_cross_entropy import IGNORED
 from espalier.language import generate, gpt, hf, row_files, text_sources
@@ -24,7 +24,7 @@ from espalier.language.tune.answer_loss import answer_loss, row_log_probability
 from espalier.language.tune.chat_rows import ChatTokens
 from espalier.language.tune.chat_template import FILE, ChatTemplate, open_template
 from espalier.language.tune.conversations import Turn
-from espalier.parallel.workload import Pieces, Plain, Progress, Role, Shard, Skeleton, Sums, to_device
+from espalier.parallel.workload import Pieces, Plain, Progress, Role, Shard, Skeleton, SummedLoss, Sums, to_device
 from espalier.recipe import Adapters, Dpo, Lora, Recipe, Tuning, data_hash
 from espalier.recipe.cost import Work
 from espalier.recipe.errors import UserError
@@ -142,7 +142,7 @@ class TuneWorkload(DecoderWorkload):
         assert self.chats.train is not None
         return [self.chats.train.names[chat] for row in self._chosen(step, shard) for chat in row]
 
-    def loss(self, model: gpt.GPT, batch: TokenWindows) -> tuple[Tensor, Tensor]:
+    def loss(self, model: gpt.GPT, batch: TokenWindows) -> SummedLoss:
         """Sum of cross entropies of the answers' tokens in nats, and their number; of preferences, see `dpo`."""
         if isinstance(self.tune, Dpo):
             losses = dpo.losses(model, batch, self.tune.beta).loss

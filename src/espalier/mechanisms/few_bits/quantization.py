@@ -43,6 +43,7 @@ from espalier.mechanisms.few_bits.mega.package import PackedRows, encode
 from espalier.mechanisms.few_bits.options import Quant
 from espalier.mechanisms.few_bits.packed_spmm import PackedMatrix, packed_matmul
 from espalier.mechanisms.few_bits.quantized_graph import QuantizedGraph
+from espalier.parallel.workload import SummedLoss
 from espalier.recipe import units
 from espalier.store.artifacts import Curve, Table
 
@@ -194,7 +195,7 @@ class Quantization:
         for column in self.columns:
             column.share = rows.share
 
-    def loss(self, task_loss: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    def loss(self, task_loss: SummedLoss) -> SummedLoss:
         """(sum, weight) with the gradient of the target's penalty; the value stays that of the task."""
         if self.target is None or not self.target.layers:
             return task_loss

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.utils import parametrize
 
 from espalier.graph.data.graph import Signs
@@ -24,7 +24,7 @@ from espalier.mechanisms.few_bits import a2q, quantization, quantized_networks
 from espalier.mechanisms.few_bits.cost import cost
 from espalier.mechanisms.few_bits.options import Quant
 from espalier.mechanisms.few_bits.quantized_graph import QuantizedGraph
-from espalier.parallel.workload import Shard
+from espalier.parallel.workload import Shard, SummedLoss
 from espalier.recipe.cost import VALUE_BYTES, Work
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ class QuantizedRounding(Rounding):
         known = (batch.labels >= 0) if batch.labels.ndim == 1 else ~batch.labels.isnan()
         quantization.equipped(model).share(float(known.sum()) / self.run.nominal_weight)
 
-    def loss(self, model: nn.Module, outcome: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    def loss(self, model: nn.Module, outcome: SummedLoss) -> SummedLoss:
         """With the penalty of a target."""
         return quantization.equipped(model).loss(outcome)
 

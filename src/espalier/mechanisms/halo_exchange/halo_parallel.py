@@ -41,7 +41,7 @@ from espalier.mechanisms.halo_exchange.quantized_exchange import (
 )
 from espalier.mechanisms.halo_exchange.state import HaloExchangeState
 from espalier.parallel.mesh import REPLICA
-from espalier.parallel.workload import to_device
+from espalier.parallel.workload import SummedLoss, to_device
 from espalier.recipe import Network, cache_dir
 from espalier.recipe.cost import VALUE_BYTES
 from espalier.recipe.errors import PeerLost, UserError
@@ -123,7 +123,7 @@ class RankPart:
         """All of the part: the same for every step."""
         return self._batch._replace(step=step)
 
-    def loss(self, model: nn.Module, batch: SubgraphBatch) -> tuple[Tensor, Tensor]:
+    def loss(self, model: nn.Module, batch: SubgraphBatch) -> SummedLoss:
         """See `Workload.loss`, of the rank's own training nodes."""
         if self.decisions is not None:
             self.decisions.turn(batch.step)

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from espalier.checkpoint.base import StateDict
 from espalier.comm.base import Traffic, traffic
 from espalier.graph.networks.gnn import Gnn
 from espalier.graph.parts import halo
@@ -129,11 +130,11 @@ class Adaptive:
         self.bits, self.late = recorded.get(BITS_RULE, self.bits), bool(recorded.get(LATE_RULE, self.late))
         return self
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """All that decisions follow from."""
         return {"bits": self.bits, "late": self.late, "coming": self.coming, **self.speed.state_dict()}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: StateDict) -> None:
         """Takes back what `state_dict` gave; of a checkpoint without it, nothing."""
         self.bits, self.late = state.get("bits", self.bits), state.get("late", self.late)
         self.coming = state.get("coming", 0)
@@ -270,7 +271,7 @@ class Sylvie:
         for flight in (flight for flights in self._flights.values() for flight in flights):
             flight.wait(range(len(flight.works)))
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """What later steps read of earlier ones: messages that may still be used, and what differences are added to.
         Waits for those under way; all ranks call it after the same step."""
         self._wait()
@@ -280,7 +281,7 @@ class Sylvie:
         }
         return {"step": self.step, "saved": saved, "sent": self._sent, "arrived": self._arrived}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: StateDict) -> None:
         """Takes back what `state_dict` gave, on ranks of the same parts."""
         self.step, self._saved, self._sent, self._arrived = state.values()
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from espalier.checkpoint.base import StateDict
 from espalier.mechanisms.local_rounds.fragment import Fragment, fragment_of, split, views_of, where
 from espalier.mechanisms.local_rounds.membership import MemberReport, Members, OuterSum
 from espalier.mechanisms.local_rounds.round_length import Length, Rounds
@@ -320,19 +321,19 @@ class OuterSync:
             fragment.age = 0
         self.clock = 0
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Everything but the live tensors; waits for what travels, and does not use it yet."""
         return {"common": self.common_state(), "own": self.own_state(live=False)}
 
     @torch.no_grad()
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: StateDict) -> None:
         """Takes back what `state_dict` gave, on the same shards."""
         self.load_common(state["common"])
         self.load_own(state["own"])
 
-    def common_state(self) -> dict[str, Any]:
+    def common_state(self) -> StateDict:
         """What is the same on all replicas: counts, outer parameters, and what was under way, arrived."""
-        state: dict[str, Any] = {"steps": self.steps, "coming": self.length.coming, "rounds": self.rounds}
+        state: StateDict = {"steps": self.steps, "coming": self.length.coming, "rounds": self.rounds}
         for index, fragment in enumerate(self.fragments):
             self._arrive(fragment)
             state[str(index)] = fragment.common_state()
@@ -345,9 +346,9 @@ class OuterSync:
         for index, fragment in enumerate(self.fragments):
             fragment.load_common(state[str(index)])
 
-    def own_state(self, live: bool = True) -> dict[str, Any]:
+    def own_state(self, live: bool = True) -> StateDict:
         """What is this replica's: where it is in its round, its live tensors, and what codecs have kept back."""
-        state: dict[str, Any] = {"clock": self.clock, "begun": self.begun, "wish": self.length.wish}
+        state: StateDict = {"clock": self.clock, "begun": self.begun, "wish": self.length.wish}
         return state | {str(index): fragment.own_state(live) for index, fragment in enumerate(self.fragments)}
 
     def load_own(self, state: Mapping[str, Any]) -> None:

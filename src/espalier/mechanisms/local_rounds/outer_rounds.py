@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import AllreduceOptions
 
-from espalier.checkpoint.base import Stateful, StatefulParts
+from espalier.checkpoint.base import StateDict, Stateful, StatefulParts
 from espalier.checkpoint.tensor_slice import Slice
 from espalier.comm.base import Traffic, traffic
 from espalier.comm.codecs import codec
@@ -148,7 +148,7 @@ class Common:
         self.agreement = agreement
         self.writes = writes
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Copies."""
         with self.agreement.shown():
             return {name: self._copy(value) for name, value in self.model.state_dict().items()}
@@ -158,7 +158,7 @@ class Common:
             return replace(value, local=value.local.clone(), writes=value.writes and self.writes)
         return value.detach().clone() if isinstance(value, Tensor) else value
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: StateDict) -> None:
         """Every replica begins a round from it, unless parts loaded later say more."""
         self.model.load_state_dict(state)
         self.agreement.engine.begin()
@@ -171,7 +171,7 @@ class StatePart:
         self.state_dict = give
         self._take = take
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: StateDict) -> None:
         """Takes back what `state_dict` gave."""
         with torch.no_grad():
             self._take(state)

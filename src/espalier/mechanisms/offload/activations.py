@@ -7,7 +7,7 @@ write what one block gives to the next to a place, and read it ahead while the b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -19,15 +19,12 @@ import torch
 from torch import Tensor, nn
 
 from espalier.mechanisms.offload.host_memory import Streams, streams_of
-from espalier.mechanisms.offload.state_file import TransferMeter, wait_for
+from espalier.mechanisms.offload.state_file import Done, TransferMeter, wait_for
 from espalier.plan.axes.offload_tiers import PENDING
 from espalier.recipe.cache_dir import writing
 from espalier.store.cost import pages
 from espalier.store.direct_io import DirectFile, aligned
 from espalier.store.io_queue import IoQueue
-
-Done = Callable[[], None]
-"""Returns when it is done, or has computation wait for it."""
 
 
 class Places(Protocol):

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from espalier.checkpoint.base import StateDict
 from espalier.checkpoint.stored_slice import StoredSlice
 from espalier.checkpoint.tensor_slice import Slice
 from espalier.mechanisms.offload.state_file import DiskTier, ExtentJob, StateFile, States, TransferMeter
@@ -173,7 +174,7 @@ class OffloadedGroup:
 
     # --- checkpoints -------------------------------------------------------------------------------------------------
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """`name/kind` -> tensor, or what reads and writes it piece by piece."""
         tensors: dict[str, Any] = {}
         for number, (parameter, counts) in enumerate(zip(self.owned, self._counts, strict=True)):
@@ -198,7 +199,7 @@ class OffloadedGroup:
                 places[piece.number].append(_Place(extent, piece))
         return places
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: StateDict) -> None:
         """Copies `state` into the file; what was read into the file is there."""
         for key, target in self.state_dict().items():
             source = state[key]

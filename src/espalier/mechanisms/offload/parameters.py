@@ -21,11 +21,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from espalier.checkpoint.base import StateDict
 from espalier.checkpoint.stored_slice import StoredSlice, fill_slices
 from espalier.checkpoint.tensor_slice import Slice
 from espalier.comm.base import Traffic, traffic
 from espalier.mechanisms.offload.host_memory import HostStates
 from espalier.mechanisms.offload.optimizer import OffloadedGroup, StateFolder
+from espalier.mechanisms.offload.state_file import Done
 from espalier.optim import adamw
 from espalier.optim.base import Optimizer, Owned, StateKinds
 from espalier.parallel.layer_client import Fill, step_lost
@@ -62,7 +64,7 @@ class LayerGroup(OffloadedGroup):
         parameter = self.owned[number]
         return replace(super().stored(number, row), shape=parameter.shape, start=parameter.start)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """See `OffloadedGroup.state_dict`: numbers are written by the rank with the first elements."""
         starts = {parameter.name: parameter.start for parameter in self.owned}
         return {
@@ -72,7 +74,7 @@ class LayerGroup(OffloadedGroup):
             for key, value in super().state_dict().items()
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: StateDict) -> None:
         fill_slices(self.state_dict(), state)
 
 
@@ -173,7 +175,7 @@ class OffloadNode:
         layer_extents = self._extents[layer]
         return list(zip(layer_extents, flat.split([extent.used // 4 for extent in layer_extents]), strict=True))
 
-    def _store(self, layer: int, row: int, flat: Tensor) -> list[Callable[[], None]]:
+    def _store(self, layer: int, row: int, flat: Tensor) -> list[Done]:
         return [self.file.store(extent, row, part) for extent, part in self._parts(layer, flat)]
 
     def _share(self, layer: int, flat: Tensor) -> Tensor:
@@ -306,14 +308,14 @@ class OffloadedLayers:
         self._sharding = sharding
         self._node = node
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """By name; a tied parameter under all its names."""
         parameters = [parameter for layer in self._sharding.window.layers for parameter in layer.parameters]
         stored = {id(parameter): self._node.group.stored(number, VALUE) for number, parameter in enumerate(parameters)}
         tensors = self._sharding.model.state_dict(keep_vars=True)
         return {name: stored.get(id(value), value) for name, value in tensors.items()}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: StateDict) -> None:
         """Takes back what `state_dict` gave."""
         self._sharding.window.drop()
         fill_slices(self.state_dict(), state)

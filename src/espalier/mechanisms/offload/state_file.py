@@ -22,6 +22,8 @@ from espalier.recipe.errors import RESUME, RunFailed
 from espalier.store.direct_io import DirectFile, aligned, checksum, flat_bytes
 from espalier.store.io_queue import IoQueue
 
+Done = Callable[[], None]
+"""Returns when it is done, or has computation wait for it."""
 ExtentJob = Sequence[StateExtent]
 """Extents that are computed together."""
 
@@ -60,10 +62,10 @@ class States(Protocol):
     def row(self, extent: StateExtent, row: int, change: bool = False) -> Tensor:
         """uint8 [row bytes] in host memory: one row, valid until another one is asked for. `change`: it is put back."""
 
-    def fetch(self, extent: StateExtent, row: int, out: Tensor) -> Callable[[], None]:
+    def fetch(self, extent: StateExtent, row: int, out: Tensor) -> Done:
         """Begins to read the used bytes of a row; computation may use them once what is returned was called."""
 
-    def store(self, extent: StateExtent, row: int, values: Tensor) -> Callable[[], None]:
+    def store(self, extent: StateExtent, row: int, values: Tensor) -> Done:
         """Begins to write the used bytes of a row; `values` may be changed once what is returned was called."""
 
     def settle(self) -> None:
@@ -218,7 +220,7 @@ class StateFile:
 
     # --- parts of rows, in the background ----------------------------------------------------------------------------
 
-    def fetch(self, extent: StateExtent, row: int, out: Tensor) -> Callable[[], None]:
+    def fetch(self, extent: StateExtent, row: int, out: Tensor) -> Done:
         if (resident := self._resident.get(extent.offset)) is not None:
             flat_bytes(out).copy_(resident[row, : out.nbytes])
             return nothing
@@ -232,7 +234,7 @@ class StateFile:
 
         return arrived
 
-    def store(self, extent: StateExtent, row: int, values: Tensor) -> Callable[[], None]:
+    def store(self, extent: StateExtent, row: int, values: Tensor) -> Done:
         if (resident := self._resident.get(extent.offset)) is not None:
             resident[row, : values.nbytes].copy_(flat_bytes(values))
             return nothing

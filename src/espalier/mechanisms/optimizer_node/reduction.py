@@ -24,7 +24,7 @@ from torch import Tensor
 
 from espalier.kernels import fixed_point
 from espalier.mechanisms.optimizer_node import wire
-from espalier.mechanisms.optimizer_node.wire import RAW, Frame, FrameKind, FrameLink, Peer, Times
+from espalier.mechanisms.optimizer_node.wire import RAW, Arrived, Frame, FrameKind, FrameLink, Peer, Times
 from espalier.plan.axes.node_layout import LayerChunk, NodeJob
 from espalier.recipe.errors import EspalierError, RunFailed, UserError, words_of
 
@@ -115,7 +115,7 @@ class Member(Peer):
         """It has gone without a word."""
         self.server.drop(self)
 
-    def send(self, frame: Frame, done: Callable[[], None] | None = None, stream: str = "control") -> None:
+    def send(self, frame: Frame, done: Arrived | None = None, stream: str = "control") -> None:
         """Answers it; nothing is done where it is gone."""
         try:
             self.links[stream].post(frame, done)

@@ -53,6 +53,8 @@ _SILENT = 4
 
 Address = tuple[str, int]
 Greeting = dict[str, Any]
+Arrived = Callable[[], None]
+"""Is called when a frame has arrived at the other side."""
 
 
 @dataclass(frozen=True)
@@ -180,7 +182,7 @@ class FrameLink:
         self.room: int | None = 64
         self.error: EspalierError | None = None
         self.bytes_sent = self.bytes_received = 0
-        self._unacknowledged: deque[tuple[int, Frame, Callable[[], None] | None]] = deque()
+        self._unacknowledged: deque[tuple[int, Frame, Arrived | None]] = deque()
         self._changed = threading.Condition()
         self._one_reader = threading.Lock()
         self._threads: dict[str, threading.Thread] = {}
@@ -207,7 +209,7 @@ class FrameLink:
 
     # What others call
 
-    def send(self, frame: Frame, done: Callable[[], None] | None = None, *, wait: float | None = None) -> int:
+    def send(self, frame: Frame, done: Arrived | None = None, *, wait: float | None = None) -> int:
         """Sends `frame` as soon as the other side has room for it, and returns its sequence number. The payload must
         stay as it is until `done` is called: the frame has arrived."""
         with self._changed:
@@ -216,7 +218,7 @@ class FrameLink:
             self._wait(lambda: self.sending.following < self.sending.credit, what, allowed)
             return self.post(frame, done)
 
-    def post(self, frame: Frame, done: Callable[[], None] | None = None) -> int:
+    def post(self, frame: Frame, done: Arrived | None = None) -> int:
         """As `send`, without waiting: the frame is kept until there is room."""
         with self._changed:
             if self.error is not None:
@@ -397,7 +399,7 @@ class FrameLink:
         for call in done:
             call()
 
-    def _heard(self, ack: int, credit: int) -> list[Callable[[], None]]:
+    def _heard(self, ack: int, credit: int) -> list[Arrived]:
         """Takes what the other side told. Returns what is to be called, without the lock, as frames have arrived."""
         done = []
         if self.sending.heard(ack, credit):

@@ -12,14 +12,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from espalier.checkpoint.base import StateDict
 from espalier.graph.tasks.loss_speed import LossSpeed
 from espalier.mechanisms.pattern_attention.pattern import ROWS, Pattern, offsets
+from espalier.parallel.workload import SummedLoss
 from espalier.plan.compose import Claim
 from espalier.recipe import GraphTransformer
 from espalier.sparse import CSR
@@ -123,11 +125,11 @@ class RecallTuner:
         self.level = min(LEVELS - 1, max(0, recorded.get(LEVEL_RULE, level)))
         return self
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """All that decisions follow from."""
         return {"level": self.level, "coming": self.coming, **self.speed.state_dict()}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: StateDict) -> None:
         """Takes back what `state_dict` gave."""
         self.level = state.get("level", self.level)
         self.coming = state.get("coming", 0)
@@ -153,7 +155,7 @@ class Reformation(Mechanism):
         context.follow_loss.append(self.decisions.heard)
         context.decisions.append(self.decisions)
 
-    def loss(self, task: Task, model: nn.Module, batch: SubgraphBatch) -> tuple[Tensor, Tensor]:
+    def loss(self, task: Task, model: nn.Module, batch: SubgraphBatch) -> SummedLoss:
         """Of `task`, along the edges that the step keeps: here, as batches are made while the step before is under
         way."""
         self.decisions.turn(batch.step)

@@ -24,7 +24,7 @@ from espalier.mechanisms.pattern_attention.over_ranks import TokenExchange
 from espalier.parallel.mesh import REPLICA
 from espalier.parallel.sequence_slots import divided
 from espalier.parallel.ulysses import HeadSplit
-from espalier.parallel.workload import to_device
+from espalier.parallel.workload import SummedLoss, to_device
 from espalier.recipe import GraphTransformer as Options
 from espalier.recipe.cost import VALUE_BYTES
 from espalier.recipe.errors import UserError
@@ -90,7 +90,7 @@ class TokenPart:
         """Own tokens."""
         return self._batch._replace(step=step)
 
-    def loss(self, model: nn.Module, batch: SubgraphBatch) -> tuple[Tensor, Tensor]:
+    def loss(self, model: nn.Module, batch: SubgraphBatch) -> SummedLoss:
         """See `Workload.loss`, of the rank's own training nodes."""
         return self.task.loss(model, batch)
 

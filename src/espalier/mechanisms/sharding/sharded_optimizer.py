@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from espalier.checkpoint.base import StateDict
 from espalier.comm import plain_collectives
 from espalier.comm.base import Traffic, traffic
 from espalier.mechanisms.sharding.amsp import Amsp
@@ -67,10 +68,10 @@ class OptimizerPieces:
 
     # --- out ---------------------------------------------------------------------------------------------------------
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """torch's own table, with whole tensors, on every rank. All ranks call it."""
         kinds = self._kinds()
-        table: dict[int, dict[str, Any]] = {}
+        table: dict[int, StateDict] = {}
         numbers = {
             id(parameter): n for n, parameter in enumerate(parameter for given in self._given for parameter in given)
         }
@@ -102,7 +103,7 @@ class OptimizerPieces:
         return {name: kinds for rank_kinds in reversed(everyone) for name, kinds in rank_kinds.items()}
 
     def _gather(
-        self, flat: FlatParameter, kind: str, kinds: dict[str, Any], table: dict[int, Any], numbers: dict[int, int]
+        self, flat: FlatParameter, kind: str, kinds: StateDict, table: dict[int, Any], numbers: dict[int, int]
     ) -> None:
         values = [(slot, kinds.get(slot.name, {}).get(kind)) for slot in flat.slots]
         dtype = next((value for _, value in values if isinstance(value, torch.dtype)), None)
@@ -129,7 +130,7 @@ class OptimizerPieces:
 
     # --- in ----------------------------------------------------------------------------------------------------------
 
-    def load_state_dict(self, table: dict[str, Any]) -> None:
+    def load_state_dict(self, table: StateDict) -> None:
         """Takes a table of whole tensors, from any sharding or from plain PyTorch."""
         given = [parameter for group in self._given for parameter in group]
         state: dict[int, Any] = {}
