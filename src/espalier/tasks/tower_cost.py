@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -123,13 +123,13 @@ def _bytes(module: nn.Module) -> float:
     return float(sum(parameter.nbytes for parameter in module.parameters()))
 
 
+@dataclass(frozen=True, eq=False)
 class _PartPass:
     """A part of a task on some of its samples."""
 
-    def __init__(self, call: Callable[[Sequence[Tensor], Any], Any], inputs: Sequence[Tensor], fields: Any) -> None:
-        self.call = call
-        self.inputs = inputs
-        self.fields = fields
+    call: Callable[[Sequence[Tensor], Any], Any]
+    inputs: Sequence[Tensor]
+    fields: Any
 
     def run(self, rows: int, gradient: bool = False) -> Any:
         taken = [value[:rows].detach().requires_grad_(gradient) for value in self.inputs]

@@ -19,7 +19,7 @@ from typing import IO, Any
 import numpy as np
 
 from espalier.graph.data.graph import Array
-from espalier.graph.data.targets import MISSING
+from espalier.graph.data.targets import EXACT, MISSING
 from espalier.machine.resource_limits import refuse_large
 from espalier.recipe.errors import UserError
 from espalier.recipe.foreign_files import parsing, printable
@@ -27,8 +27,6 @@ from espalier.recipe.units import plural
 
 ENDINGS = (".csv", ".tsv", ".txt", ".edges", ".edgelist", ".el")
 """Of separated text, each also with `.gz` after it, in any case."""
-EXACT = 2**53
-"""Below it a float64 holds every whole number."""
 NUMBER = re.compile(r"[-+]?(\d+(?:\.\d*)?(e[-+]?\d+)?|\.\d+(e[-+]?\d+)?|nan|inf(inity)?)", re.IGNORECASE | re.ASCII)
 EMPTY = MISSING
 """Cells without a value."""

@@ -6,7 +6,6 @@ refused. A column that is not used is named; one that changes the meaning of the
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -16,14 +15,13 @@ import numpy as np
 
 from espalier.graph.data import separated_text
 from espalier.graph.data.graph import Array, DataSplit
-from espalier.graph.data.separated_text import EMPTY, EXACT, is_number
+from espalier.graph.data.separated_text import EMPTY, is_number
+from espalier.graph.data.targets import EXACT, WHOLE, as_words
 from espalier.machine.resource_limits import refuse_large
 from espalier.recipe.errors import UserError, missing_extra
 from espalier.recipe.foreign_files import Fields, FieldUse, parsing, printable, unused
 from espalier.recipe.units import plural
 
-WHOLE = re.compile(r"-?[0-9]{1,18}")
-_POINTLESS = re.compile(r"(-?[0-9]+)\.0*")
 _DECIMAL = re.compile(r"[-+]?[0-9]+(,[0-9]+)?(e[-+]?[0-9]+)?", re.IGNORECASE)
 _TRUTH = {"true": 1.0, "false": 0.0, "1": 1.0, "0": 0.0, "1.0": 1.0, "0.0": 0.0, "yes": 1.0, "no": 0.0}
 
@@ -495,14 +493,6 @@ def _types(columns: dict[str, Array]) -> frozenset[str]:
 
 
 # --- cells -----------------------------------------------------------------------------------------------------------
-
-
-def as_words(column: Array) -> list[str]:
-    """A column as text: whole numbers without a point (39, not 39.0), nothing where a value is missing."""
-    cells = column.tolist()
-    missing = [cell is None or (isinstance(cell, float) and math.isnan(cell)) for cell in cells]
-    words = ["" if gone else str(cell).strip() for cell, gone in zip(cells, missing, strict=True)]
-    return [_POINTLESS.sub(r"\1", word) if _POINTLESS.fullmatch(word) else word for word in words]
 
 
 def alike(ids: Array) -> Array:

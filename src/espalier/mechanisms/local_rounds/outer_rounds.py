@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -137,16 +137,16 @@ class RoundsAgreement:
 # --- what survives -------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, eq=False)
 class Common:
     """The model as all replicas agreed on it last: what evaluation and export read, and others resume from. Stateful.
 
     `writes`: whether this replica writes it.
     """
 
-    def __init__(self, model: Stateful, agreement: RoundsAgreement, writes: bool) -> None:
-        self.model = model
-        self.agreement = agreement
-        self.writes = writes
+    model: Stateful
+    agreement: RoundsAgreement
+    writes: bool
 
     def state_dict(self) -> StateDict:
         """Copies."""
