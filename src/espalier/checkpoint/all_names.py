@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from espalier.checkpoint.base import StateDict
 from espalier.checkpoint.tensor_slice import Slice
 from espalier.comm import plain_collectives
 from espalier.comm.base import Traffic, traffic
+from espalier.comm.plain_collectives import RankGroup
 
 if TYPE_CHECKING:
     from espalier.checkpoint.base import Stateful
@@ -25,7 +25,7 @@ class AllNames:
         group: the ranks that hold the rest, all of which call this together.
     """
 
-    def __init__(self, part: Stateful, group: dist.ProcessGroup | None) -> None:
+    def __init__(self, part: Stateful, group: RankGroup) -> None:
         self._part = part
         self._group = group
 

@@ -6,7 +6,7 @@ The parts are the adapter of its kind of network, what rounds that network's val
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from espalier.graph.networks import compiled_aggregate
@@ -14,7 +14,7 @@ from espalier.graph.sampling.neighbor_sampler import Style
 from espalier.graph.tasks.graph_classification import GraphTask
 from espalier.graph.tasks.link_prediction import LinkTask
 from espalier.graph.tasks.node_classification import NodeTask
-from espalier.parallel.workload import SummedLoss
+from espalier.parallel.workload import Averages, SummedLoss
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -65,7 +65,7 @@ class GraphRun(Protocol):
     def placed(self, batch: SubgraphBatch) -> SubgraphBatch:
         """`batch` where the model is."""
 
-    def summary(self, totals: Mapping[str, float]) -> Mapping[str, float]:
+    def summary(self, totals: Averages) -> Averages:
         """As people read them."""
 
     def anatomy(self, micro_batch: Any, recompute: str, precision: str, cut: Cut) -> Anatomy:

@@ -6,7 +6,7 @@ are three objects of their own, which `lookup` finds.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from espalier.graph.tasks import answers, link_prediction, metrics
 from espalier.graph.tasks.graph_classification import GraphTask
 from espalier.graph.tasks.link_prediction import Links, LinkTask
 from espalier.graph.tasks.node_classification import NodeTask
-from espalier.parallel.workload import ALONE, PackStart, Plain, Progress, Shard, SummedLoss, Sums, to_device
+from espalier.parallel.workload import ALONE, Averages, PackStart, Plain, Progress, Shard, SummedLoss, Sums, to_device
 from espalier.recipe import Recipe
 from espalier.recipe.cost import Work
 from espalier.recipe.errors import UserError
@@ -159,7 +159,7 @@ class GraphWorkload(Plain):
         """The task's figures with all neighbours; under `test_` those of the test part, which chooses nothing."""
         return self.batching.evaluate(model, shard)
 
-    def summary(self, totals: Mapping[str, float]) -> Mapping[str, float]:
+    def summary(self, totals: Averages) -> Averages:
         """As people read them."""
         return metrics.summary(totals)
 

@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from espalier.language import gguf_file, gpt, hf, hf_config
 from espalier.language.attention_variants import rates
 from espalier.language.decoder_workload import new_model
+from espalier.language.gguf_header import Array
 from espalier.language.tokenizer_files import TOKENIZER
 from espalier.recipe import cache_dir
 from espalier.recipe.decoder_shapes import DecoderSizes
@@ -96,7 +96,7 @@ def _order(size: DecoderSizes) -> gguf_file.Order:
     return gguf_file.Order(_kind(size), size.heads, size.kv_heads)
 
 
-def _exported(model: gpt.GPT, kind: str) -> dict[str, tuple[NDArray[Any], Any]]:
+def _exported(model: gpt.GPT, kind: str) -> dict[str, tuple[Array, Any]]:
     """GGUF's name to (the values as stored, their type)."""
     import gguf as library
 
@@ -164,7 +164,7 @@ def _write(
     model: gpt.GPT,
     words: JsonObject,
     template: str | None,
-    tensors: Mapping[str, tuple[NDArray[Any], Any]],
+    tensors: Mapping[str, tuple[Array, Any]],
 ) -> None:
     import gguf
 
@@ -230,7 +230,7 @@ def _write_variants(writer: Any, size: DecoderSizes) -> None:
 
 
 @torch.no_grad()
-def _compare(file: Path, model: gpt.GPT, wanted: Mapping[str, tuple[NDArray[Any], Any]]) -> float:
+def _compare(file: Path, model: gpt.GPT, wanted: Mapping[str, tuple[Array, Any]]) -> float:
     """Reads the file back. Raises OSError where logits are not those of what was written."""
     import gguf as library
 

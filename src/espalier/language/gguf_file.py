@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from espalier.language import gguf_header, hf_config
-from espalier.language.gguf_header import AGAIN, GgufFields, TensorPlace
+from espalier.language.gguf_header import AGAIN, Array, GgufFields, TensorPlace
 from espalier.language.hf_config import Real, Whole
 from espalier.language.tokenizer import prefix_processor
 from espalier.machine.resource_limits import refuse_large
@@ -99,7 +99,7 @@ def _convert(file: Path, folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
-def opened(file: Path) -> tuple[JsonObject, list[tuple[str, NDArray[Any]]]]:
+def opened(file: Path) -> tuple[JsonObject, list[tuple[str, Array]]]:
     """The fields of a file, and its tensors as float32. Raises UserError."""
     import gguf
 
@@ -116,7 +116,7 @@ def _stored_size(place: TensorPlace, library: Any) -> int:
     return math.prod(place.shape) // block * size
 
 
-def _values(file: Path, place: TensorPlace, content: NDArray[np.uint8], library: Any) -> NDArray[Any]:
+def _values(file: Path, place: TensorPlace, content: NDArray[np.uint8], library: Any) -> Array:
     kinds = {int(kind): kind for kind in library.GGMLQuantizationType}
     kind = kinds.get(place.kind)
     try:
@@ -138,7 +138,7 @@ def _values(file: Path, place: TensorPlace, content: NDArray[np.uint8], library:
     return np.asarray(value.reshape(place.shape).astype(np.float32))
 
 
-def _config(fields: JsonObject, file: Path, tensors: Mapping[str, NDArray[Any]]) -> tuple[dict[str, Any], list[str]]:
+def _config(fields: JsonObject, file: Path, tensors: Mapping[str, Array]) -> tuple[dict[str, Any], list[str]]:
     """`config.json`, and what of the fields was not used."""
     name = str(fields.get("general.architecture"))
     metadata = GgufFields(file, fields, name)
@@ -201,7 +201,7 @@ _SAID_OTHERWISE = ("vocab_size", "expert_feed_forward_length", "expert_shared_fe
 _KINDS = {architecture.name: kind for kind, architecture in ARCHITECTURES.items() if kind != "mixtral"}
 
 
-def _experts(kind: str, metadata: GgufFields, tensors: Mapping[str, NDArray[Any]], file: Path) -> dict[str, Any]:
+def _experts(kind: str, metadata: GgufFields, tensors: Mapping[str, Array], file: Path) -> dict[str, Any]:
     count = metadata.get("expert_count", Whole)
     active = metadata.get("expert_used_count", Whole)
     if kind == "mixtral":
@@ -243,7 +243,7 @@ def _scaling(metadata: GgufFields) -> dict[str, Any]:
     return {"rope_scaling": scaling}
 
 
-def _llama3(table: NDArray[Any], metadata: GgufFields, config: JsonObject, file: Path) -> dict[str, Any]:
+def _llama3(table: Array, metadata: GgufFields, config: JsonObject, file: Path) -> dict[str, Any]:
     """The options of Llama 3's positions whose factors are `table`; its ramp is a line over turns. Raises UserError."""
     original = metadata.get("rope.scaling.original_context_length", Whole, 8192)
     factor = float(table.max())
@@ -290,7 +290,7 @@ class Order(NamedTuple):
         """What norms have more in a file."""
         return 1.0 if self.kind.startswith("gemma") else 0.0
 
-    def split(self, name: str, value: NDArray[Any], file: Path) -> list[tuple[str, Tensor]]:
+    def split(self, name: str, value: Array, file: Path) -> list[tuple[str, Tensor]]:
         """The tensors, by Hugging Face's names, that are `name` in `file`. Raises UserError for one without a place."""
         if name == FREQUENCIES:
             return []
@@ -314,12 +314,12 @@ class Order(NamedTuple):
             value = value.reshape(1, -1)
         return [(theirs.format(*layer), torch.from_numpy(np.ascontiguousarray(value)))]
 
-    def joined(self, tensors: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
+    def joined(self, tensors: Mapping[str, Array]) -> dict[str, Array]:
         """What `split` takes apart, from float32 `tensors` by Hugging Face's names. Raises KeyError for a name without
         a place."""
         ours = {theirs: name for name, theirs in ARCHITECTURES[self.kind].names.items()}
-        joined: dict[str, NDArray[Any]] = {}
-        stacks: dict[str, list[NDArray[Any]]] = {}
+        joined: dict[str, Array] = {}
+        stacks: dict[str, list[Array]] = {}
         for theirs, value in tensors.items():
             numbers = [part for part in theirs.split(".") if part.isdigit()]
             name = ours[_pattern(theirs)]
@@ -342,7 +342,7 @@ def _pattern(name: str) -> str:
     return ".".join("{}" if part.isdigit() else part for part in name.split("."))
 
 
-def interleaved(weight: NDArray[Any], heads: int, back: bool = False) -> NDArray[Any]:
+def interleaved(weight: Array, heads: int, back: bool = False) -> Array:
     """Rows of queries or keys [heads * size, in] as llama.cpp has them; `back`: as Hugging Face has them."""
     half = weight.shape[0] // heads // 2
     shape = (heads, half, 2, -1) if back else (heads, 2, half, -1)

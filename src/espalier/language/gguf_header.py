@@ -26,6 +26,9 @@ _LARGEST = 1 << 48
 """Values of a tensor, at most."""
 
 
+Array = NDArray[Any]
+
+
 class TensorPlace(NamedTuple):
     """A tensor of a file: its shape as numpy has it, the number of its type, and its first byte."""
 

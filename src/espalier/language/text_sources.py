@@ -148,7 +148,7 @@ def _stdlib() -> Listing:
     return Listing(f"stdlib {root}", tuple(entry for entry in entries if entry.name.endswith(".py")))
 
 
-Found = tuple[list[SourceFile], list[tuple[str, str]]]
+Found = tuple[list[SourceFile], Skipped]
 
 
 def _filled(data: Data, listed: Found) -> Listing:
@@ -203,7 +203,7 @@ def _before_magic(parts: tuple[str, ...]) -> Iterator[str]:
 
 def _entries(paths: list[str], root: str) -> Found:
     entries: list[SourceFile] = []
-    skipped: list[tuple[str, str]] = []
+    skipped: Skipped = []
     for path in set(paths):
         name = os.fsencode(Path(os.path.relpath(path, root)).as_posix()).decode("utf-8", "replace")
         try:

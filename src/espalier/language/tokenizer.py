@@ -43,6 +43,10 @@ SPARSEST = 1 << 20
 """Ids that a tokenizer may always have, however few tokens it names."""
 
 
+MarkedIds = tuple[Ids, NDArray[np.int64]]
+"""Ids, and the characters `[start, stop)` that each stands for, [tokens, 2]."""
+
+
 class Tokenizer(Protocol):
     """Text to token ids and back. Ids are below `vocabulary`.
 
@@ -77,7 +81,7 @@ class Tokenizer(Protocol):
         """`encode` of each text, on all cores where the tokenizer can."""
         ...
 
-    def encode_marked(self, texts: Sequence[str]) -> list[tuple[Ids, NDArray[np.int64]]]:
+    def encode_marked(self, texts: Sequence[str]) -> list[MarkedIds]:
         """Ids of texts in which names of special tokens mean these tokens, and the characters `[start, stop)` that each
         id stands for, [tokens, 2]."""
         ...
@@ -255,7 +259,7 @@ class ByteTokenizer(_SavedTokenizer):
         """`encode` of each text."""
         return [self.encode(text) for text in texts]
 
-    def encode_marked(self, texts: Sequence[str]) -> list[tuple[Ids, NDArray[np.int64]]]:
+    def encode_marked(self, texts: Sequence[str]) -> list[MarkedIds]:
         """There are no special tokens: each byte is one id of its character."""
         encoded = []
         for text in texts:
@@ -342,7 +346,7 @@ class HfTokenizer(_SavedTokenizer):
             for parts in pieces
         ]
 
-    def encode_marked(self, texts: Sequence[str]) -> list[tuple[Ids, NDArray[np.int64]]]:
+    def encode_marked(self, texts: Sequence[str]) -> list[MarkedIds]:
         self._inner.encode_special_tokens = False
         try:
             with _reading(self.name, "cannot encode a text"):

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch.distributed as dist
 
 from espalier.comm import plain_collectives
+from espalier.comm.plain_collectives import RankGroup
 from espalier.recipe.errors import UserError
 
 if TYPE_CHECKING:
@@ -240,7 +241,7 @@ class ProcessMesh:
     """
 
     mesh: Mesh
-    channel: dist.ProcessGroup | None = None
+    channel: RankGroup = None
     rank: int = 0
     _made: dict[Ranks, Any] = field(default_factory=dict, repr=False)
 
@@ -248,22 +249,22 @@ class ProcessMesh:
     def coordinates(self) -> Coordinates:
         return self.mesh.coordinates[self.rank]
 
-    def group(self, *axes: str) -> dist.ProcessGroup | None:
+    def group(self, *axes: str) -> RankGroup:
         """The ranks that differ from this one in `axes` only; None where it is alone."""
         return self.of(self.mesh.members(self.rank, *axes))
 
     @property
-    def replica(self) -> dist.ProcessGroup | None:
+    def replica(self) -> RankGroup:
         """The ranks that exchange something with this one at every step; None where it is alone."""
         return self.group(*REPLICA)
 
     @property
-    def same_parameters(self) -> dist.ProcessGroup | None:
+    def same_parameters(self) -> RankGroup:
         """The ranks of the replica that hold the same parameters; None where it is alone."""
         return self.of(self.mesh.same_parameters(self.rank))
 
     @property
-    def trainers(self) -> dist.ProcessGroup | None:
+    def trainers(self) -> RankGroup:
         """All ranks that hold a part of the model; None where it is alone."""
         return self.group(*AXES)
 
@@ -287,7 +288,7 @@ class ProcessMesh:
             for _ in range(max(plain_collectives.all_gather(groups_made, self.replica)) - groups_made):
                 _new_group(self.channel, (self.rank,))
 
-    def of(self, ranks: Ranks) -> dist.ProcessGroup | None:
+    def of(self, ranks: Ranks) -> RankGroup:
         """The group of `ranks`, among them this one; None where it is alone."""
         if self.channel is None or len(ranks) < 2:
             return None

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from espalier.comm.base import Traffic, traffic
+from espalier.comm.plain_collectives import RankGroup
 from espalier.parallel.mesh import Ranks
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ class Slab(NamedTuple):
 
     shape: torch.Size
     offsets: tuple[int, ...]
-    group: dist.ProcessGroup | None = None
+    group: RankGroup = None
     stands: bool = True
 
     def box(self, part: Sequence[int]) -> tuple[slice, ...]:
@@ -47,7 +48,7 @@ class Holders(NamedTuple):
     """
 
     copies: int = 1
-    group: dist.ProcessGroup | None = None
+    group: RankGroup = None
 
 
 ALONE = Holders()

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from espalier.recipe import Recipe
     from espalier.store.artifacts import Artifact
 
+Averages = Mapping[str, float]
+"""Figures by name, each a mean over samples."""
 SummedLoss = tuple[Tensor, Tensor]
 """The sum of losses of a batch, and the weight that it is divided by."""
 Progress = Callable[[int, int], None]
@@ -236,7 +238,7 @@ class Workload(Protocol):
     def validation_samples(self) -> int:
         """How many held-out samples `evaluate` divides among the ranks."""
 
-    def summary(self, totals: Mapping[str, float]) -> Mapping[str, float]:
+    def summary(self, totals: Averages) -> Averages:
         """Figures people read, from the divided totals of `evaluate` (for language: adds bits_per_byte)."""
 
     def documents(self, step: int, shard: Shard) -> Sequence[str]:

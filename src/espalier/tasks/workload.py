@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from espalier.module.parts import Parts, Task, collated, length, tasks_of
 from espalier.module.workload import ModuleWorkload
-from espalier.parallel.workload import Shard, SummedLoss, Tagged, to_device
+from espalier.parallel.workload import Averages, Shard, SummedLoss, Tagged, to_device
 from espalier.radiance.workload import psnr
 from espalier.recipe import Recipe
 from espalier.recipe.cost import PartCost, Product, Profile, Work
@@ -96,7 +96,7 @@ class MultitaskWorkload(ModuleWorkload):
                 sums[name] += torch.tensor([float(value) for value in pair], dtype=torch.float64)
         return sums
 
-    def summary(self, totals: Mapping[str, float]) -> Mapping[str, float]:
+    def summary(self, totals: Averages) -> Averages:
         """Errors of colours as peak signal-to-noise ratios, in decibels."""
         named = ((name.removesuffix("error"), name, value) for name, value in totals.items())
         return {f"{of}psnr" if of != name else name: psnr(value) if of != name else value for of, name, value in named}

@@ -19,6 +19,7 @@ from espalier.checkpoint import save_and_restore as checkpoints
 from espalier.checkpoint.in_memory import Memory, take_up
 from espalier.checkpoint.save_interval import Pace
 from espalier.comm.base import Meter, Traffic, traffic
+from espalier.comm.plain_collectives import RankGroup
 from espalier.kernels import accelerator
 from espalier.machine import malloc_trim
 from espalier.machine.peak_memory import memory_of
@@ -45,7 +46,7 @@ _Result = TypeVar("_Result")
 class Trainer:
     """One run on one rank. Has state: the model, the optimizer and the number of the next step."""
 
-    def __init__(self, setting: RankSetup, channel: dist.ProcessGroup | None, table: Sequence[Choose] = TABLE) -> None:
+    def __init__(self, setting: RankSetup, channel: RankGroup, table: Sequence[Choose] = TABLE) -> None:
         self.setting = setting
         self.workload = setting.workload
         self.total, self.steps = setting.recipe.train.steps or 0, self.workload.phases()[-1].stop
@@ -114,7 +115,7 @@ class Trainer:
         self.step = following
         return agreed._replace(exposed=agreed.exposed + waited)
 
-    def sum(self, values: torch.Tensor, group: dist.ProcessGroup | None) -> None:
+    def sum(self, values: torch.Tensor, group: RankGroup) -> None:
         """Adds `values` up over the ranks of `group`, in place."""
         if group is not None:
             with traffic(Traffic.CONTROL):

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from espalier.graph.data import graph as graphs
-from espalier.graph.data.graph import IGNORED, Array, DataSplit, Graph, Signs, parted
+from espalier.graph.data.graph import IGNORED, Array, DataSplit, Graph, Signs, SplitShares, parted
 from espalier.graph.data.targets import Scale
 from espalier.graph.tasks import link_prediction
 from espalier.graph.tasks.link_prediction import Links
@@ -194,7 +194,7 @@ def _listed(names: Sequence[str], count: int) -> str:
     return f"{shown}, … ({len(names)})" if len(names) > 12 else shown
 
 
-def divided(graph: Graph, run_graph: KeptGraph, shares: tuple[float, float, float], seed: int) -> Graph:
+def divided(graph: Graph, run_graph: KeptGraph, shares: SplitShares, seed: int) -> Graph:
     """`graph` with the split of the run for what it knows, by name or number; the rest is dealt out by `shares`."""
     fresh = graphs.divided(graph, shares, seed)
     before = run_graph.graph.parts
@@ -205,7 +205,7 @@ def divided(graph: Graph, run_graph: KeptGraph, shares: tuple[float, float, floa
     return replace(graph, parts=_dealt(labelled, place, before, shares, seed))
 
 
-def split(graph: Graph, run_graph: KeptGraph, shares: tuple[float, float, float], seed: int) -> Links:
+def split(graph: Graph, run_graph: KeptGraph, shares: SplitShares, seed: int) -> Links:
     """The links of `graph`: those that the run knows are in the part where they were, the rest is dealt out."""
     links = link_prediction.split(graph, shares, seed)
     if run_graph.links is None:
@@ -218,7 +218,7 @@ def split(graph: Graph, run_graph: KeptGraph, shares: tuple[float, float, float]
     return link_prediction.cut(graph, links.pairs, parts)
 
 
-def _dealt(ids: Array, place: Array, before: DataSplit, shares: tuple[float, float, float], seed: int) -> DataSplit:
+def _dealt(ids: Array, place: Array, before: DataSplit, shares: SplitShares, seed: int) -> DataSplit:
     """`ids` in the part where `before` has their `place` (-1: it has none), the rest by `shares`."""
     part = np.full(
         1 + max(int(place.max(initial=-1)), *(int(members.max(initial=-1)) for _, members in before.named())) + 1, -1

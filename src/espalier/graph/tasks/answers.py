@@ -14,7 +14,7 @@ from torch import Tensor
 from espalier.graph.data.graph import Array, DataSplit, Graph
 from espalier.graph.tasks import metrics
 from espalier.kernels.cross_entropy import cross_entropy
-from espalier.parallel.workload import Shard, SummedLoss
+from espalier.parallel.workload import Averages, Shard, SummedLoss
 from espalier.store.artifacts import Artifact, Table
 
 Answers = list[dict[str, Any]]
@@ -100,7 +100,7 @@ def score_name(graph: Graph) -> str:
     return "R²" if graph.values else "accuracy"
 
 
-def score(means: Mapping[str, float]) -> float:
+def score(means: Averages) -> float:
     """That figure in per cent; minus the loss where nothing is known of it."""
     return next((100 * means[name] for name in ("accuracy", "r2") if name in means), -means["loss"])
 

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from espalier.graph.data.graph import Array, DataSplit, Examples, Graph, parted, without_edges
+from espalier.graph.data.graph import Array, DataSplit, Examples, Graph, SplitShares, parted, without_edges
 from espalier.graph.sampling.subgraphs import SubgraphBatch, View, forward, infer
 from espalier.graph.tasks import metrics
 from espalier.graph.tasks.answers import Answers
@@ -37,7 +37,7 @@ class Links:
     """The graph without the links held out."""
 
 
-def split(graph: Graph, shares: tuple[float, float, float], seed: int) -> Links:
+def split(graph: Graph, shares: SplitShares, seed: int) -> Links:
     """Deals out the links of `graph`, by its own split where it has one; one that runs both ways is one link.
 
     Raises UserError when there are too few.

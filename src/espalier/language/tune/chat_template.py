@@ -38,6 +38,9 @@ _ABSENT: Variables = {"tools": None, "documents": None}
 Span = tuple[int, int]
 """Characters `[start, stop)` of a text."""
 
+Marked = tuple[str, list[Span]]
+"""A text, and where its answers stand."""
+
 
 @dataclass(frozen=True)
 class ChatTemplate:
@@ -61,7 +64,7 @@ class ChatTemplate:
         variables: Variables = NOTHING,
         masked: frozenset[int] = frozenset(),
         unused: list[str] | None = None,
-    ) -> tuple[str, list[Span]]:
+    ) -> Marked:
         """The text of `turns`, and where its answers stand, ends of turns included; those of the turns `masked` are
         left out. Keys of turns that the template does not read, and that may be left out, are appended to `unused`.
 
@@ -106,10 +109,10 @@ class ChatTemplate:
     def _has_marks(self) -> bool:
         return "generation %}" in self.text.replace("generation-%}", "generation %}")
 
-    def _by_marks(self, messages: Sequence[_Message], variables: Variables) -> tuple[str, list[Span]]:
+    def _by_marks(self, messages: Sequence[_Message], variables: Variables) -> Marked:
         return _cut(self._render(messages, False, variables))
 
-    def _by_turns(self, messages: Sequence[_Message], variables: Variables) -> tuple[str, list[Span]]:
+    def _by_turns(self, messages: Sequence[_Message], variables: Variables) -> Marked:
         text = _unmarked(self._render(messages, False, variables))
         spans = []
         for number, message in enumerate(messages):
@@ -241,7 +244,7 @@ def _check_tokens(text: str, tokens: Mapping[str, str], tokenizer: Tokenizer) ->
         )
 
 
-def _cut(text: str) -> tuple[str, list[Span]]:
+def _cut(text: str) -> Marked:
     """`text` without its marks, and what stood between them."""
     plain = []
     spans = []

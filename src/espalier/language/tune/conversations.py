@@ -15,6 +15,7 @@ from pathlib import Path
 
 from espalier.language import row_files, text_sources
 from espalier.language.row_files import NamedRows
+from espalier.language.text_sources import Skipped
 from espalier.language.tune import row_formats
 from espalier.language.tune.row_formats import KNOWN, Conversation, Turn, Unusable, conversation
 from espalier.recipe import Data
@@ -27,8 +28,6 @@ DOCSTRINGS = "python:docstrings"
 _SHORT, _LONG = 40, 2_000
 """Characters of a docstring that is a good answer."""
 _FILES_NAMED = 3
-
-Skipped = list[tuple[str, str]]
 
 
 class ChatReport:

@@ -24,7 +24,18 @@ from espalier.language.tune.answer_loss import answer_loss, row_log_probability
 from espalier.language.tune.chat_rows import ChatTokens
 from espalier.language.tune.chat_template import FILE, ChatTemplate, open_template
 from espalier.language.tune.conversations import Turn
-from espalier.parallel.workload import Pieces, Plain, Progress, Role, Shard, Skeleton, SummedLoss, Sums, to_device
+from espalier.parallel.workload import (
+    Averages,
+    Pieces,
+    Plain,
+    Progress,
+    Role,
+    Shard,
+    Skeleton,
+    SummedLoss,
+    Sums,
+    to_device,
+)
 from espalier.recipe import Adapters, Dpo, Lora, Recipe, Tuning, data_hash
 from espalier.recipe.cost import Work
 from espalier.recipe.errors import UserError
@@ -174,7 +185,7 @@ class TuneWorkload(DecoderWorkload):
         answers = batch.targets[batch.targets != IGNORED].cpu()
         return {"loss": (nats, float(len(answers))), "nats_per_byte": (nats, float(self._byte_lengths[answers].sum()))}
 
-    def summary(self, totals: Mapping[str, float]) -> Mapping[str, float]:
+    def summary(self, totals: Averages) -> Averages:
         """Of answers loss, bits per byte and perplexity; of preferences what `evaluate` gives."""
         return totals if self.pairs else super().summary(totals)
 

@@ -29,6 +29,7 @@ from espalier.graph.parts.graph_cut import Cutting, open_part
 from espalier.graph.sampling.batch_strategy import OVER_RANKS, HeldRows, OverRanks, all_rows
 from espalier.graph.sampling.subgraphs import SubgraphBatch, forward
 from espalier.mechanisms.halo_exchange import quantized_exchange as sylvie
+from espalier.mechanisms.halo_exchange.halo_bits import Key
 from espalier.mechanisms.halo_exchange.options import HaloOptions
 from espalier.mechanisms.halo_exchange.quantized_exchange import (
     WHOLE,
@@ -363,17 +364,15 @@ class Halos:
             )
         self.cutting.write(folder, self.cutting.parts(shares), len(shares))
 
-    def step_bytes(
-        self, shares: Sequence[int], size: int, by_peer: Mapping[tuple[int, bool], Any] | None = None
-    ) -> Array:
+    def step_bytes(self, shares: Sequence[int], size: int, by_peer: Mapping[Key, Any] | None = None) -> Array:
         """float [ranks, ranks]: see `sylvie.step_bytes`."""
         return step_bytes(self.network, self.rows(shares), self.options, size, by_peer)
 
-    def crossing_bytes(self, shares: Sequence[int], size: int, key: tuple[int, bool], bits: int) -> Array:
+    def crossing_bytes(self, shares: Sequence[int], size: int, key: Key, bits: int) -> Array:
         """float [ranks, ranks]: see `sylvie.crossing_bytes`."""
         return crossing_bytes(self.network, self.rows(shares), self.options, key, sylvie.Values(bits, size))
 
-    def counts(self, shares: Sequence[int]) -> dict[tuple[int, bool], Array]:
+    def counts(self, shares: Sequence[int]) -> dict[Key, Array]:
         """int64 [ranks, ranks]: rows that rank i sends rank j, of each layer and direction, but those that
         cross as codes."""
         rows = self.rows(shares)

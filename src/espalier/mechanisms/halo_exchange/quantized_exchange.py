@@ -32,6 +32,7 @@ from espalier.graph.sampling.neighbor_sampler import stream
 from espalier.graph.tasks.loss_speed import LossSpeed
 from espalier.kernels import quantize_rows as kernels
 from espalier.kernels import row_widths
+from espalier.mechanisms.halo_exchange.halo_bits import Key
 from espalier.recipe import units
 from espalier.recipe.errors import RESUME, Corrupted, UserError
 
@@ -250,7 +251,7 @@ class Sylvie:
         self.choice = Choice(True, policy.bits)
         self._flights: dict[tuple[int, bool, torch.dtype], list[_Flight]] = {}
         self._saved: dict[tuple[int, bool, torch.dtype], list[tuple[int, int, Tensor]]] = {}
-        self._sent: dict[tuple[int, bool], Tensor] = {}
+        self._sent: dict[Key, Tensor] = {}
         self._arrived: dict[tuple[int, bool, int], tuple[int, Tensor]] = {}
         self._layouts: dict[tuple[Crossing, bool, int, int, int], _Layout] = {}
         self._shares: tuple[Tensor, Tensor] | None = None
@@ -522,7 +523,7 @@ def step_bytes(
     rows: Any,
     options: HaloOptions,
     size: int = 4,
-    by_peer: Mapping[tuple[int, bool], Any] | None = None,
+    by_peer: Mapping[Key, Any] | None = None,
 ) -> Any:
     """float [ranks, ranks]: payload bytes that each rank sends each other in a step, forward and backward together: the
     ledger's row `halo`.
@@ -533,7 +534,7 @@ def step_bytes(
             `options` (of rows that have codes none, which take the bits of `[quant]` whatever is said here).
     """
     assert options.bits != "auto" or by_peer is not None, "the plan has the bits"
-    bits: dict[tuple[int, bool], Any] = dict.fromkeys(crossings(network), WHOLE if by_peer else options.bits)
+    bits: dict[Key, Any] = dict.fromkeys(crossings(network), WHOLE if by_peer else options.bits)
     bits.update(by_peer or {})
     plain = options.synchronize == 1 and all(
         (np.asarray(crossing_bits) == WHOLE).all() for crossing_bits in bits.values()
@@ -561,9 +562,7 @@ class Values(NamedTuple):
     plain: bool = False
 
 
-def crossing_bytes(
-    network: Gnn | ForeignRows, rows: Any, options: HaloOptions, key: tuple[int, bool], values: Values
-) -> Any:
+def crossing_bytes(network: Gnn | ForeignRows, rows: Any, options: HaloOptions, key: Key, values: Values) -> Any:
     """float [ranks, ranks]: of one crossing all of whose rows are sent alike; see `step_bytes`."""
     bits, size, plain = values
     at, back = key

@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING
 
 import msgspec
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from espalier.comm import plain_collectives
+from espalier.comm.plain_collectives import RankGroup
 from espalier.machine import malloc_trim
 from espalier.mechanisms.optimizer_node.aggregator import Aggregator
 from espalier.mechanisms.optimizer_node.client import Client
@@ -185,7 +185,7 @@ def jobs_of(recipe: Recipe, plan: Plan, layers: Sequence[FlatLayer]) -> list[tup
 # --- processes that serve --------------------------------------------------------------------------------------------
 
 
-def serve(place: NodePlace, channel: dist.ProcessGroup | None, stepped: Callable[[int], None]) -> int:
+def serve(place: NodePlace, channel: RankGroup, stepped: Callable[[int], None]) -> int:
     """The life of such a process: returns its step when all workers have left. `stepped` is called with each new step.
 
     Raises UserError where the model has no layers, and where its files are of another or cannot be written.
@@ -240,7 +240,7 @@ def serve(place: NodePlace, channel: dist.ProcessGroup | None, stepped: Callable
 def _aggregate(
     place: NodePlace,
     jobs: Sequence[NodeJob],
-    channel: dist.ProcessGroup | None,
+    channel: RankGroup,
     stepped: Callable[[int], None],
     times: Times,
 ) -> int:
@@ -324,7 +324,7 @@ def _gone(place: NodePlace) -> UserError:
 
 
 def _posted(
-    place: NodePlace, channel: dist.ProcessGroup | None, opened: ExitStack, state: tuple[int, str], doors: int = 1
+    place: NodePlace, channel: RankGroup, opened: ExitStack, state: tuple[int, str], doors: int = 1
 ) -> tuple[Posts, list[socket.socket]]:
     """What all such processes say of themselves, by rank, and the sockets at which this one listens. It is kept in the
     folder, so that a process that is started alone again serves where it did."""
@@ -366,7 +366,7 @@ def _door(place: NodePlace) -> socket.socket:
         return socket.create_server((place.address or probe.getsockname()[0], 0))
 
 
-def _gather(local_post: NodePost | None, channel: dist.ProcessGroup | None) -> Posts:
+def _gather(local_post: NodePost | None, channel: RankGroup) -> Posts:
     """What the processes that serve say of themselves; all ranks of the run call it once, as they begin."""
     if channel is None:
         return _by_rank([] if local_post is None else [local_post])

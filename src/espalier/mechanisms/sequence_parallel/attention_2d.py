@@ -19,6 +19,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from espalier.comm import codecs
 from espalier.comm.base import Traffic, traffic
+from espalier.comm.plain_collectives import RankGroup
 from espalier.mechanisms.sequence_parallel.ring import DoubleRing, RingRanks, Rings, ring_attention
 from espalier.parallel.sequence_slots import Bounds, SequenceSlots, bounds_of
 from espalier.parallel.ulysses import HeadExchange, HeadSplit
@@ -53,7 +54,7 @@ class AttentionGrid:
     rings: Rings
     keys: tuple[RingRanks, RingRanks]
     gradients: tuple[RingRanks, RingRanks]
-    row: dist.ProcessGroup | None = None
+    row: RankGroup = None
     head: int = 0
 
     def attend(
@@ -118,7 +119,7 @@ def attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    group: dist.ProcessGroup | None = None,
+    group: RankGroup = None,
     **options: Unpack[CutAttentionOptions],
 ) -> Tensor:
     """`scaled_dot_product_attention` where each rank holds its slot of the sequences, [batch, heads, tokens, head].
@@ -145,11 +146,11 @@ def attend(
 _GRIDS: WeakKeyDictionary[Any, dict[tuple[int, int, int], AttentionGrid]] = WeakKeyDictionary()
 
 
-def _size(group: dist.ProcessGroup | None) -> int:
+def _size(group: RankGroup) -> int:
     return dist.get_world_size(group) if group is not None or dist.is_initialized() else 1
 
 
-def _grid(group: dist.ProcessGroup | None, slots: SequenceSlots, window: int) -> AttentionGrid:
+def _grid(group: RankGroup, slots: SequenceSlots, window: int) -> AttentionGrid:
     """The grid of a group's ranks, whose subgroups are made once."""
     if slots.context % window:
         near = max(n for n in range(1, min(window, slots.context) + 1) if slots.context % n == 0)
@@ -175,7 +176,7 @@ def _grid(group: dist.ProcessGroup | None, slots: SequenceSlots, window: int) ->
     return grids[key]
 
 
-def _new_group(ranks: list[int], like: Any) -> dist.ProcessGroup | None:
+def _new_group(ranks: list[int], like: Any) -> RankGroup:
     if len(ranks) < 2:
         return None
     made = dist.new_group(ranks, timeout=getattr(like, "timeout", None), use_local_synchronization=True)
@@ -183,10 +184,10 @@ def _new_group(ranks: list[int], like: Any) -> dist.ProcessGroup | None:
     return made
 
 
-Groups = tuple["dist.ProcessGroup | None", "dist.ProcessGroup | None"]
+Groups = tuple[RankGroup, RankGroup]
 
 
-def grid_of(rings: Rings, keys: Groups, gradients: Groups, row: dist.ProcessGroup | None) -> AttentionGrid:
+def grid_of(rings: Rings, keys: Groups, gradients: Groups, row: RankGroup) -> AttentionGrid:
     """The grid of these (inner, outer) groups."""
 
     def both(groups: Groups) -> tuple[RingRanks, RingRanks]:
@@ -248,7 +249,7 @@ def _grid_of(mesh: ProcessMesh) -> AttentionGrid:
     return grid_of(rings, first, second, mesh.group("hp"))
 
 
-def _twin(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+def _twin(group: RankGroup) -> RankGroup:
     return None if group is None else _new_group(dist.get_process_group_ranks(group), group)
 
 

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from espalier.comm.base import Traffic, traffic
+from espalier.comm.plain_collectives import RankGroup
 from espalier.kernels.merge import merge
 from espalier.mechanisms.sequence_parallel.block_attention import (
     Saved,
@@ -202,7 +203,7 @@ class Transfer:
 class RingRanks:
     """The ranks of one ring, as one of them sees it. `group`: None where there is one."""
 
-    group: dist.ProcessGroup | None
+    group: RankGroup
     position: int
     size: int
 

@@ -28,6 +28,7 @@ from torch._C._distributed_c10d import AllreduceOptions
 
 from espalier.checkpoint.base import Stateful, StatefulParts
 from espalier.comm.base import Traffic, traffic
+from espalier.comm.plain_collectives import RankGroup
 from espalier.mechanisms.sharding.async_collectives import Chain, Exchanges
 from espalier.mechanisms.sharding.axis_groups import AxisGroups, Codecs, Groups
 from espalier.mechanisms.sharding.broadcast import BufferSync, same_start
@@ -65,7 +66,7 @@ class Amsp:
     def __init__(
         self,
         model: nn.Module,
-        channel: dist.ProcessGroup | None,
+        channel: RankGroup,
         spread: Spread | None = None,
         cut: ModelCut | None = None,
         whole: nn.Module | None = None,
@@ -344,7 +345,7 @@ class Amsp:
         self.deliver(used)
         return used
 
-    def flags(self, totals: Tensor | None = None, channel: dist.ProcessGroup | None = None) -> ControlMessage:
+    def flags(self, totals: Tensor | None = None, channel: RankGroup = None) -> ControlMessage:
         """The message that tells the ranks (or those of `channel`) which parameters were used, with `totals`; not sent
         yet."""
         assert self._channel is not None

@@ -34,6 +34,7 @@ from espalier.parallel.workload import HEAD, Outcome, TaskNode
 from espalier.plan.axes.pipeline import NESTED_IN_FLIGHT
 from espalier.plan.compose import Claim
 from espalier.recipe.errors import UserError
+from espalier.tasks.towers import Fields
 from espalier.train.mechanism import Build, Mechanism
 from espalier.train.whole_model import divisor, outcome
 
@@ -70,7 +71,7 @@ class TaskGraph(Protocol):
         """The parts of a task in the order in which they run, its head last."""
 
     def compute(
-        self, task: int, node: str, operators: tuple[int, int], inputs: Sequence[Tensor], fields: Mapping[str, Tensor]
+        self, task: int, node: str, operators: tuple[int, int], inputs: Sequence[Tensor], fields: Fields
     ) -> Any:
         """Operators `[first, last)` of a node: a tensor [samples, ...], of a head (sum, weight) of each figure."""
 
@@ -244,7 +245,7 @@ class WaveSchedule:
         """See `Schedule.validation`: each rank has the figures of its samples, which are summed."""
         return nullcontext()
 
-    def _evaluated(self, task: int, fields: Mapping[str, Tensor]) -> Any:
+    def _evaluated(self, task: int, fields: Fields) -> Any:
         """The model's forward, outside of steps: figures of the samples whose head is here; of none, nothing."""
         step = _WaveStep()
         figures = {}
@@ -291,7 +292,7 @@ class WaveSchedule:
         self.messages.wait(works)
         return room
 
-    def _inputs(self, step: _WaveStep, number: int, fields: Mapping[str, Tensor]) -> list[Tensor]:
+    def _inputs(self, step: _WaveStep, number: int, fields: Fields) -> list[Tensor]:
         """What a slice takes: of each route its samples, from here and from others."""
         samples = _samples(fields)
         key = shapes_of(dict(fields))
@@ -315,7 +316,7 @@ class WaveSchedule:
                 inputs.append(whole.requires_grad_(torch.is_grad_enabled()))
         return inputs
 
-    def _forward(self, step: _WaveStep, number: int, fields: Mapping[str, Tensor]) -> None:
+    def _forward(self, step: _WaveStep, number: int, fields: Fields) -> None:
         slice_ = self.slices.all[number]
         samples = _samples(fields)
         low, high = self._rows(number, samples)
@@ -342,7 +343,7 @@ class WaveSchedule:
         """Of activations; their gradients have the next one."""
         return 2 * self.slices.routes.index(route)
 
-    def _backward(self, step: _WaveStep, number: int, fields: Mapping[str, Tensor]) -> None:
+    def _backward(self, step: _WaveStep, number: int, fields: Fields) -> None:
         if number not in step.made:
             return
         samples = _samples(fields)
@@ -383,7 +384,7 @@ class WaveSchedule:
         return of_made
 
 
-def _samples(fields: Mapping[str, Tensor]) -> int:
+def _samples(fields: Fields) -> int:
     return len(next(iter(fields.values())))
 
 

@@ -141,7 +141,10 @@ class Columns:
         self._state = whole, part.detach(), entry, matrices
 
 
-def column_forward(columns: Columns, number: int, module: nn.Linear) -> Callable[[Tensor], Tensor]:
+Forward = Callable[[Tensor], Tensor]
+
+
+def column_forward(columns: Columns, number: int, module: nn.Linear) -> Forward:
     """The forward of a `Linear` cut by columns."""
 
     def forward(input: Tensor) -> Tensor:
@@ -151,7 +154,7 @@ def column_forward(columns: Columns, number: int, module: nn.Linear) -> Callable
     return forward
 
 
-def row_forward(stream: Stream, module: nn.Linear) -> Callable[[Tensor], Tensor]:
+def row_forward(stream: Stream, module: nn.Linear) -> Forward:
     """The forward of a `Linear` cut by rows (columns of its `weight`). The bias, which every rank has, counts once."""
 
     def forward(input: Tensor) -> Tensor:
@@ -161,7 +164,7 @@ def row_forward(stream: Stream, module: nn.Linear) -> Callable[[Tensor], Tensor]
     return forward
 
 
-def table_forward(stream: Stream, module: nn.Embedding, first: int) -> Callable[[Tensor], Tensor]:
+def table_forward(stream: Stream, module: nn.Embedding, first: int) -> Forward:
     """The forward of an `Embedding` of which this rank has the words from `first` on."""
     padding = module.padding_idx
     if padding is not None:
@@ -187,7 +190,7 @@ def region_forward(stream: Stream, plain: Callable[..., Any]) -> Callable[..., A
     return forward
 
 
-def words_forward(columns: Callable[[Tensor], Tensor], stream: Stream, total: int) -> Callable[[Tensor], Tensor]:
+def words_forward(columns: Forward, stream: Stream, total: int) -> Forward:
     """The forward of a `Linear` cut by columns, whose output every rank gets whole."""
 
     def forward(input: Tensor) -> Tensor:
