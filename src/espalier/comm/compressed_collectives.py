@@ -310,13 +310,12 @@ class _Job:
         values = self._carried(flat)
         ends = parts(flat.numel(), self.ranks)
         cut = [pieces(a, b) for a, b in pairwise(ends)]
-        own_pieces = cut[self.rank]
         residual = None if self.codec.lossless else residual
         coming = self._scatter(values, cut, residual)
         sums = [(rank, piece, self.expect(rank, values[piece])) for rank in self.others for piece in cut[rank]]
-        for index, piece in enumerate(own_pieces):
+        for piece, messages in zip(cut[self.rank], coming, strict=True):
             mine = values[piece] if residual is None else values[piece] + residual[piece].to(values.device)
-            total = self._sum(mine, coming[index])
+            total = self._sum(mine, messages)
             seen = self.seen(total, self.send(total, self.others))
             if residual is not None:
                 residual[piece] = 0 if seen is total else total - seen
@@ -331,9 +330,8 @@ class _Job:
         cut = [pieces(rank * each, (rank + 1) * each) for rank in range(self.ranks)]
         coming = self._scatter(values, cut, None if self.codec.lossless else residual)
         reduced = values.new_empty(each, dtype=output.dtype)
-        for index, piece in enumerate(cut[self.rank]):
-            local = slice(piece.start - self.rank * each, piece.stop - self.rank * each)
-            reduced[local] = self._mean(self._sum(values[piece], coming[index]), average)
+        for local, piece, messages in zip(pieces(0, each), cut[self.rank], coming, strict=True):
+            reduced[local] = self._mean(self._sum(values[piece], messages), average)
         output.detach().copy_(reduced.view(output.shape))
 
     def all_gather(self, output: Tensor, input: Tensor) -> None:
@@ -342,8 +340,7 @@ class _Job:
         gathered = mine.new_empty(self.ranks * each, dtype=output.dtype)
         cut = [pieces(rank * each, (rank + 1) * each) for rank in range(self.ranks)]
         coming = [(piece, self.expect(rank, gathered[piece])) for rank in self.others for piece in cut[rank]]
-        for piece in cut[self.rank]:
-            local = slice(piece.start - self.rank * each, piece.stop - self.rank * each)
+        for local, piece in zip(pieces(0, each), cut[self.rank], strict=True):
             gathered[piece] = self.seen(mine[local], self.send(mine[local], self.others))
         for piece, message in coming:
             gathered[piece] = self.receive(message)
