@@ -66,7 +66,6 @@ class SavedTokenizer(Protocol):
 
     def save(self, folder: Path) -> None:
         """Writes its files into `folder`."""
-        ...
 
 
 # --- out ---------------------------------------------------------------------------------------------------------

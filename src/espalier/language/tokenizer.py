@@ -71,44 +71,34 @@ class Tokenizer(Protocol):
     @property
     def dtype(self) -> np.dtype[Any]:
         """The smallest unsigned type that holds every id: uint8, uint16 or uint32."""
-        ...
 
     def encode(self, text: bytes) -> Ids:
         """Ids of UTF-8 `text`, [tokens], of `dtype`; no boundary is added."""
-        ...
 
     def encode_many(self, texts: Sequence[bytes]) -> list[Ids]:
         """`encode` of each text, on all cores where the tokenizer can."""
-        ...
 
     def encode_marked(self, texts: Sequence[str]) -> list[MarkedIds]:
         """Ids of texts in which names of special tokens mean these tokens, and the characters `[start, stop)` that each
         id stands for, [tokens, 2]."""
-        ...
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of `ids`, boundaries left out, broken characters replaced by U+FFFD."""
-        ...
 
     def with_template(self, text: str) -> Self:
         """The same with the chat template `text` in its files."""
-        ...
 
     def without_prefix(self) -> Self:
         """The same, whose files tell other programs to put nothing before a text."""
-        ...
 
     def token_ids(self) -> JsonObject:
         """`bos_token_id`, `eos_token_id` and `pad_token_id` for the model's `config.json`."""
-        ...
 
     def save(self, folder: Path) -> None:
         """Writes `tokenizer.json` and the files beside it as Hugging Face reads them."""
-        ...
 
     def table(self) -> dict[str, int]:
         """The id of each token, in the letters of `tokenizer.json`."""
-        ...
 
 
 def open_tokenizer(spec: str, corpus: Corpus | None = None, cache: Path | None = None) -> Tokenizer:

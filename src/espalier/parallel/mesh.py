@@ -254,6 +254,11 @@ class ProcessMesh:
         return self.of(self.mesh.members(self.rank, *axes))
 
     @property
+    def replica_ranks(self) -> Ranks:
+        """The trainers of this rank's replica."""
+        return self.mesh.members(self.rank, *REPLICA)
+
+    @property
     def replica(self) -> RankGroup:
         """The ranks that exchange something with this one at every step; None where it is alone."""
         return self.group(*REPLICA)

@@ -10,7 +10,7 @@ import bisect
 import contextlib
 import io
 import zipfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice, pairwise
 from typing import Any, NamedTuple
@@ -32,13 +32,13 @@ from espalier.language.tune.conversations import (
     Unusable,
     conversations,
 )
+from espalier.parallel.workload import Progress
 from espalier.recipe import Data
 from espalier.recipe.cache_dir import cache_folder, hashed, write_atomic
 from espalier.recipe.errors import UserError
 from espalier.recipe.offsets import offsets_of
 
 Int64 = NDArray[np.int64]
-Progress = Callable[[int, int], None]
 _VERSION = 2
 _TOGETHER = 1000
 _DAMAGED = (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile)

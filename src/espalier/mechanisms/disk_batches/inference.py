@@ -10,7 +10,7 @@ where it stood.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from espalier.graph.data import condensed_file
 from espalier.graph.data.condensed_file import CondensedLayout, CondensedRows, Foretold
-from espalier.graph.data.graph import Array
+from espalier.graph.data.graph import Array, Progress
 from espalier.graph.networks import base
 from espalier.graph.networks.base import Kept
 from espalier.graph.networks.gnn import Gnn, Layer
@@ -37,8 +37,6 @@ from espalier.recipe.units import show_size
 from espalier.store.base import Rows
 from espalier.store.direct_io import reserve
 from espalier.store.rows import RowFile, RowLayout
-
-Progress = Callable[[int, int], None]
 
 EDGE_BYTES = 100
 """Of an edge of a block, at most: its place, source and weight, and its part of the hash table of the sources."""

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from espalier.comm.base import Traffic
 from espalier.graph.networks import foreign_network
+from espalier.graph.networks.base import placement
 from espalier.graph.networks.gnn import Gnn
 from espalier.graph.parts import halo, partial_sums, partition_folder
 from espalier.graph.parts.graph_cut import Cutting, open_part
@@ -41,7 +42,6 @@ from espalier.mechanisms.halo_exchange.quantized_exchange import (
     step_bytes,
 )
 from espalier.mechanisms.halo_exchange.state import HaloExchangeState
-from espalier.parallel.mesh import REPLICA
 from espalier.parallel.workload import SummedLoss, to_device
 from espalier.recipe import Network, cache_dir
 from espalier.recipe.cost import VALUE_BYTES
@@ -164,7 +164,7 @@ class HaloParallel(Mechanism):
         task = run.whole_task
         group = mesh.replica
         assert group is not None, "parts are of several ranks"
-        members = mesh.mesh.members(mesh.rank, *REPLICA)
+        members = mesh.replica_ranks
         ranks = [context.plan.ranks[rank] for rank in members]
         nodes = [rank.node for rank in ranks]
         cutting = Cutting(task.train.graph, task.train.style, run.network.takes_sums(model))
@@ -174,8 +174,7 @@ class HaloParallel(Mechanism):
         how_cut = [parts, self.options, context.plan.state(HaloExchangeState), context.plan.exchanges]
         self.name = f"late rows of rank {group.rank()} of {group.size()} ({cache_dir.hashed(how_cut)})"
         foreign = run.network.over_parts(model, task.train, part)
-        parameter = next(model.parameters())
-        placed = {"device": parameter.device, "dtype": parameter.dtype}
+        placed = placement(model)
         how = crossings(self.options, context.plan, members, group.rank())._replace(foreign=foreign)
         made = run.batching.part = RankPart(part, task, how, placed, context.recipe.train.seed)
         if task.train.graph.partition is None:

@@ -29,7 +29,7 @@ from espalier.graph.networks.gnn import Gnn
 from espalier.graph.parts import halo
 from espalier.graph.parts.halo import Arrival, Crossing, ForeignRows, Halo, degree_shares, not_finite
 from espalier.graph.sampling.neighbor_sampler import stream
-from espalier.graph.tasks.loss_speed import LossSpeed
+from espalier.graph.tasks.loss_speed import LossTuner
 from espalier.kernels import quantize_rows as kernels
 from espalier.kernels import row_widths
 from espalier.mechanisms.halo_exchange.halo_bits import Key
@@ -90,7 +90,7 @@ BITS_RULE, LATE_RULE = "graph.halo.bits", "graph.halo.late"
 """In plans and logs: the time and execution rules of Sylvie's later version. Late: 1, rows may be; 0: none are."""
 
 
-class Adaptive:
+class Adaptive(LossTuner):
     """Bits and lateness that follow the speed at which the loss changes: a `track.decision_log.Controller`. Has state.
 
     Where the average of losses moves ever less from step to step (`loss_speed`), progress slows: bits double, and all
@@ -99,11 +99,10 @@ class Adaptive:
     """
 
     def __init__(self, bits: int, synchronize: int) -> None:
+        super().__init__()
         self.bits = bits
         self.synchronize = synchronize
         self.late = True
-        self.coming = 0
-        self.speed = LossSpeed()
 
     @property
     def values(self) -> dict[str, int]:
@@ -111,12 +110,6 @@ class Adaptive:
 
     def next(self, step: int) -> Choice:
         return Every(self.bits, self.synchronize if self.late else 1).next(step)
-
-    def heard(self, signals: Iterable[float]) -> Adaptive:
-        """The loss of a step, over all ranks."""
-        for loss in signals:
-            self.coming = self.speed.heard(loss)
-        return self
 
     def turned(self, recorded: Mapping[str, int]) -> Adaptive:
         """The next step begins."""
@@ -132,14 +125,12 @@ class Adaptive:
         return self
 
     def state_dict(self) -> StateDict:
-        """All that decisions follow from."""
-        return {"bits": self.bits, "late": self.late, "coming": self.coming, **self.speed.state_dict()}
+        return {"bits": self.bits, "late": self.late, **super().state_dict()}
 
     def load_state_dict(self, state: StateDict) -> None:
-        """Takes back what `state_dict` gave; of a checkpoint without it, nothing."""
-        self.bits, self.late = state.get("bits", self.bits), state.get("late", self.late)
-        self.coming = state.get("coming", 0)
-        self.speed.load_state_dict(state)
+        self.bits = state.get("bits", self.bits)
+        self.late = state.get("late", self.late)
+        super().load_state_dict(state)
 
 
 def sharing(columns: int) -> int:
@@ -333,7 +324,7 @@ class Sylvie:
                 known = self._sent.setdefault((*crossing,), torch.zeros_like(rows))
                 rows = rows - known
             first = 0
-            key = self._key(self.step, crossing, _rank(halo))
+            key = self._key(self.step, crossing, halo.rank)
             for count in out.groups:  # rows are numbered in each message: who receives one makes its random numbers too
                 group_rows = slice(first, first + count)
                 every = torch.arange(count)
@@ -504,10 +495,6 @@ def _copy(layout: _Layout, rows: Tensor, wire: Tensor) -> None:
     for message, peer_rows in zip(wire.split(layout.splits), flat.split(layout.rows), strict=True):
         if len(message):
             message[STAMP:].copy_(peer_rows.contiguous().view(torch.uint8).flatten())
-
-
-def _rank(halo: Halo) -> int:
-    return 0 if halo.group is None else halo.group.rank()
 
 
 def row_bytes(columns: int, bits: Any, size: int = 4) -> Any:

@@ -10,7 +10,7 @@ that are made again take it; answers are always given along all edges.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, cast
 
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from espalier.checkpoint.base import StateDict
-from espalier.graph.tasks.loss_speed import LossSpeed
+from espalier.graph.tasks.loss_speed import LossTuner
 from espalier.mechanisms.pattern_attention.pattern import ROWS, Pattern, offsets
 from espalier.parallel.workload import SummedLoss
 from espalier.plan.compose import Claim
@@ -90,7 +90,7 @@ LEVEL_RULE, SIGNAL = "model.recall.level", "speed of the loss"
 """In plans and logs: 0, all edges, to `LEVELS - 1`, the bound."""
 
 
-class RecallTuner:
+class RecallTuner(LossTuner):
     """Which recall a step has, from 1 to `bound`: a `track.decision_log.Controller`. Has state.
 
     Training begins one level below 1, as the authors' does. Where the loss changes ever faster edges are left out,
@@ -98,10 +98,9 @@ class RecallTuner:
     """
 
     def __init__(self, bound: float) -> None:
+        super().__init__()
         self.levels = np.linspace(1, bound, LEVELS).tolist()
         self.level = FIRST
-        self.coming = 0
-        self.speed = LossSpeed()
 
     @property
     def recall(self) -> float:
@@ -112,12 +111,6 @@ class RecallTuner:
     def values(self) -> dict[str, int]:
         return {LEVEL_RULE: self.level}
 
-    def heard(self, signals: Iterable[float]) -> RecallTuner:
-        """The loss of a step, over all ranks."""
-        for loss in signals:
-            self.coming = self.speed.heard(loss)
-        return self
-
     def turned(self, recorded: Mapping[str, int]) -> RecallTuner:
         """The next step begins."""
         level = self.level + self.coming
@@ -126,14 +119,11 @@ class RecallTuner:
         return self
 
     def state_dict(self) -> StateDict:
-        """All that decisions follow from."""
-        return {"level": self.level, "coming": self.coming, **self.speed.state_dict()}
+        return {"level": self.level, **super().state_dict()}
 
     def load_state_dict(self, state: StateDict) -> None:
-        """Takes back what `state_dict` gave."""
         self.level = state.get("level", self.level)
-        self.coming = state.get("coming", 0)
-        self.speed.load_state_dict(state)
+        super().load_state_dict(state)
 
 
 class Reformation(Mechanism):

@@ -26,6 +26,7 @@ from espalier.recipe.cache_dir import cache_folder, hashed, keep_made
 from espalier.recipe.errors import UserError
 from espalier.recipe.offsets import offsets_of
 from espalier.sparse import CSR
+from espalier.sparse.csr import balanced_cuts
 
 ROWS = 16
 """Rows of a window, as in `window_kernels`."""
@@ -56,10 +57,7 @@ class Windows(NamedTuple):
     @property
     def cuts(self) -> Any:
         """int64: windows that cut the work into pieces with about as many columns."""
-        before = self.windows.numpy() + np.arange(len(self.windows))
-        wanted = np.linspace(0, before[-1], 65)[1:-1]
-        inner = np.searchsorted(before, wanted)
-        return np.unique(np.concatenate([[0], inner, [len(self.windows) - 1]])).astype(np.int64)
+        return balanced_cuts(self.windows.numpy())
 
 
 def windows_of(matrix: CSR, least: int) -> Windows:

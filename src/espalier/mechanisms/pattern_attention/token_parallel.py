@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from espalier.comm.base import Traffic
+from espalier.graph.networks.base import placement
 from espalier.graph.sampling.batch_strategy import OVER_RANKS, HeldRows, OverRanks, all_rows
 from espalier.graph.sampling.subgraphs import SubgraphBatch, forward
 from espalier.mechanisms.pattern_attention.model import GraphTransformer
 from espalier.mechanisms.pattern_attention.over_ranks import TokenExchange
-from espalier.parallel.mesh import REPLICA
 from espalier.parallel.sequence_slots import divided
 from espalier.parallel.ulysses import HeadSplit
 from espalier.parallel.workload import SummedLoss, to_device
@@ -116,9 +116,8 @@ class TokenParallel(Mechanism):
         group = mesh.replica
         assert group is not None, "tokens are of several ranks"
         assert isinstance(model, GraphTransformer)
-        shares = [context.plan.ranks[rank].samples for rank in mesh.mesh.members(mesh.rank, *REPLICA)]
-        parameter = next(model.parameters())
-        placed = {"device": parameter.device, "dtype": parameter.dtype}
+        shares = [context.plan.ranks[rank].samples for rank in mesh.replica_ranks]
+        placed = placement(model)
         run.batching.part = TokenPart(run.whole_task, model, shares, placed, group)
 
 

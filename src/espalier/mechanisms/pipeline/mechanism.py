@@ -11,7 +11,7 @@ import torch.distributed as dist
 from espalier.comm import codecs
 from espalier.comm.base import Traffic
 from espalier.mechanisms.pipeline.pipeline import PipelinePasses
-from espalier.parallel.mesh import REPLICA, ProcessMesh
+from espalier.parallel.mesh import ProcessMesh
 from espalier.parallel.model_cut import ModelCut
 from espalier.parallel.schedule import PIPELINE
 from espalier.parallel.stage_messages import StageMessages
@@ -191,7 +191,7 @@ def _encode(context: Build) -> None:
 
 def _members(mesh: ProcessMesh) -> list[int]:
     """The trainers of this rank's replica in the order of their process group."""
-    ranks = mesh.mesh.members(mesh.rank, *REPLICA)
+    ranks = mesh.replica_ranks
     group = mesh.replica
     world, local_ranks = (dist.get_process_group_ranks(group_of) for group_of in (mesh.channel, group))
     return sorted(ranks, key=lambda rank: local_ranks.index(world[rank]))
@@ -200,7 +200,7 @@ def _members(mesh: ProcessMesh) -> list[int]:
 def _alike(mesh: ProcessMesh) -> dict[int, int]:
     """Of each rank of this replica, the one of the first replica in its place: plans name the stages of that."""
     first = {coordinates: rank for rank, coordinates in mesh.mesh.coordinates.items()}
-    members = mesh.mesh.members(mesh.rank, *REPLICA)
+    members = mesh.replica_ranks
     return {rank: first[mesh.mesh.coordinates[rank]._replace(replica=0)] for rank in members}
 
 

@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -34,7 +34,6 @@ from espalier.parallel.workload import HEAD, Outcome, TaskNode
 from espalier.plan.axes.pipeline import NESTED_IN_FLIGHT
 from espalier.plan.compose import Claim
 from espalier.recipe.errors import UserError
-from espalier.tasks.towers import Fields
 from espalier.train.mechanism import Build, Mechanism
 from espalier.train.whole_model import divisor, outcome
 
@@ -44,6 +43,7 @@ if TYPE_CHECKING:
     from espalier.optim.loss_scale import LossScale
     from espalier.plan.base import Plan
     from espalier.recipe import Recipe
+    from espalier.tasks.towers import Fields, MultitaskModel
 
 TOWERS = Claim(
     "towers_of_rank",
@@ -62,21 +62,6 @@ WAVES = Claim(
 
 TaskFields = Mapping[int, Any]
 """Of each task that has samples, their fields."""
-
-
-class TaskGraph(Protocol):
-    """A model of several tasks whose parts ranks can run apart (`tasks.towers.MultitaskModel`)."""
-
-    def nodes(self, task: int) -> list[TaskNode]:
-        """The parts of a task in the order in which they run, its head last."""
-
-    def compute(
-        self, task: int, node: str, operators: tuple[int, int], inputs: Sequence[Tensor], fields: Fields
-    ) -> Any:
-        """Operators `[first, last)` of a node: a tensor [samples, ...], of a head (sum, weight) of each figure."""
-
-    def owners(self) -> dict[str, tuple[str, int]]:
-        """Of each parameter, the node and the operator that it belongs to; a head is `head.TASK`."""
 
 
 class SliceRoute(NamedTuple):
@@ -185,7 +170,7 @@ class WaveSchedule:
         self, rank: int, model: nn.Module, slices: Slices, messages: StageMessages, passes: WavePasses
     ) -> None:
         self.rank, self.slices, self.messages, self.passes = rank, slices, messages, passes
-        self.graph = cast("TaskGraph", model)
+        self.graph = cast("MultitaskModel", model)
         self.local_slices = [number for number, slice_ in enumerate(slices.all) if rank in slice_.ranks]
         model.forward = self._evaluated
 
@@ -392,7 +377,7 @@ def _samples(fields: Fields) -> int:
 
 
 def _slices(context: Build) -> Slices:
-    graph = cast("TaskGraph", context.model)
+    graph = cast("MultitaskModel", context.model)
     return Slices(context.plan, list(context.workload.tasks()), graph.nodes)
 
 
@@ -407,7 +392,7 @@ class OwnTowers(Mechanism):
         mesh = context.mesh
         assert model is not None
         assert mesh.replica is not None, "waves have several ranks"
-        graph = cast("TaskGraph", model)
+        graph = cast("MultitaskModel", model)
         context.cut = context.cut or ModelCut(mesh.replica)
         holders = _slices(context).holders(graph.owners())
         ranks = {rank for some in holders.values() for rank in some}
