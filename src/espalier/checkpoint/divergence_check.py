@@ -33,7 +33,10 @@ def make() -> str:
     return f"{resource_limits.processor()} ({capability}, {threads} thread{'s' * (threads > 1)})"
 
 
-def digest(tensors: state_tree.KeptTensors, besides: Collection[str] = ()) -> tuple[int, ...]:
+Digest = tuple[int, ...]
+
+
+def digest(tensors: state_tree.KeptTensors, besides: Collection[str] = ()) -> Digest:
     """[8] the XXH3-128 of this rank's elements of `tensors`, `besides` those of some names, in their order, as numbers
     of 16 bits."""
     hasher = xxhash.xxh3_128()

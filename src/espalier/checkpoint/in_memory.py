@@ -26,7 +26,7 @@ from espalier.checkpoint import divergence_check, peer_copy, state_tree, young_d
 from espalier.checkpoint import shared_memory as refuges
 from espalier.checkpoint.base import StatefulParts
 from espalier.checkpoint.coordination import Coordinator
-from espalier.checkpoint.divergence_check import Alike
+from espalier.checkpoint.divergence_check import Alike, Digest
 from espalier.checkpoint.peer_copy import Partner
 from espalier.checkpoint.save_and_restore import Checkpoints, Loaded
 from espalier.checkpoint.shared_memory import SharedMemory
@@ -53,6 +53,10 @@ class _Row(NamedTuple):
     shape: tuple[int, ...]
     first: int
     cut: bool
+
+
+_Copies = tuple[dict[int, Digest], list[int], bool]
+"""Of one rank: a digest of each whole copy by its step, the steps it keeps for another, and whether it stayed."""
 
 
 class CopySlot:
@@ -243,12 +247,12 @@ class Memory:
         call it."""
         partner = self._partner
 
-        def local_copies() -> tuple[dict[int, tuple[int, ...]], list[int], bool]:
+        def local_copies() -> _Copies:
             digests = {slot.step: self._digest(slot) for slot in self._slots if slot.good()}
             return digests, [] if partner is None else sorted(partner.stored_steps()), self._stayed
 
-        def combine(given: list[tuple[dict[int, tuple[int, ...]], list[int], bool]]) -> list[int]:
-            seen: dict[int, set[tuple[int, ...]]] = {}
+        def combine(given: list[_Copies]) -> list[int]:
+            seen: dict[int, set[Digest]] = {}
             for step, digest_ in itertools.chain.from_iterable(owns.items() for owns, _, _ in given):
                 seen.setdefault(step, set()).add(digest_)
             copies = [{step for step in owns if len(seen[step]) == 1} for owns, _, _ in given]
@@ -259,7 +263,7 @@ class Memory:
 
         return self._team.agree("looking for copies in memory", local_copies, combine)
 
-    def _digest(self, slot: CopySlot) -> tuple[int, ...]:
+    def _digest(self, slot: CopySlot) -> Digest:
         """Of the tensors of a whole copy, where ranks are compared."""
         if self._alike is None:
             return ()

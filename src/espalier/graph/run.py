@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
+from espalier.graph.data.kept_graph import OtherNodes
 from espalier.graph.networks import compiled_aggregate
 from espalier.graph.sampling.neighbor_sampler import Style
 from espalier.graph.tasks.graph_classification import GraphTask
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from espalier.graph.data.graph import Array, Graph, Signs
+    from espalier.graph.data.graph import Graph, Signs
     from espalier.graph.networks.base import MessageBlock
     from espalier.graph.networks.gnn import Gnn
     from espalier.graph.networks.layer_work import Reach
@@ -43,7 +44,7 @@ class GraphRun(Protocol):
     task: Task
     folder: str | Path | None
     frozen: Path | None
-    trained: tuple[int, Array | None] | None
+    trained: OtherNodes
     signs: Signs
     global_batch: int
     nominal_weight: float

@@ -16,7 +16,8 @@ from torch import nn
 from espalier import recipe as config
 from espalier.graph import lookup
 from espalier.graph.data import kept_graph, sources
-from espalier.graph.data.graph import Array, Graph, Signs, divided, scaled, seen_in_training
+from espalier.graph.data.graph import Graph, Signs, divided, scaled, seen_in_training
+from espalier.graph.data.kept_graph import OtherNodes
 from espalier.graph.networks import graph_plan
 from espalier.graph.networks.layer_work import Reach
 from espalier.graph.parts import partition_folder
@@ -59,7 +60,7 @@ class GraphWorkload(Plain):
         self.recipe = recipe
         self.folder = folder
         self.sentences = tuple(sentences)
-        self.trained: tuple[int, Array | None] | None = None
+        self.trained: OtherNodes = None
         """Of the graph that the run was begun on, where it is another: see `kept_graph.other_nodes`."""
         self.signs: Signs = ()
         """See `Rounding.signs`; of the run, where it was begun before."""

@@ -11,7 +11,7 @@ import math
 import re
 import shutil
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -289,13 +289,7 @@ def _refuse_differing(folder: str | Path, model: config.Decoder, tensors: Mappin
     }
     differing = [
         *([] if len(layers) == depth else [f"it has {len(layers)} layers, and its {CONFIG} says {depth}"]),
-        *(f"{name} is missing" for name in shapes if name not in given),
-        *(f"{printable(name)} is not known" for name in given if name not in shapes),
-        *(
-            f"{name} is {list(given[name].shape)}, and its {CONFIG} says {list(shape)}"
-            for name, shape in shapes.items()
-            if name in given and given[name].shape != shape
-        ),
+        *differences(given, shapes, f"and its {CONFIG} says"),
         *(
             f"{name} is {stored.dtype}, which is not read"
             for name, stored in given.items()
@@ -308,6 +302,15 @@ def _refuse_differing(folder: str | Path, model: config.Decoder, tensors: Mappin
         raise UserError(
             f"{folder} does not hold the weights its {CONFIG} describes.", why=named, do="download it again"
         )
+
+
+def differences(given: Mapping[str, StoredTensor], shapes: Mapping[str, tuple[int, ...]], origin: str) -> Iterator[str]:
+    """What of the tensors `given` has other names or shapes than `shapes`, which have their `origin`."""
+    yield from (f"{name} is missing" for name in shapes if name not in given)
+    yield from (f"{printable(name)} is not known" for name in given if name not in shapes)
+    for name, shape in shapes.items():
+        if name in given and given[name].shape != shape:
+            yield f"{name} is {list(given[name].shape)}, {origin} {list(shape)}"
 
 
 def notes(folder: str | Path) -> list[str]:

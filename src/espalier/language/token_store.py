@@ -6,7 +6,6 @@ is ever on both sides.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ from espalier.language.token_shards import Damaged, Index, SplitIndex
 from espalier.language.tokenizer import SAMPLE, Ids, Tokenizer, open_tokenizer, trained
 from espalier.parallel.workload import Progress
 from espalier.recipe import Data
-from espalier.recipe.cache_dir import cache_folder, writing
+from espalier.recipe.cache_dir import cache_folder, sync_folder, writing
 from espalier.recipe.errors import UserError
 from espalier.recipe.units import show_size
 
@@ -225,10 +224,9 @@ def _write(job: _TokenizeJob, folder: Path) -> None:
         skipped_documents=len(skipped),
         notes=(*job.notes, *note, *unused),
     )
-    with open(folder / token_shards.INDEX, "wb") as file:
-        file.write(msgspec.json.format(msgspec.json.encode(index), indent=1))
-        file.flush()
-        os.fsync(file.fileno())
+    file = folder / token_shards.INDEX
+    file.write_bytes(msgspec.json.format(msgspec.json.encode(index), indent=1))
+    sync_folder(file)
     job.progress(job.listed.bytes, job.listed.bytes)
 
 

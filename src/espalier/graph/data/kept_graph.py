@@ -31,6 +31,10 @@ _LARGE = ("indptr", "indices", "features", "weights", "edge_features", "starts")
 _TABLE = ("classes", "columns", "edge_columns", "origin", "notes", "identity", "values")
 
 
+OtherNodes = tuple[int, Array | None] | None
+"""See `other_nodes`."""
+
+
 @dataclass(frozen=True)
 class KeptGraph:
     """What `write` wrote. `graph` has no edges and features unless it is `whole`.
@@ -239,7 +243,7 @@ def places(graph: Graph, before: Graph, items: bool = False) -> Array:
     return _positions(_keys(graph), _keys(before))
 
 
-def other_nodes(graph: Graph, before: Graph, recipe: Recipe) -> tuple[int, Array | None] | None:
+def other_nodes(graph: Graph, before: Graph, recipe: Recipe) -> OtherNodes:
     """How many nodes `before` has and, where `recipe` quantizes by node, the `places` of those of `graph` among them;
     None: they are the same."""
     assert recipe.graph is not None

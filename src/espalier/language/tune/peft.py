@@ -264,15 +264,7 @@ def load(model: gpt.GPT, folder: Path, initial: str = "the model") -> None:
     adapters = _opened(folder)
     wanted = {_unwrapped(name): value for name, value in _places(model).items()}
     given = {name: place for name, (_, place) in adapters.tensors.items()}
-    differing = [
-        *(f"{name} is missing" for name in wanted if name not in given),
-        *(f"{printable(name)} is not known" for name in given if name not in wanted),
-        *(
-            f"{name} is {list(given[name].shape)}, here {list(wanted[name].shape)}"
-            for name in wanted
-            if name in given and given[name].shape != tuple(wanted[name].shape)
-        ),
-    ]
+    differing = [*hf.differences(given, {name: tuple(value.shape) for name, value in wanted.items()}, "here")]
     with weight_files.opened(folder / WEIGHTS) as content:
         base = (content.metadata() or {}).get(_BASE)
         if not differing and base not in (None, fingerprint(model)):

@@ -59,6 +59,10 @@ NAMES = {
 }
 
 
+RowError = tuple[float, float]
+"""Of packed rows: the largest of a value, and the root of its mean square over that of the values."""
+
+
 class Packed(Value, frozen=True):
     """What packing has decided and done.
 
@@ -78,7 +82,7 @@ class Packed(Value, frozen=True):
     ranges: int
     done: int = 0
     whole: bool = False
-    error: tuple[float, float] = (0.0, 0.0)
+    error: RowError = (0.0, 0.0)
 
 
 class Manifest(Value, frozen=True):

@@ -31,7 +31,7 @@ from espalier.mechanisms.disk_batches import features, manifest
 from espalier.mechanisms.disk_batches import row_placement as access
 from espalier.mechanisms.disk_batches.batch_pool import Draws, Pool
 from espalier.mechanisms.disk_batches.features import Features
-from espalier.mechanisms.disk_batches.manifest import Inputs, Manifest, Packed
+from espalier.mechanisms.disk_batches.manifest import Inputs, Manifest, Packed, RowError
 from espalier.mechanisms.disk_batches.row_format import Kind, RowFormat
 from espalier.mechanisms.disk_batches.row_placement import AccessPlan, AccessSplit, Limits, Splitter
 from espalier.parallel.workload import Progress
@@ -297,8 +297,8 @@ def _deal(
     request: PackRequest,
     into: tuple[Sequence[_Target], ExtentFiller],
     part: tuple[int, Tensor],
-    error: tuple[float, float],
-) -> tuple[float, float]:
+    error: RowError,
+) -> RowError:
     """Appends the rows of a range wherever they belong; the error so far."""
     (targets, filler), (at, rows), row = into, part, request.row
     start = int(request.ranges()[at])
@@ -318,9 +318,7 @@ def _deal(
     return error
 
 
-def _encoded(
-    row: RowFormat, rows: Tensor, before: tuple[tuple[float, float], int]
-) -> tuple[Tensor, tuple[float, float]]:
+def _encoded(row: RowFormat, rows: Tensor, before: tuple[RowError, int]) -> tuple[Tensor, RowError]:
     """uint8 [rows, row bytes], and (largest error of a value, relative root mean square) of all rows up to these.
     `before`: of those in front, and how many they are."""
     error, start = before
@@ -341,9 +339,7 @@ def _unit(row_bytes: int) -> torch.dtype:
     return next((dtype for size, dtype in units.items() if row_bytes % size == 0), torch.uint8)
 
 
-def _error(
-    row: RowFormat, rows: Tensor, encoded: Tensor, before: tuple[tuple[float, float], int]
-) -> tuple[float, float]:
+def _error(row: RowFormat, rows: Tensor, encoded: Tensor, before: tuple[RowError, int]) -> RowError:
     """(largest error of a value, relative root mean square) of all rows up to these. `before`: of those in front, and
     how many they are."""
     (most, share), count = before

@@ -26,6 +26,9 @@ from espalier.store.cost import pages
 from espalier.store.direct_io import DirectFile, aligned
 from espalier.store.io_queue import IoQueue
 
+Reading = tuple[Done, Tensor]
+"""Ends when the tensor is filled."""
+
 
 class Places(Protocol):
     """Where activations are kept: each at a byte offset, of whole pages."""
@@ -33,7 +36,7 @@ class Places(Protocol):
     def write(self, offset: int, values: Tensor) -> Done:
         """Begins to write."""
 
-    def read(self, offset: int, size: int) -> tuple[Done, Tensor]:
+    def read(self, offset: int, size: int) -> Reading:
         """Begins to read. What is given, uint8 [size] on the device, is filled when that is done."""
 
 
@@ -54,7 +57,7 @@ class HostPlaces:
             host[: values.nbytes].view(values.dtype).view(values.shape).copy_(values, non_blocking=True)
         return partial(self._streams.wait, 1)
 
-    def read(self, offset: int, size: int) -> tuple[Done, Tensor]:
+    def read(self, offset: int, size: int) -> Reading:
         buffer = torch.empty(size, dtype=torch.uint8, device=self._device)
         with self._streams.beside(0):
             buffer.copy_(self._kept[offset], non_blocking=True)
@@ -78,7 +81,7 @@ class FilePlaces:
             host = values.to("cpu")
         return self._queue.write(self._file, offset, host).result
 
-    def read(self, offset: int, size: int) -> tuple[Done, Tensor]:
+    def read(self, offset: int, size: int) -> Reading:
         host = aligned(size)
         arrived = self._queue.read(self._file, offset, host)
         if self._device.type == "cpu":
@@ -107,7 +110,7 @@ class SavedActivation:
     dtype: torch.dtype
     written: Done
     before: SavedActivation | None = None
-    reading: tuple[Done, Tensor] | None = None
+    reading: Reading | None = None
 
     @property
     def bytes(self) -> int:
@@ -128,7 +131,7 @@ class ActivationStore:
         self._meter = meter
         self._end = 0
         self._free: dict[int, list[int]] = {}
-        self._pending: list[tuple[Done, Tensor]] = []
+        self._pending: list[Reading] = []
 
     def put(self, tensor: Tensor) -> SavedActivation:
         """Begins to write a tensor, which must not change any more."""
