@@ -310,7 +310,8 @@ class WaveSchedule:
             return
         part = {name: value[low:high] for name, value in fields.items()}
         with self.passes.context():
-            made = self.graph.compute(self.slices.task[number], slice_.node, (slice_.first, slice_.last), inputs, part)
+            operators = (slice_.first, slice_.last)
+            made: Any = self.graph.compute(self.slices.task[number], slice_.node, operators, inputs, part)
         step.taken[number] = inputs
         step.made[number] = made
         for route in self.slices.out[number]:
