@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from espalier.checkpoint.base import StateDict
 from espalier.checkpoint.tensor_slice import Slice
 from espalier.comm import plain_collectives
 from espalier.comm.base import Traffic, traffic
+from espalier.comm.plain_collectives import RankGroup
 
 if TYPE_CHECKING:
     from espalier.checkpoint.base import Stateful
@@ -24,10 +25,11 @@ class AllNames:
         group: the ranks that hold the rest, all of which call this together.
     """
 
-    def __init__(self, part: Stateful, group: dist.ProcessGroup | None) -> None:
-        self._part, self._group = part, group
+    def __init__(self, part: Stateful, group: RankGroup) -> None:
+        self._part = part
+        self._group = group
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Slices of what is here, and empty ones of what is not."""
         local = self._part.state_dict()
         mine = {
@@ -37,7 +39,7 @@ class AllNames:
         }
         with traffic(Traffic.CONTROL):
             everyone = plain_collectives.all_gather(mine, self._group)
-        entries: dict[str, Any] = {}
+        entries: StateDict = {}
         for names in everyone:
             for name, (shape, dtype) in names.items():
                 if name not in entries:
@@ -51,7 +53,7 @@ class AllNames:
         alone = sum(name in names for names in everyone) == 1
         return Slice(local.detach().reshape(-1), shape, 0) if isinstance(local, Tensor) and alone else local
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: StateDict) -> None:
         """Takes what is this rank's."""
         local = self._part.state_dict()
         self._part.load_state_dict({name: _whole(state[name], like) for name, like in local.items()})
@@ -68,10 +70,10 @@ class OwnNames:
     def __init__(self, part: Stateful) -> None:
         self._part = part
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         return self._part.state_dict()
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: StateDict) -> None:
         """Takes the entries that are in both, at any depth of names."""
         self._part.load_state_dict(_common(self._part.state_dict(), state))
 

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from espalier.comm import plain_collectives
+from espalier.comm.plain_collectives import RankGroup
 from espalier.recipe import errors
 from espalier.recipe.errors import RESUME, EspalierError, RunFailed
 
@@ -18,7 +19,7 @@ Answer = TypeVar("Answer")
 class Coordinator:
     """The ranks of `group` (a Gloo group of its own; its timeout bounds every wait), or one rank alone for None."""
 
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
+    def __init__(self, group: RankGroup) -> None:
         self.group = group
         self.world = dist.get_world_size(group) if group is not None else 1
         self.rank = dist.get_rank(group) if group is not None else 0

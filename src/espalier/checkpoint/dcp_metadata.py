@@ -89,7 +89,8 @@ def read(data: bytes, files: Mapping[str, int], name: str) -> Saved:
 
 def dumps(saved: Saved) -> bytes:
     """The file's bytes, as torch.distributed.checkpoint reads them."""
-    entries, storage = {}, {}
+    entries = {}
+    storage = {}
     for name, entry in saved.items():
         if isinstance(entry, FileRange):
             entries[name] = _record("BytesStorageMetadata", {})
@@ -187,7 +188,8 @@ def _entry(name: str, record: Any, stored: Mapping[Any, FileRange], room: int) -
     fields = _fields(record, "TensorStorageMetadata")
     properties = fields["properties"]
     _check(type(properties).__name__ == "TensorProperties", "a tensor has no properties")
-    dtype, shape = _typed(getattr(torch, _typed(properties.state[0], str)), torch.dtype), _size(fields["size"])
+    dtype = _typed(getattr(torch, _typed(properties.state[0], str)), torch.dtype)
+    shape = _size(fields["size"])
     _check(math.prod(shape) * dtype.itemsize <= room, f"a tensor of {shape} is larger than all files together")
     boxes = [_box(chunk) for chunk in _typed(fields["chunks"], list)]
     return SavedTensor(dtype, shape, {box: stored[name, box.offsets] for box in boxes})
@@ -206,7 +208,9 @@ def _index(record: Any) -> tuple[str, tuple[int, ...] | None]:
 
 def _stored(record: Any, files: Mapping[str, int]) -> FileRange:
     fields = _fields(record, "_StorageInfo")
-    path, first, length = _typed(fields["relative_path"], str), fields.get("offset", 0), fields["length"]
+    path = _typed(fields["relative_path"], str)
+    first = fields.get("offset", 0)
+    length = fields["length"]
     _check(path in files, f"{path!r} is no file of the checkpoint")
     _check(0 <= _typed(first, int) <= _typed(first + length, int) <= files[path], f"{path} is shorter than it says")
     _check(not fields.get("transform_descriptors"), f"{path} is transformed")

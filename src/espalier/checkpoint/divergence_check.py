@@ -28,11 +28,15 @@ _DIGITS = 8  # of 16 bits each: sums of them are exact in float64
 def make() -> str:
     """What the last bits of a rank's results depend on, besides its code and data: which instructions it has, and how
     elements are divided among its threads."""
-    capability, threads = torch.backends.cpu.get_cpu_capability(), torch.get_num_threads()
+    capability = torch.backends.cpu.get_cpu_capability()
+    threads = torch.get_num_threads()
     return f"{resource_limits.processor()} ({capability}, {threads} thread{'s' * (threads > 1)})"
 
 
-def digest(tensors: state_tree.KeptTensors, besides: Collection[str] = ()) -> tuple[int, ...]:
+Digest = tuple[int, ...]
+
+
+def digest(tensors: state_tree.KeptTensors, besides: Collection[str] = ()) -> Digest:
     """[8] the XXH3-128 of this rank's elements of `tensors`, `besides` those of some names, in their order, as numbers
     of 16 bits."""
     hasher = xxhash.xxh3_128()
@@ -69,7 +73,9 @@ class Alike:
     def __init__(
         self, rank: int, world: int, mean: Callable[[Tensor], None], besides: Collection[str] = frozenset()
     ) -> None:
-        self._rank, self._world, self._mean = rank, world, mean
+        self._rank = rank
+        self._world = world
+        self._mean = mean
         self.besides = besides
         self.good = True
         """False once ranks were found to differ: what they hold is not to be kept."""

@@ -28,7 +28,8 @@ def copy_newest(source: Checkpoints, target: Checkpoints, run: RunStamp) -> int:
 
 def _copied(source: Checkpoints, target: Checkpoints, run: RunStamp, name: str) -> int:
     """Raises manifest.Bad where a file is damaged or gone."""
-    content, unfinished = read_manifest(source.place, name), target.place.begin(name)
+    content = read_manifest(source.place, name)
+    unfinished = target.place.begin(name)
     source.refuse_foreign(name, content)
     try:
         for file, written in content.files.items():

@@ -26,7 +26,7 @@ from espalier.checkpoint import divergence_check, peer_copy, state_tree, young_d
 from espalier.checkpoint import shared_memory as refuges
 from espalier.checkpoint.base import StatefulParts
 from espalier.checkpoint.coordination import Coordinator
-from espalier.checkpoint.divergence_check import Alike
+from espalier.checkpoint.divergence_check import Alike, Digest
 from espalier.checkpoint.peer_copy import Partner
 from espalier.checkpoint.save_and_restore import Checkpoints, Loaded
 from espalier.checkpoint.shared_memory import SharedMemory
@@ -53,6 +53,10 @@ class _Row(NamedTuple):
     shape: tuple[int, ...]
     first: int
     cut: bool
+
+
+_Copies = tuple[dict[int, Digest], list[int], bool]
+"""Of one rank: a digest of each whole copy by its step, the steps it keeps for another, and whether it stayed."""
 
 
 class CopySlot:
@@ -131,7 +135,8 @@ class CopySlot:
 
 def _layout(tensors: state_tree.KeptTensors) -> tuple[list[_Row], int]:
     """Where each tensor goes, and where the last one ends."""
-    rows, first = [], _BEGIN
+    rows = []
+    first = _BEGIN
     for name, tensor in tensors.items():
         local = state_tree.local(tensor)
         rows.append(_Row(name, local.dtype, tuple(local.shape), first, local is not tensor))
@@ -179,11 +184,13 @@ class Memory:
     ) -> None:
         kin = kin or CopyOptions()
         slots = [CopySlot(file) for file in refuge.files]
-        self._slots, others = slots[: refuges.SLOTS], slots[refuges.SLOTS :]
+        self._slots = slots[: refuges.SLOTS]
+        others = slots[refuges.SLOTS :]
         self._partner = Partner(team, others, kin.apart) if kin.apart and others else None
         self._kept = len(self._slots) * (1 if self._partner is None else 2)
         self._refuge, self._team, self._tell, self._stays = refuge, team, tell, kin.stays
-        self._stayed, self._alike = kin.stayed or kin.stays == "alike", kin.alike
+        self._stayed = kin.stayed or kin.stays == "alike"
+        self._alike = kin.alike
         self._due = 0
         self._steps = 0
         self._usual = 0.0
@@ -240,12 +247,12 @@ class Memory:
         call it."""
         partner = self._partner
 
-        def local_copies() -> tuple[dict[int, tuple[int, ...]], list[int], bool]:
+        def local_copies() -> _Copies:
             digests = {slot.step: self._digest(slot) for slot in self._slots if slot.good()}
             return digests, [] if partner is None else sorted(partner.stored_steps()), self._stayed
 
-        def combine(given: list[tuple[dict[int, tuple[int, ...]], list[int], bool]]) -> list[int]:
-            seen: dict[int, set[tuple[int, ...]]] = {}
+        def combine(given: list[_Copies]) -> list[int]:
+            seen: dict[int, set[Digest]] = {}
             for step, digest_ in itertools.chain.from_iterable(owns.items() for owns, _, _ in given):
                 seen.setdefault(step, set()).add(digest_)
             copies = [{step for step in owns if len(seen[step]) == 1} for owns, _, _ in given]
@@ -256,7 +263,7 @@ class Memory:
 
         return self._team.agree("looking for copies in memory", local_copies, combine)
 
-    def _digest(self, slot: CopySlot) -> tuple[int, ...]:
+    def _digest(self, slot: CopySlot) -> Digest:
         """Of the tensors of a whole copy, where ranks are compared."""
         if self._alike is None:
             return ()
@@ -296,7 +303,8 @@ class Memory:
         """This rank's copy of `step`; where it has none, one that another rank has sent. None where that did not arrive
         whole, by its hash."""
         slot = next((slot for slot in self._slots if slot.step == step and slot.good()), None)
-        team, partner = self._team, self._partner
+        team = self._team
+        partner = self._partner
         having = team.agree("sharing copies", lambda: slot is not None, lambda all_: [all_] * len(all_))
         for rank in (rank for rank, has in enumerate(having) if not has):
             source = having.index(True) if partner is None else partner.keeps(rank)
@@ -317,7 +325,8 @@ class Memory:
         if self._partner is not None:
             self._partner.begin(step)
         self._newest = max((slot.step for slot in self._slots), default=_NONE)
-        self._due, self._last = step + 1, None
+        self._due = step + 1
+        self._last = None
 
     def _clock(self, step: int) -> None:
         now = time.perf_counter()
@@ -349,7 +358,8 @@ def _filled(rows: Mapping[_Row, Tensor], tree: state_tree.KeptTensors) -> dict[s
     """The parts' own tensors with what was kept; copies where a part has none yet; None where they differ."""
     filled: dict[str, state_tree.Kept] = {}
     for row, value in rows.items():
-        name, mine = row.name, tree.get(row.name)
+        name = row.name
+        mine = tree.get(row.name)
         if mine is None and row.cut:
             return None
         if mine is None:
@@ -375,7 +385,8 @@ def take_up(
         if memory is not None:
             memory.begin(loaded.step if loaded else 0)
         return loaded, "disk" if loaded else ""
-    newest, disk = memory.newest(), saved.newest()
+    newest = memory.newest()
+    disk = saved.newest()
     if newest > 0 and newest >= disk:
         meta = memory.take(newest, parts)
         if meta is not None:

@@ -87,7 +87,8 @@ def loads(text: bytes) -> Manifest:
 
 def digest(file: IO[bytes]) -> FileHash:
     """Size and hash of an open file, read to its end."""
-    state, count = xxhash.xxh3_128(), 0
+    state = xxhash.xxh3_128()
+    count = 0
     while block := file.read(1 << 22):
         state.update(block)
         count += len(block)

@@ -56,7 +56,8 @@ class Partner:
     """
 
     def __init__(self, team: Coordinator, slots: Sequence[SavedCopy], apart: int) -> None:
-        self._team, self._slots = team, slots
+        self._team = team
+        self._slots = slots
         self._apart = apart
         self.of = (team.rank - apart) % team.world
 

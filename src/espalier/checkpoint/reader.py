@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from espalier.checkpoint import dcp_metadata, state_tree
-from espalier.checkpoint.base import Stateful, StatefulParts
+from espalier.checkpoint.base import StateDict, Stateful, StatefulParts
 from espalier.checkpoint.dcp_metadata import FileRange, Saved, SavedTensor
 from espalier.checkpoint.manifest import FileHash
 from espalier.checkpoint.storage import Storage
@@ -71,7 +71,9 @@ class FilePart(io.RawIOBase):
     """A part of an open file, as a file of its own. Has state: where it is read."""
 
     def __init__(self, file: IO[bytes], part: FileRange) -> None:
-        self._file, self._part, self._at = file, part, 0
+        self._file = file
+        self._part = part
+        self._at = 0
 
     def readable(self) -> bool:
         return True
@@ -136,7 +138,8 @@ def _tensor(saved: Saved, name: str) -> SavedTensor:
 def _room(saved: Saved, name: str, value: state_tree.Kept | None) -> state_tree.Kept:
     """What to read `name` into: the part's own where it fits, else a new one on the CPU."""
     tensor = _tensor(saved, name)
-    shape, dtype = torch.Size(tensor.shape), tensor.dtype
+    shape = torch.Size(tensor.shape)
+    dtype = tensor.dtype
     if isinstance(value, Slice) and value.shape != shape:
         value = value.saved_as(shape) or value
     if (state_tree.is_dtensor(value) or isinstance(value, Slice)) and value.shape != shape:
@@ -151,7 +154,7 @@ def _room(saved: Saved, name: str, value: state_tree.Kept | None) -> state_tree.
     return torch.empty(shape, dtype=dtype)
 
 
-def _give(part: Stateful, name: str, state: dict[str, Any], checkpoint: str) -> None:
+def _give(part: Stateful, name: str, state: StateDict, checkpoint: str) -> None:
     try:
         part.load_state_dict(state)
     except EspalierError:

@@ -92,7 +92,8 @@ class Checkpoints:
         if keep < 1:
             raise UserError(f"checkpoint.keep = {keep} keeps nothing to resume from.", do="checkpoint.keep=1")
         self.place = open_place(target)
-        self.keep, self.keep_best = keep, keep_best
+        self.keep = keep
+        self.keep_best = keep_best
         self.team = Coordinator(group)
         self._event = on_event if on_event is not None and self.team.rank == 0 else _ignore
         self.hold: int | None = None
@@ -145,7 +146,8 @@ class Checkpoints:
         stored = any(isinstance(tensor, StoredSlice) for tensor in tensors.values())
         state = {**self._stage.copy(tensors, changing=not stored), **skeletons}
         loss = None if loss is None or not math.isfinite(loss) else loss
-        job, wait = WriteJob(step, state, dict(meta), loss, self.rate, self.run), wait or stored
+        job = WriteJob(step, state, dict(meta), loss, self.rate, self.run)
+        wait = wait or stored
         self._writing = (
             f"checkpoint-{step}",
             self._writer.submit(self._run, job, began, None if wait else time.monotonic()),
@@ -167,7 +169,8 @@ class Checkpoints:
                 ) from None
             self._writing = None
         if self._failure is not None:
-            failure, self._failure = self._failure, None
+            failure = self._failure
+            self._failure = None
             raise failure
 
     def close(self) -> None:
@@ -280,7 +283,8 @@ class Checkpoints:
 
     def _report(self, skipped: _Skipped, taken: str) -> None:
         for name, why in skipped:
-            what, lost = f"checkpoint {name} is unusable: {why}", (step_of(name) or 0) - (step_of(taken) or 0)
+            what = f"checkpoint {name} is unusable: {why}"
+            lost = (step_of(name) or 0) - (step_of(taken) or 0)
             action = f"took {taken}; {units.plural(lost, 'step')} {'is' if lost == 1 else 'are'} lost and made again"
             self._event("incident", kind="checkpoint", what=what, rank=0, step=step_of(name), action=action)
 
@@ -294,7 +298,8 @@ class Checkpoints:
                     self.team, {key: value for key, value in job.state.items() if not isinstance(value, bytes)}
                 )
             written = Write(self.place, self.team, job).run()
-            took, path = time.monotonic() - began, self.place.path(name)
+            took = time.monotonic() - began
+            path = self.place.path(name)
             self.wrote = took
             blocked = (time.monotonic() if copied is None else copied) - asked
             rate = written.bytes / max(written.seconds, 1e-9)

@@ -100,15 +100,18 @@ class Pace:
         self._writing, self._begin, self._mean, self._tell = writing, begin, mean, tell
         self._began = time.monotonic()
         self._steps = max(1, round(begin.steps * (begin.between / begin.expected) ** 0.5))
-        self._step, self._saved = begin.step, begin.saved
+        self._step = begin.step
+        self._saved = begin.saved
         self._usual = self._blocked = self._beside = 0.0
         self._busy = False
         self._costs: list[float] = []
 
     def clock(self, step: int, seconds: float) -> None:
         """The steps up to `step` took so long. Called after each."""
-        count, self._step = step - self._step, step
-        busy, self._busy = self._busy, self._writing.busy
+        count = step - self._step
+        self._step = step
+        busy = self._busy
+        self._busy = self._writing.busy
         if count <= 0:
             return
         if busy or self._busy:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import glob
-import os
 import re
 import shutil
 import tempfile
@@ -108,10 +107,8 @@ class Folder:
                     why=f"rank 0 does not see {file}, which another rank wrote",
                     do="name a folder on a shared file system, or a URL such as s3://bucket/run",
                 )
-        with (unfinished / manifest.NAME).open("wb") as written:
-            written.write(manifest.dumps(content))
-            written.flush()
-            os.fsync(written.fileno())
+        (unfinished / manifest.NAME).write_bytes(manifest.dumps(content))
+        sync_folder(unfinished / manifest.NAME)
         sync_folder(unfinished)
         if (self.root / name).exists():
             self.remove(name)

@@ -6,11 +6,12 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from espalier.checkpoint.base import StateDict
 from espalier.checkpoint.tensor_slice import Box, Slice
 
 
@@ -72,14 +73,15 @@ class StoredSlice(Slice):
         """The boxes of what is read at once."""
         if not self.writes:
             return []
-        count, boxes = self.local.numel(), []
+        count = self.local.numel()
+        boxes = []
         for first, last in itertools.pairwise((*self.stored.cuts, count)):
             part = Slice(self.local[first:last], self.shape, self.start + first, part=self.part)
             boxes += [replace(box, first=box.first + first) for box in part.boxes()]
         return boxes or self.boxes()
 
 
-def fill_slices(table: dict[str, Any], state: dict[str, Any]) -> None:
+def fill_slices(table: StateDict, state: StateDict) -> None:
     """Copies the values of `state` into the tensors and slices of `table`. Raises KeyError for a name that lacks."""
     with torch.no_grad():
         for name, target in table.items():

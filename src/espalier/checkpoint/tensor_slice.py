@@ -142,7 +142,8 @@ class RankRow(Slice):
         """Of more rows or fewer: every row whose number, by the number of ranks now, leaves this one's."""
         if shape[1:] != self.shape[1:]:
             return None
-        each, ranks = self.local.numel(), self.shape[0]
+        each = self.local.numel()
+        ranks = self.shape[0]
         numbers = range(self.start // max(1, each), shape[0], ranks)
         return RowSlice(self.local.new_empty(len(numbers) * each), shape, 0, rows=tuple(numbers))
 

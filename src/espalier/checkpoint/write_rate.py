@@ -26,7 +26,9 @@ class WriteLimit:
     """
 
     def __init__(self, rate: float = math.inf) -> None:
-        self.rate, self._due, self._unsynced = rate, 0.0, 0
+        self.rate = rate
+        self._due = 0.0
+        self._unsynced = 0
 
     def write(self, stream: IO[bytes], data: Any) -> int:
         """Writes `data`, in as many seconds as the rate allows. Bytes written."""
@@ -58,7 +60,8 @@ class LimitedStream:
     """A file for writing, at the rate of a `WriteLimit`; else the file's own. Has state: theirs."""
 
     def __init__(self, stream: IO[bytes], limit: WriteLimit) -> None:
-        self._stream, self._limit = stream, limit
+        self._stream = stream
+        self._limit = limit
 
     def write(self, data: Any) -> int:
         return self._limit.write(self._stream, data)

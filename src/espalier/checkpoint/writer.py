@@ -23,7 +23,7 @@ from espalier.checkpoint.storage import Folder, Storage, folder_name, read_manif
 from espalier.checkpoint.stored_slice import StoredSlice
 from espalier.checkpoint.tensor_slice import Box, Slice
 from espalier.checkpoint.write_rate import LimitedStream, WriteLimit
-from espalier.recipe.cache_dir import writing
+from espalier.recipe.cache_dir import sync_folder, writing
 
 
 class WriteJob(NamedTuple):
@@ -69,7 +69,9 @@ class Write:
     """One save of one rank, run once on the writing thread. Has state between its phases."""
 
     def __init__(self, place: Storage, team: Coordinator, job: WriteJob) -> None:
-        self.place, self.team, self.job = place, team, job
+        self.place = place
+        self.team = team
+        self.job = job
         self.name = folder_name(job.step)
         self._items: list[list[WriteItem]] = []
         self._room = bytearray()
@@ -138,10 +140,9 @@ class Write:
     def _commit(self, shares: list[_Share]) -> list[tuple[int, float]]:
         with writing(self.place.path(self.name)):
             saved = _saved(self._items, [ranges for ranges, *_ in shares])
-            with (self._begin() / dcp_metadata.NAME).open("wb") as opened:
-                opened.write(dcp_metadata.dumps(saved))
-                opened.flush()
-                os.fsync(opened.fileno())
+            metadata = self._begin() / dcp_metadata.NAME
+            metadata.write_bytes(dcp_metadata.dumps(saved))
+            sync_folder(metadata)
             files = self._publish([dcp_metadata.NAME])
             for _, written, _ in shares:
                 files.update({name: manifest.FileHash(*file) for name, file in written.items()})

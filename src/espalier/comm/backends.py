@@ -77,7 +77,8 @@ class _Copied(Work):
 
     def __init__(self, work: Work, copies: list[tuple[Tensor, Tensor]]) -> None:
         super().__init__()
-        self._work, self._copies = work, copies
+        self._work = work
+        self._copies = copies
 
     def wait(self, timeout: timedelta = _DEFAULT) -> bool:
         """Waits for the host's result and copies it to the device."""
@@ -127,7 +128,8 @@ def rest() -> None:
     tensor is let go under the interpreter's lock (`decref_pyobject`, c10/util/intrusive_ptr.h). Where the interpreter
     ends meanwhile, the thread ends in that lock, within a function that must not be left so: `std::terminate`.
     """
-    looks, until = 0, time.monotonic() + _PATIENCE
+    looks = 0
+    until = time.monotonic() + _PATIENCE
     while _devices.cache_info().currsize and looks < 2 and time.monotonic() < until:
         looks = 0 if _runs() else looks + 1
         time.sleep(0.001)  # they get the interpreter's lock

@@ -80,7 +80,8 @@ class Channel(_ProcessGroup):
     def __init__(self, asked: GroupRequest, inner: dict[str, Any], line: SharedRecords) -> None:
         super().__init__(asked.rank, asked.size)  # the form with a store makes no trampoline for a Python subclass
         self._store = asked.store
-        self.line, self.ledger = line, line.ledger
+        self.line = line
+        self.ledger = line.ledger
         self.members = asked.members
         self.default_traffic = Traffic.ACTIVATIONS
         self.timeout = asked.timeout
@@ -90,7 +91,9 @@ class Channel(_ProcessGroup):
         self._coded: dict[Traffic, CodedCollectives] = {}
         self._alone = next(iter(inner.values())) if len(set(inner.values())) == 1 else None
         self._stream = inner["cuda"] if line.inner == "nccl" else None
-        self._rank, self._size, self._label = asked.rank, asked.size, asked.name
+        self._rank = asked.rank
+        self._size = asked.size
+        self._label = asked.name
         if line.watch.longest is not None:
             self.set_timeout(asked.timeout)
         for device, backend in inner.items():
@@ -112,7 +115,8 @@ class Channel(_ProcessGroup):
             self._carriers |= {(kind, inner): codec.carrier(inner) for inner in self._inner.values()}
         elif self._size > 1:
             self._codecs.pop(kind, None)
-            place, reach = (self._rank, self._size), self.line.watch.reach
+            place = (self._rank, self._size)
+            reach = self.line.watch.reach
             from espalier.comm.compressed_collectives import CodedCollectives
 
             coded = CodedCollectives(
@@ -125,7 +129,8 @@ class Channel(_ProcessGroup):
         """A group of the same ranks for host tensors, for the encoded messages of one class: what has several phases in
         a thread of its own must not mix with what torch launches."""
         made = INNER["gloo" if self.line.inner in ("nccl", "staged") else self.line.inner]
-        name, reach = f"{self.group_name} {kind._value_}", self.line.watch.reach(self.timeout)
+        name = f"{self.group_name} {kind._value_}"
+        reach = self.line.watch.reach(self.timeout)
         store = PrefixStore(f"coded {kind._value_}", self._store)
         return made(GroupRequest(store, self._rank, self._size, reach, self.members, name))["cpu"]
 
@@ -190,7 +195,8 @@ class Channel(_ProcessGroup):
     ) -> tuple[Any, RecordedCollective]:
         """The same for a message to or from `peer` (rank in this group): numbered by its direction."""
         carrier, entry = self._begin(operation, tensors, sent)
-        me, other = self.members[self._rank], self.members[peer]
+        me = self.members[self._rank]
+        other = self.members[peer]
         source, target = (me, other) if operation == "send" else (other, me)
         entry.expected = (me, other)
         entry.key = f"{self._label}:{source}>{target}#{tag}"
@@ -219,7 +225,8 @@ class Channel(_ProcessGroup):
         options = reducing(AllreduceOptions, opts)
         coded = self._coding(tensors, options.reduceOp)
         if coded is not None:
-            residual, mean = residual_of(tensors), averages(options)
+            residual = residual_of(tensors)
+            mean = averages(options)
             starts = [coded.all_reduce(tensor, residual, mean) for tensor in tensors]
             return self._encoded(coded, "all_reduce", tensors, starts)
         carrier, entry = self._begin("all_reduce", tensors)
@@ -248,7 +255,8 @@ class Channel(_ProcessGroup):
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Pending:
         """`reduce_scatter_single` with the parts of the input as a list."""
         if isinstance(outputs, torch.Tensor):
-            outputs, inputs = [outputs], [inputs]
+            outputs = [outputs]
+            inputs = [inputs]
         whole = [torch.cat([part.reshape(-1) for part in parts]) for parts in inputs]
         return self._reduce_scatter(list(outputs), whole, opts)
 
@@ -260,7 +268,8 @@ class Channel(_ProcessGroup):
         reduction = REDUCTIONS.get(options.reduceOp.op if hasattr(options.reduceOp, "op") else options.reduceOp)
         coded = self._coding(inputs, options.reduceOp)
         if coded is not None:
-            residual, mean = residual_of(inputs), averages(options)
+            residual = residual_of(inputs)
+            mean = averages(options)
             starts = [coded.reduce_scatter(o, i, residual, mean) for o, i in zip(outputs, inputs, strict=True)]
             return self._encoded(coded, "reduce_scatter", inputs, starts)
         if self._stream is not None and accelerator.is_on(outputs[0]):
@@ -323,7 +332,8 @@ class Channel(_ProcessGroup):
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Pending:
         """`all_gather_single` with the parts of the output as lists."""
         if isinstance(inputs, torch.Tensor):
-            outputs, inputs = [outputs], [inputs]
+            outputs = [outputs]
+            inputs = [inputs]
         carrier, entry = self._begin("all_gather", [part for parts in outputs for part in parts])
         return self._end(entry, lambda: carrier.allgather(outputs, inputs, opts or AllgatherOptions()))
 
@@ -351,7 +361,8 @@ class Channel(_ProcessGroup):
         sent = None
         coded = self._coding([input], parts=True)
         if coded is not None:
-            into, out_of = shares(output, output_splits, self._size), shares(input, input_splits, self._size)
+            into = shares(output, output_splits, self._size)
+            out_of = shares(input, input_splits, self._size)
             return self._encoded(coded, "all_to_all", [input], [coded.all_to_all(into, out_of)])
         if input_splits:
             elements = input.numel() // max(1, input.size(0)) * (sum(input_splits) - input_splits[self._rank])
@@ -407,7 +418,8 @@ class Channel(_ProcessGroup):
     def recv_anysource(self, tensors: Any, tag: int = 0) -> Pending:
         """Receives into `tensors` from whoever sends first. Who is missing cannot be known."""
         carrier, entry = self._begin("recv", tensors)
-        entry.expected, entry.key = (), f"{self._label}:any>{self.members[self._rank]}#{tag}"
+        entry.expected = ()
+        entry.key = f"{self._label}:any>{self.members[self._rank]}#{tag}"
         return self._end(entry, lambda: carrier.recv_anysource(tensors, tag))
 
     def barrier(self, opts: Any = None) -> Pending:

@@ -48,7 +48,8 @@ class QueuedWork(Work):
         self._job = None
         with self._lock:
             self._ended.set()
-            waiting, self._futures = self._futures, []
+            waiting = self._futures
+            self._futures = []
         for future in waiting:
             self._settle(future)
         return self._error

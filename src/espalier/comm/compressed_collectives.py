@@ -232,9 +232,12 @@ class _Job:
     """One collective while it runs in the lane. Has state: the sends under way, and what it takes (see `Spent`)."""
 
     def __init__(self, coded: CodedCollectives, bucket: Bucket) -> None:
-        self.codec, self.inner, self.bucket = coded.codec, coded.inner, bucket
+        self.codec = coded.codec
+        self.inner = coded.inner
+        self.bucket = bucket
         self.rank, self.ranks = coded.place
-        self.members, self.timeout = coded.members, coded.timeout
+        self.members = coded.members
+        self.timeout = coded.timeout
         self.others = [(self.rank + step) % self.ranks for step in range(1, self.ranks)]
         self.sent = self.raw = 0
         self.seconds = self.lost = self.given = 0.0
@@ -307,13 +310,12 @@ class _Job:
         values = self._carried(flat)
         ends = parts(flat.numel(), self.ranks)
         cut = [pieces(a, b) for a, b in pairwise(ends)]
-        own_pieces = cut[self.rank]
         residual = None if self.codec.lossless else residual
         coming = self._scatter(values, cut, residual)
         sums = [(rank, piece, self.expect(rank, values[piece])) for rank in self.others for piece in cut[rank]]
-        for index, piece in enumerate(own_pieces):
+        for piece, messages in zip(cut[self.rank], coming, strict=True):
             mine = values[piece] if residual is None else values[piece] + residual[piece].to(values.device)
-            total = self._sum(mine, coming[index])
+            total = self._sum(mine, messages)
             seen = self.seen(total, self.send(total, self.others))
             if residual is not None:
                 residual[piece] = 0 if seen is total else total - seen
@@ -328,9 +330,8 @@ class _Job:
         cut = [pieces(rank * each, (rank + 1) * each) for rank in range(self.ranks)]
         coming = self._scatter(values, cut, None if self.codec.lossless else residual)
         reduced = values.new_empty(each, dtype=output.dtype)
-        for index, piece in enumerate(cut[self.rank]):
-            local = slice(piece.start - self.rank * each, piece.stop - self.rank * each)
-            reduced[local] = self._mean(self._sum(values[piece], coming[index]), average)
+        for local, piece, messages in zip(pieces(0, each), cut[self.rank], coming, strict=True):
+            reduced[local] = self._mean(self._sum(values[piece], messages), average)
         output.detach().copy_(reduced.view(output.shape))
 
     def all_gather(self, output: Tensor, input: Tensor) -> None:
@@ -339,15 +340,15 @@ class _Job:
         gathered = mine.new_empty(self.ranks * each, dtype=output.dtype)
         cut = [pieces(rank * each, (rank + 1) * each) for rank in range(self.ranks)]
         coming = [(piece, self.expect(rank, gathered[piece])) for rank in self.others for piece in cut[rank]]
-        for piece in cut[self.rank]:
-            local = slice(piece.start - self.rank * each, piece.stop - self.rank * each)
+        for local, piece in zip(pieces(0, each), cut[self.rank], strict=True):
             gathered[piece] = self.seen(mine[local], self.send(mine[local], self.others))
         for piece, message in coming:
             gathered[piece] = self.receive(message)
         output.detach().copy_(gathered.view(output.shape))
 
     def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
-        coming, plain = [], []
+        coming = []
+        plain = []
         for source in self.others:
             target = outputs[source]
             if target.nbytes < SMALL:

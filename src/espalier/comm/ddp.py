@@ -129,7 +129,8 @@ class Hook:
     """
 
     def __init__(self, through: CodedCollectives | None, group: Any, feedback: bool) -> None:
-        self._coded, self._group = through, group
+        self._coded = through
+        self._group = group
         self._feedback = feedback and through is not None and not through.codec.lossless
         self.codec = "exact" if through is None else through.codec.name
         self._buckets: dict[tuple[int, ...], Tensor] = {}

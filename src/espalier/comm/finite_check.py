@@ -18,7 +18,8 @@ class FiniteCheck:
     def __init__(self, codec: Codec) -> None:
         self.inner = codec
         self.name = codec.name + MARK
-        self.lossless, self.fixed = codec.lossless, codec.fixed
+        self.lossless = codec.lossless
+        self.fixed = codec.fixed
         self.for_feedback = (codec.for_feedback if isinstance(codec, FeedbackBound) else codec.name) + MARK
 
     def encode(self, tensor: Tensor) -> Tensor | None:

@@ -56,10 +56,13 @@ class FlightRecorder:
     """The record of one rank. Has state: counts per group, the last collectives, the phase, a publisher thread."""
 
     def __init__(self, store: Store, rank: int, others: Sequence[int] = ()) -> None:
-        self.rank, self._others = rank, [other for other in others if other != rank]
+        self.rank = rank
+        self._others = [other for other in others if other != rank]
         self.longest: timedelta | None = None
         """While another rank computes, waits go on past their deadline for at most so long."""
-        self._looked, self._used, self._computed = time.monotonic(), time.process_time(), time.monotonic()
+        self._looked = time.monotonic()
+        self._used = time.process_time()
+        self._computed = time.monotonic()
         self.phase = "start"
         self._store: Store = store_client.clone(store)
         self._counts: dict[str, int] = {}
@@ -138,11 +141,13 @@ class FlightRecorder:
 
     def _publish(self) -> None:
         self._beat += 1
-        now, used = time.monotonic(), time.process_time()
+        now = time.monotonic()
+        used = time.process_time()
         if now - self._looked >= BEAT / 2:
             if used - self._used > _COMPUTES * (now - self._looked):
                 self._computed = now
-            self._looked, self._used = now, used
+            self._looked = now
+            self._used = used
         self._store.set(_key(self.rank), json.dumps(self._record()))
 
     def _run(self) -> None:
@@ -171,7 +176,8 @@ class _Reading:
         self.records: dict[int, dict[str, Any]] = {}
         self.silent: set[int] = set(ranks)
         self.answered = False
-        self._store, self._ranks = store, ranks
+        self._store = store
+        self._ranks = ranks
 
     def result(self, known: threading.Event) -> _Reading:
         """Reads until every rank showed a sign of life, the silence is long enough to mean something, or it is

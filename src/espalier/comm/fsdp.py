@@ -36,7 +36,8 @@ def compress(model: nn.Module, *, gradients: str | Codec = "int8", parameters: s
     units = [module for module in model.modules() if isinstance(module, FSDPModule)]
     if not units:
         raise UserError("This model has no FSDP2 unit.", do="torch.distributed.fsdp.fully_shard(model) first")
-    scatters, gathers = codec_of(gradients), codec_of(parameters)
+    scatters = codec_of(gradients)
+    gathers = codec_of(parameters)
     made: dict[Any, CodedCollectives] = {}
     for unit in units:
         if scatters.name != "exact":
@@ -49,7 +50,8 @@ class _Room:
     """What FSDP2 asks of both. Has state: the group that encodes, shared by all units."""
 
     def __init__(self, codec: Codec, made: dict[Any, CodedCollectives]) -> None:
-        self._codec, self._made = codec, made
+        self._codec = codec
+        self._made = made
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Plain memory."""

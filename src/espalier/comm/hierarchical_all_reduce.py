@@ -86,21 +86,21 @@ class Hierarchy:
         _check(tensor, residual, average)
         flat = tensor.detach().reshape(-1)
         ends = parts(flat.numel(), self._carriers)
-        cut = [slice(a, b) for a, b in pairwise(ends)]
+        sizes = [stop - start for start, stop in pairwise(ends)] + [0] * (self._inside.size() - self._carriers)
         with traffic(Traffic.GRADIENTS), torch.no_grad():
-            total = self._collected(flat, cut)
+            total = self._collected(flat, sizes)
             if self._between is not None and total.numel():
-                part = None if residual is None else residual.view(-1)[cut[self._seat]]
+                part = None if residual is None else residual.view(-1)[ends[self._seat] : ends[self._seat + 1]]
                 with feedback(part):
                     self._between.allreduce([total]).wait()
                 total = total / self._ranks if average else total
-            whole = self._handed_round(total, cut)
+            whole = self._handed_round(total, sizes)
         tensor.detach().copy_(whole.view(tensor.shape))
 
-    def _collected(self, flat: Tensor, cut: Sequence[slice]) -> Tensor:
-        """The machine's sum of this rank's part, in rank order; nothing for a rank that carries none."""
+    def _collected(self, flat: Tensor, sizes: list[int]) -> Tensor:
+        """The machine's sum of this rank's part, in rank order; nothing for a rank that carries none. `sizes`: of the
+        parts of all its ranks."""
         members = self._inside.size()
-        sizes = [part.stop - part.start for part in cut] + [0] * (members - self._carriers)
         mine = sizes[self._seat]
         if members == 1:
             return flat.clone()
@@ -108,12 +108,11 @@ class Hierarchy:
         self._inside.alltoall_base(rows, flat, [mine] * members, sizes).wait()
         return rows.view(members, mine).sum(0, dtype=rows.dtype)
 
-    def _handed_round(self, total: Tensor, cut: Sequence[slice]) -> Tensor:
+    def _handed_round(self, total: Tensor, sizes: list[int]) -> Tensor:
         """All parts, from the ranks of this machine that carry them."""
         members = self._inside.size()
         if members == 1:
             return total
-        sizes = [part.stop - part.start for part in cut] + [0] * (members - self._carriers)
         whole = total.new_empty(sum(sizes))
         self._inside.alltoall_base(whole, total.repeat(members), sizes, [total.numel()] * members).wait()
         return whole

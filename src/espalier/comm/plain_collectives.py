@@ -12,8 +12,11 @@ from torch import Tensor
 
 from espalier.recipe import serialization
 
+RankGroup = dist.ProcessGroup | None
+"""The ranks that something is exchanged among; None where there is one, or where torch's default group is meant."""
 
-def all_gather(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
+
+def all_gather(value: Any, group: RankGroup) -> list[Any]:
     """Every rank's value, in rank order. All ranks of `group` call it."""
     body = _body(value, group)
     sizes = _sizes(body, group)
@@ -22,7 +25,7 @@ def all_gather(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
     return [_value(part, size, rank) for rank, (part, size) in enumerate(zip(parts, sizes, strict=True))]
 
 
-def gather(value: Any, group: dist.ProcessGroup | None) -> list[Any] | None:
+def gather(value: Any, group: RankGroup) -> list[Any] | None:
     """Every rank's value on rank 0 of `group`, None elsewhere. All its ranks call it."""
     body = _body(value, group)
     sizes = _sizes(body, group)
@@ -34,7 +37,7 @@ def gather(value: Any, group: dist.ProcessGroup | None) -> list[Any] | None:
     return [_value(part, size, rank) for rank, (part, size) in enumerate(zip(parts, sizes, strict=True))]
 
 
-def scatter(values: Sequence[Any] | None, group: dist.ProcessGroup | None) -> Any:
+def scatter(values: Sequence[Any] | None, group: RankGroup) -> Any:
     """This rank's one of the `values` of rank 0 of `group`. All its ranks call it; `values` of others are not used."""
     lead = dist.get_rank(group) == 0
     bodies = [_body(value, group) for value in values or ()] if lead else []
@@ -47,7 +50,7 @@ def scatter(values: Sequence[Any] | None, group: dist.ProcessGroup | None) -> An
     return _value(received, int(sizes[dist.get_rank(group)]), 0)
 
 
-def broadcast(value: Any, group: dist.ProcessGroup | None) -> Any:
+def broadcast(value: Any, group: RankGroup) -> Any:
     """The value of rank 0 of `group`. All its ranks call it."""
     lead = dist.get_rank(group) == 0
     body = _body(value if lead else None, group)
@@ -58,12 +61,12 @@ def broadcast(value: Any, group: dist.ProcessGroup | None) -> Any:
     return _value(body, int(size), 0)
 
 
-def _body(value: Any, group: dist.ProcessGroup | None) -> Tensor:
+def _body(value: Any, group: RankGroup) -> Tensor:
     data = bytearray(serialization.dumps(value, "a value for other ranks"))
     return torch.frombuffer(data, dtype=torch.uint8).to(_device(group))
 
 
-def _device(group: dist.ProcessGroup | None) -> torch.device:
+def _device(group: RankGroup) -> torch.device:
     """The CPU where the group's backend takes its tensors, else the backend's own device."""
     group = group or dist.group.WORLD
     assert group is not None, "no process group is initialised"
@@ -73,7 +76,7 @@ def _device(group: dist.ProcessGroup | None) -> torch.device:
     return torch.device(kinds[0].type, torch.accelerator.current_device_index())
 
 
-def _sizes(body: Tensor, group: dist.ProcessGroup | None) -> list[int]:
+def _sizes(body: Tensor, group: RankGroup) -> list[int]:
     own_size = torch.tensor([len(body)], device=body.device)
     sizes = [torch.zeros_like(own_size) for _ in range(dist.get_world_size(group))]
     dist.all_gather(sizes, own_size, group=group)

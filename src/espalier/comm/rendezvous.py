@@ -29,7 +29,8 @@ def parallel_group(group: dist.ProcessGroup, kind: Traffic, limit: timedelta) ->
     """A Gloo group of the ranks of any group, for encoded messages of one class. These ranks call it alike, others do
     not: its name counts the groups that were made of this one, not, as torch's `new_group` does, all that a rank knows.
     """
-    store, rank = group.get_group_store(), group.rank()
+    store = group.get_group_store()
+    rank = group.rank()
     number = store.add(f"espalier/{kind._value_}/{rank}", 1)
     return gloo(PrefixStore(f"espalier/{kind._value_} {number}", store), rank, group.size(), limit)
 
@@ -69,7 +70,8 @@ def connect(store: Store, rank: int, world: int, *, timeout: float, inner: str =
         near = nearest(inner, INNER)
         raise UserError(f"inner is unknown: {inner!r}.", do=f"use {near!r}" if near else f"use one of {sorted(INNER)}")
     space = PrefixStore("ranks", store)
-    deadline, limit = Deadline(timeout, f"Rank {rank}"), timedelta(seconds=timeout)
+    deadline = Deadline(timeout, f"Rank {rank}")
+    limit = timedelta(seconds=timeout)
     space.set(f"here/{rank}", "")
     space.set_timeout(limit)
     rendezvous_wait.present(space, [f"here/{other}" for other in range(world)], _where(store), deadline)
@@ -118,7 +120,8 @@ def phase(name: str) -> Iterator[None]:
         yield
         return
     watch = channel.line.watch
-    before, watch.phase = watch.phase, name
+    before = watch.phase
+    watch.phase = name
     yield
     watch.phase = before  # after an error the phase stays: it is where the rank was
 
@@ -127,7 +130,8 @@ def _create(options: Any, inner: Any) -> Channel:
     """What torch calls for each new group of backend `espalier`; `inner` is `pg_options`."""
     parent = dist.group.WORLD if dist.is_initialized() else None
     members = tuple(options.global_ranks_in_group) or tuple(range(options.group_size))
-    name, limit = str(options.group_id), options.timeout
+    name = str(options.group_id)
+    limit = options.timeout
     asked = GroupRequest(options.store, options.group_rank, options.group_size, limit, members, name)
     if isinstance(parent, Channel):
         return Channel(asked, INNER[parent.line.inner](asked), parent.line)

@@ -49,7 +49,8 @@ class Deadline:
     """
 
     def __init__(self, seconds: float, waiter: str) -> None:
-        self.seconds, self.waiter = seconds, waiter
+        self.seconds = seconds
+        self.waiter = waiter
         self._end = time.monotonic() + seconds
 
     @property
@@ -168,7 +169,8 @@ def reached(
 
     Raises PeerLost at the deadline: the address, where it came from and why it was not reached.
     """
-    where, given = f"{address[0]}:{address[1]}", f" ({source})" if source else ""
+    where = f"{address[0]}:{address[1]}"
+    given = f" ({source})" if source else ""
     last = "no name server answers, or not that host"
 
     def look() -> T | None:

@@ -124,7 +124,8 @@ class _Connecting:
     def _add(self, count: int, alone: int) -> None:
         with self._changed:
             self._count += count
-            before, self._alone = self._alone, self._alone + alone
+            before = self._alone
+            self._alone = self._alone + alone
             if bool(before) != bool(self._alone):
                 _look_up("files" if self._alone else _configured())
             self._changed.notify_all()

@@ -25,7 +25,8 @@ _LAYOUT = struct.Struct("<4sBBHIIQQQ")
 """Magic, version, raw, bytes of an element, collective, codec, elements, bytes of the second send, checksum of what the
 codec wrote; behind it the checksum of all that."""
 HEADER = _LAYOUT.size + 8
-_MAGIC, _VERSION = b"ESPC", 1
+_MAGIC = b"ESPC"
+_VERSION = 1
 
 
 class WireHeader(NamedTuple):

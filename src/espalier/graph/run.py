@@ -6,21 +6,23 @@ The parts are the adapter of its kind of network, what rounds that network's val
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
+from espalier.graph.data.kept_graph import OtherNodes
 from espalier.graph.networks import compiled_aggregate
 from espalier.graph.sampling.neighbor_sampler import Style
 from espalier.graph.tasks.graph_classification import GraphTask
 from espalier.graph.tasks.link_prediction import LinkTask
 from espalier.graph.tasks.node_classification import NodeTask
+from espalier.parallel.workload import Averages, SummedLoss
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from torch import Tensor, nn
+    from torch import nn
 
-    from espalier.graph.data.graph import Array, Graph, Signs
+    from espalier.graph.data.graph import Graph, Signs
     from espalier.graph.networks.base import MessageBlock
     from espalier.graph.networks.gnn import Gnn
     from espalier.graph.networks.layer_work import Reach
@@ -42,14 +44,14 @@ class GraphRun(Protocol):
     task: Task
     folder: str | Path | None
     frozen: Path | None
-    trained: tuple[int, Array | None] | None
+    trained: OtherNodes
     signs: Signs
     global_batch: int
     nominal_weight: float
     network: NetworkAdapter
     rounding: Rounding
     batching: Any
-    step_loss: Callable[[nn.Module, SubgraphBatch], tuple[Tensor, Tensor]]
+    step_loss: Callable[[nn.Module, SubgraphBatch], SummedLoss]
 
     @property
     def whole_task(self) -> NodeTask:
@@ -64,7 +66,7 @@ class GraphRun(Protocol):
     def placed(self, batch: SubgraphBatch) -> SubgraphBatch:
         """`batch` where the model is."""
 
-    def summary(self, totals: Mapping[str, float]) -> Mapping[str, float]:
+    def summary(self, totals: Averages) -> Averages:
         """As people read them."""
 
     def anatomy(self, micro_batch: Any, recompute: str, precision: str, cut: Cut) -> Anatomy:
@@ -109,7 +111,7 @@ class Rounding:
     def begin(self, model: nn.Module, batch: SubgraphBatch) -> None:
         """Before the loss of a batch of a run on one rank, or on ranks that draw their batches."""
 
-    def loss(self, model: nn.Module, outcome: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    def loss(self, model: nn.Module, outcome: SummedLoss) -> SummedLoss:
         """(sum, weight) of a batch, with what rounding adds to the gradient."""
         return outcome
 

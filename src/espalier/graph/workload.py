@@ -6,17 +6,18 @@ are three objects of their own, which `lookup` finds.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from espalier import recipe as config
 from espalier.graph import lookup
 from espalier.graph.data import kept_graph, sources
-from espalier.graph.data.graph import Array, Graph, Signs, divided, scaled, seen_in_training
+from espalier.graph.data.graph import Graph, Signs, divided, scaled, seen_in_training
+from espalier.graph.data.kept_graph import OtherNodes
 from espalier.graph.networks import graph_plan
 from espalier.graph.networks.layer_work import Reach
 from espalier.graph.parts import partition_folder
@@ -26,7 +27,7 @@ from espalier.graph.tasks import answers, link_prediction, metrics
 from espalier.graph.tasks.graph_classification import GraphTask
 from espalier.graph.tasks.link_prediction import Links, LinkTask
 from espalier.graph.tasks.node_classification import NodeTask
-from espalier.parallel.workload import ALONE, PackStart, Plain, Progress, Shard, Sums, to_device
+from espalier.parallel.workload import ALONE, Averages, PackStart, Plain, Progress, Shard, SummedLoss, Sums, to_device
 from espalier.recipe import Recipe
 from espalier.recipe.cost import Work
 from espalier.recipe.errors import UserError
@@ -59,7 +60,7 @@ class GraphWorkload(Plain):
         self.recipe = recipe
         self.folder = folder
         self.sentences = tuple(sentences)
-        self.trained: tuple[int, Array | None] | None = None
+        self.trained: OtherNodes = None
         """Of the graph that the run was begun on, where it is another: see `kept_graph.other_nodes`."""
         self.signs: Signs = ()
         """See `Rounding.signs`; of the run, where it was begun before."""
@@ -79,7 +80,7 @@ class GraphWorkload(Plain):
         self.rounding = lookup.rounding(recipe)(self)
         self.batching = way(self)
         self.meters = self.batching.meters
-        self.step_loss: Callable[[nn.Module, SubgraphBatch], tuple[Tensor, Tensor]] = self._step_loss
+        self.step_loss: Callable[[nn.Module, SubgraphBatch], SummedLoss] = self._step_loss
         """Of a batch; a mechanism may have another."""
 
     def like(self, recipe: Recipe) -> GraphWorkload:
@@ -138,11 +139,11 @@ class GraphWorkload(Plain):
         """Names of the targets."""
         return [self.task.name(int(item)) for item in self.batching.targets(step, shard)]
 
-    def loss(self, model: nn.Module, batch: SubgraphBatch) -> tuple[Tensor, Tensor]:
+    def loss(self, model: nn.Module, batch: SubgraphBatch) -> SummedLoss:
         """The task's sum of losses, and how many answers it is of."""
         return self.step_loss(model, batch)
 
-    def _step_loss(self, model: nn.Module, batch: SubgraphBatch) -> tuple[Tensor, Tensor]:
+    def _step_loss(self, model: nn.Module, batch: SubgraphBatch) -> SummedLoss:
         return self.rounding.loss(model, self.batching.loss(model, batch))
 
     @property
@@ -159,7 +160,7 @@ class GraphWorkload(Plain):
         """The task's figures with all neighbours; under `test_` those of the test part, which chooses nothing."""
         return self.batching.evaluate(model, shard)
 
-    def summary(self, totals: Mapping[str, float]) -> Mapping[str, float]:
+    def summary(self, totals: Averages) -> Averages:
         """As people read them."""
         return metrics.summary(totals)
 

@@ -14,10 +14,11 @@ from typing import Any, NamedTuple
 
 from espalier.language.row_files import ENDINGS, SourceFile, ending_of
 from espalier.recipe.errors import UserError, missing_extra, nearest
-from espalier.recipe.foreign_files import parsing, printable, read_table, read_text, unused
+from espalier.recipe.foreign_files import JsonObject, parsing, printable, read_table, read_text, unused
 from espalier.recipe.units import plural
 
-README, INFO = "README.md", "dataset_info.json"
+README = "README.md"
+INFO = "dataset_info.json"
 _ABOUT = re.compile(r"(readme(\.\w+)?|licen[cs]e.*|citation.*|notice.*|dataset_(infos?|dict)\.json)", re.IGNORECASE)
 """Names of files that are about the data, and none of it."""
 _SPLITS = {
@@ -30,7 +31,7 @@ _WORD = re.compile(r"[^-._ 0-9/]+")
 _FRONT = re.compile(r"\A---\s*\n(.*?)^---\s*$", re.DOTALL | re.MULTILINE)
 
 _TABLE_KEYS = frozenset({"file_name", "formatting", "ranking", "columns", "tags"})
-Tables = Mapping[str, Mapping[str, Any]]
+Tables = Mapping[str, JsonObject]
 """By name of a file, its entry in LLaMA-Factory's `dataset_info.json`."""
 
 
@@ -92,7 +93,7 @@ def split_of(name: str) -> str:
 # --- README.md of Hugging Face -----------------------------------------------------------------------------------
 
 
-def _configs(root: Path) -> list[Mapping[str, Any]]:
+def _configs(root: Path) -> list[JsonObject]:
     """The `configs` in the front matter of README.md."""
     front = _FRONT.match(read_text(root / README))
     if front is None or "configs:" not in front[1]:
@@ -108,7 +109,7 @@ def _configs(root: Path) -> list[Mapping[str, Any]]:
     return [row for row in rows if row.get("data_files") or row.get("data_dir")]
 
 
-def _configured(root: Path, configs: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+def _configured(root: Path, configs: Sequence[JsonObject]) -> dict[str, str]:
     """The split of each file that the chosen configuration names."""
     config = _default(root, configs)
     splits: dict[str, str] = {}
@@ -121,7 +122,7 @@ def _configured(root: Path, configs: Sequence[Mapping[str, Any]]) -> dict[str, s
     return splits
 
 
-def _data_files(stated: Any) -> list[Mapping[str, Any]]:
+def _data_files(stated: Any) -> list[JsonObject]:
     if isinstance(stated, list) and all(isinstance(part, dict) for part in stated):
         return stated
     if isinstance(stated, dict):
@@ -129,7 +130,7 @@ def _data_files(stated: Any) -> list[Mapping[str, Any]]:
     return [{"split": "train", "path": stated} if stated else {"path": "**/*"}]
 
 
-def _default(root: Path, configs: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+def _default(root: Path, configs: Sequence[JsonObject]) -> JsonObject:
     marked = [config for config in configs if config.get("default") is True]
     named = [config for config in configs if config.get("config_name") == "default"]
     if len(configs) > 1 and not marked and not named:
@@ -144,7 +145,7 @@ def _default(root: Path, configs: Sequence[Mapping[str, Any]]) -> Mapping[str, A
 # --- dataset_info.json of LLaMA-Factory --------------------------------------------------------------------------
 
 
-def tables_of(root: Path) -> dict[str, Mapping[str, Any]]:
+def tables_of(root: Path) -> dict[str, JsonObject]:
     """What `dataset_info.json` in a folder says of the files there, by their names. Raises UserError."""
     file = root / INFO
     if not file.is_file():

@@ -15,7 +15,7 @@ from espalier.language.operation_counts import DecoderLoad
 from espalier.language.tokenizer import Tokenizer
 from espalier.parallel.attend import Where
 from espalier.parallel.sequence_slots import SequenceSlots, shares_of
-from espalier.parallel.workload import Pieces, Plain, Role, Shard, Skeleton
+from espalier.parallel.workload import Averages, Pieces, Plain, Role, Shard, Skeleton
 from espalier.recipe import Decoder, Gpt, Moe, Recipe
 from espalier.recipe.cost import Anatomy, Work
 from espalier.recipe.decoder_shapes import sizes
@@ -90,7 +90,8 @@ class DecoderWorkload(Plain):
 
     def skeleton(self) -> Skeleton:
         """The decoder on the meta device but for its positions, and its weights one by one."""
-        model, seed = new_model(self.options, self.recipe.train.seed, torch.device("meta")), self.recipe.train.seed
+        model = new_model(self.options, self.recipe.train.seed, torch.device("meta"))
+        seed = self.recipe.train.seed
         model.rotation.to_empty(device="cpu")
         if self.options.initial is not None:
             from espalier.language import hf
@@ -136,7 +137,7 @@ class DecoderWorkload(Plain):
         """Activation checkpointing of the layers."""
         gpt.recompute(model, mode)
 
-    def summary(self, totals: Mapping[str, float]) -> Mapping[str, float]:
+    def summary(self, totals: Averages) -> Averages:
         """Loss, bits per byte and perplexity."""
         loss = totals["loss"]
         return {

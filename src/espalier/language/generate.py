@@ -72,7 +72,8 @@ class Decoding:
         if self._cache is None:
             self._unread, padding = padded(list(self.rows.values()), device)
             self._cache = Cache(self.model.size.layers, padding)
-        fresh, self._unread = self._unread[:, :READ], self._unread[:, READ:]
+        fresh = self._unread[:, :READ]
+        self._unread = self._unread[:, READ:]
         logits = self.model(fresh, self._cache, last=1)[:, -1]
         if self._unread.numel():
             return {}
@@ -81,7 +82,8 @@ class Decoding:
         for number, (token, _) in tokens.items():
             self.rows[number].append(token)
             if len(self.rows[number]) > context:
-                self.rows[number], self._cache = after_forgetting(self.rows[number], context), None
+                self.rows[number] = after_forgetting(self.rows[number], context)
+                self._cache = None
         self._unread = torch.tensor([[token] for token, _ in tokens.values()], device=device)
         return tokens
 
@@ -115,13 +117,16 @@ class _Draw:
     """Picks a token from logits. Has state: the random generator (on the CPU, so that devices draw alike)."""
 
     def __init__(self, sampling: Sampling) -> None:
-        self.sampling, self.generator = sampling, torch.Generator().manual_seed(sampling.seed)
+        self.sampling = sampling
+        self.generator = torch.Generator().manual_seed(sampling.seed)
 
     def __call__(self, logits: Tensor) -> int:
         """The next token of `logits` `[vocabulary]`."""
         if self.sampling.temperature < COLDEST:
             return int(logits.argmax())
-        logits, top_k, top_p = logits.cpu().double(), self.sampling.top_k, self.sampling.top_p
+        logits = logits.cpu().double()
+        top_k = self.sampling.top_k
+        top_p = self.sampling.top_p
         logits /= self.sampling.temperature
         if top_k is not None and top_k < len(logits):
             logits = logits.masked_fill(logits < logits.topk(top_k).values[-1], -torch.inf)
@@ -166,14 +171,16 @@ class WrittenText:
     """What one row has written. Has state."""
 
     def __init__(self, tokenizer: Tokenizer, sampling: Sampling, endings: Sequence[Sequence[int]]) -> None:
-        self.tokenizer, self.sampling = tokenizer, sampling
+        self.tokenizer = tokenizer
+        self.sampling = sampling
         self.endings = [list(ending) for ending in endings]
         self.tokens: list[int] = []
         self.shown = 0
 
     def add(self, row: int, token: int, logits: Tensor) -> TextPiece:
         """What `token` adds."""
-        tokens, stops = self.tokens, self.sampling.stop
+        tokens = self.tokens
+        stops = self.sampling.stop
         tokens.append(token)
         ended = max((len(ending) for ending in self.endings if tokens[-len(ending) :] == ending), default=0)
         finish = "stop" if ended else "length" if len(tokens) == self.sampling.tokens else None
@@ -181,11 +188,13 @@ class WrittenText:
         text = self.tokenizer.decode(tokens[: len(tokens) - hidden])
         places = [text.index(stop) for stop in stops if stop in text]
         if places:
-            text, finish = text[: min(places)], "stop"
+            text = text[: min(places)]
+            finish = "stop"
         elif not finish:
             text = text.rstrip("\N{REPLACEMENT CHARACTER}")  # of a character that is still incomplete
             text = text[: len(text) - _begun(text, stops)]
-        fresh, self.shown = text[self.shown :], max(self.shown, len(text))
+        fresh = text[self.shown :]
+        self.shown = max(self.shown, len(text))
         wanted = self.sampling.logprobs
         score = None if wanted is None or ended else _score(self.tokenizer, token, logits, wanted)
         return TextPiece(row, fresh, finish, 1, score)

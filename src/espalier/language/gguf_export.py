@@ -10,16 +10,16 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from espalier.language import gguf_file, gpt, hf, hf_config
 from espalier.language.attention_variants import rates
 from espalier.language.decoder_workload import new_model
+from espalier.language.gguf_header import Array
 from espalier.language.tokenizer_files import TOKENIZER
 from espalier.recipe import cache_dir
 from espalier.recipe.decoder_shapes import DecoderSizes
 from espalier.recipe.errors import UserError
-from espalier.recipe.foreign_files import decoded
+from espalier.recipe.foreign_files import JsonObject, decoded
 
 _BLOCK = 32
 """Columns that share a scale in Q8_0 and Q4_0."""
@@ -51,7 +51,9 @@ def export(model: gpt.GPT, tokenizer: Any, template: str | None, target: Path, k
 
 def _refuse_foreign(size: DecoderSizes) -> None:
     """What the fields of the architectures that are written cannot say."""
-    rope, gemma2, kind = size.rope, size.family == "gemma2", _kind(size)
+    rope = size.rope
+    gemma2 = size.family == "gemma2"
+    kind = _kind(size)
     stretched = rope is not None and (
         architecture(size) != "llama"
         if rope.kind == "llama3"
@@ -94,12 +96,13 @@ def _order(size: DecoderSizes) -> gguf_file.Order:
     return gguf_file.Order(_kind(size), size.heads, size.kv_heads)
 
 
-def _exported(model: gpt.GPT, kind: str) -> dict[str, tuple[NDArray[Any], Any]]:
+def _exported(model: gpt.GPT, kind: str) -> dict[str, tuple[Array, Any]]:
     """GGUF's name to (the values as stored, their type)."""
     import gguf as library
 
     size = model.size
-    types, named = library.GGMLQuantizationType, hf_config.kind_of(size)
+    types = library.GGMLQuantizationType
+    named = hf_config.kind_of(size)
     given = {hf.renamed(name, named): value.float().cpu().numpy() for name, value in model.state_dict().items()}
     arrays = _order(size).joined(given)
     if size.rope is not None and size.rope.kind == "llama3":
@@ -116,7 +119,8 @@ def _exported(model: gpt.GPT, kind: str) -> dict[str, tuple[NDArray[Any], Any]]:
 def _words(tokenizer: Any) -> dict[str, Any]:
     """What GGUF says of a byte-level BPE: tokens, types, merges, special tokens, and how text is split."""
     table = json.loads(decoded(tokenizer.files.contents[TOKENIZER], TOKENIZER))
-    model, split = table["model"], table.get("pre_tokenizer")
+    model = table["model"]
+    split = table.get("pre_tokenizer")
     known = next((name for name, known in gguf_file.SPLITS.items() if _same(known, split)), None)
     if not model.get("merges") and model.get("type") == "BPE":
         known = "gpt-2"  # without merges it does not matter where text is split
@@ -158,13 +162,14 @@ def _same(first: Any, other: Any) -> bool:
 def _write(
     file: Path,
     model: gpt.GPT,
-    words: Mapping[str, Any],
+    words: JsonObject,
     template: str | None,
-    tensors: Mapping[str, tuple[NDArray[Any], Any]],
+    tensors: Mapping[str, tuple[Array, Any]],
 ) -> None:
     import gguf
 
-    size, writer = model.size, gguf.GGUFWriter(file, architecture(model.size))
+    size = model.size
+    writer = gguf.GGUFWriter(file, architecture(model.size))
     writer.add_block_count(size.layers)
     writer.add_context_length(size.context)
     writer.add_embedding_length(size.width)
@@ -225,7 +230,7 @@ def _write_variants(writer: Any, size: DecoderSizes) -> None:
 
 
 @torch.no_grad()
-def _compare(file: Path, model: gpt.GPT, wanted: Mapping[str, tuple[NDArray[Any], Any]]) -> float:
+def _compare(file: Path, model: gpt.GPT, wanted: Mapping[str, tuple[Array, Any]]) -> float:
     """Reads the file back. Raises OSError where logits are not those of what was written."""
     import gguf as library
 
@@ -237,7 +242,8 @@ def _compare(file: Path, model: gpt.GPT, wanted: Mapping[str, tuple[NDArray[Any]
     if {name for name, _ in tensors} != set(wanted):
         raise OSError("the file was read back with other tensors")
     size = model.size
-    order, named = _order(size), hf_config.kind_of(size)
+    order = _order(size)
+    named = hf_config.kind_of(size)
     again = new_model(hf.options_of(size), 0, torch.device("cpu"))
     parts = (part for name, value in tensors for part in order.split(name, value, file))
     again.load_state_dict({hf.ours(name, named): value for name, value in parts})

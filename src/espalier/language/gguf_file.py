@@ -21,14 +21,14 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from espalier.language import gguf_header, hf_config
-from espalier.language.gguf_header import AGAIN, GgufFields, TensorPlace
+from espalier.language.gguf_header import AGAIN, Array, GgufFields, TensorPlace
 from espalier.language.hf_config import Real, Whole
 from espalier.language.tokenizer import prefix_processor
 from espalier.machine.resource_limits import refuse_large
 from espalier.recipe import cache_dir
 from espalier.recipe.data_table import data_table
 from espalier.recipe.errors import UserError
-from espalier.recipe.foreign_files import parsing, printable, unused
+from espalier.recipe.foreign_files import JsonObject, parsing, printable, unused
 
 SUFFIX = ".gguf"
 NOTES = "notes.json"
@@ -99,7 +99,7 @@ def _convert(file: Path, folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
-def opened(file: Path) -> tuple[Mapping[str, Any], list[tuple[str, NDArray[Any]]]]:
+def opened(file: Path) -> tuple[JsonObject, list[tuple[str, Array]]]:
     """The fields of a file, and its tensors as float32. Raises UserError."""
     import gguf
 
@@ -116,13 +116,14 @@ def _stored_size(place: TensorPlace, library: Any) -> int:
     return math.prod(place.shape) // block * size
 
 
-def _values(file: Path, place: TensorPlace, content: NDArray[np.uint8], library: Any) -> NDArray[Any]:
+def _values(file: Path, place: TensorPlace, content: NDArray[np.uint8], library: Any) -> Array:
     kinds = {int(kind): kind for kind in library.GGMLQuantizationType}
     kind = kinds.get(place.kind)
     try:
         if kind is None:
             raise RuntimeError("of no known type")
-        rows, columns = math.prod(place.shape[:-1]), place.shape[-1]
+        rows = math.prod(place.shape[:-1])
+        columns = place.shape[-1]
         wanted = _stored_size(place, library)
         if columns % library.GGML_QUANT_SIZES[kind][0] or place.start + wanted > len(content):
             raise UserError(f"{file} is cut off: {printable(place.name)} ends after it.", do=AGAIN)
@@ -137,9 +138,7 @@ def _values(file: Path, place: TensorPlace, content: NDArray[np.uint8], library:
     return np.asarray(value.reshape(place.shape).astype(np.float32))
 
 
-def _config(
-    fields: Mapping[str, Any], file: Path, tensors: Mapping[str, NDArray[Any]]
-) -> tuple[dict[str, Any], list[str]]:
+def _config(fields: JsonObject, file: Path, tensors: Mapping[str, Array]) -> tuple[dict[str, Any], list[str]]:
     """`config.json`, and what of the fields was not used."""
     name = str(fields.get("general.architecture"))
     metadata = GgufFields(file, fields, name)
@@ -149,7 +148,8 @@ def _config(
         raise UserError(
             f"{file} holds a {printable(name)!r} model.", why=f"of GGUF files {known} are read", do="another file"
         )
-    heads, width = metadata.get("attention.head_count", Whole), metadata.get("embedding_length", Whole)
+    heads = metadata.get("attention.head_count", Whole)
+    width = metadata.get("embedding_length", Whole)
     head = metadata.get("attention.key_length", Whole, max(1, width // heads))
     config = {
         "architectures": [hf_config.FAMILIES[kind]],
@@ -201,8 +201,9 @@ _SAID_OTHERWISE = ("vocab_size", "expert_feed_forward_length", "expert_shared_fe
 _KINDS = {architecture.name: kind for kind, architecture in ARCHITECTURES.items() if kind != "mixtral"}
 
 
-def _experts(kind: str, metadata: GgufFields, tensors: Mapping[str, NDArray[Any]], file: Path) -> dict[str, Any]:
-    count, active = metadata.get("expert_count", Whole), metadata.get("expert_used_count", Whole)
+def _experts(kind: str, metadata: GgufFields, tensors: Mapping[str, Array], file: Path) -> dict[str, Any]:
+    count = metadata.get("expert_count", Whole)
+    active = metadata.get("expert_used_count", Whole)
     if kind == "mixtral":
         return {"num_local_experts": count, "num_experts_per_tok": active}
     if missing := {"blk.0.ffn_up_exps.weight", *_SHARED_UP.get(kind, ())} - set(tensors):
@@ -217,7 +218,7 @@ def _experts(kind: str, metadata: GgufFields, tensors: Mapping[str, NDArray[Any]
 _SHARED_UP = {"qwen2_moe": ("blk.0.ffn_up_shexp.weight",)}
 
 
-def _gemma2(metadata: GgufFields, config: Mapping[str, Any]) -> dict[str, Any]:
+def _gemma2(metadata: GgufFields, config: JsonObject) -> dict[str, Any]:
     large = config["num_hidden_layers"] == LARGEST_GEMMA2
     return {
         "query_pre_attn_scalar": config["hidden_size"] / config["num_attention_heads"] if large else config["head_dim"],
@@ -242,7 +243,7 @@ def _scaling(metadata: GgufFields) -> dict[str, Any]:
     return {"rope_scaling": scaling}
 
 
-def _llama3(table: NDArray[Any], metadata: GgufFields, config: Mapping[str, Any], file: Path) -> dict[str, Any]:
+def _llama3(table: Array, metadata: GgufFields, config: JsonObject, file: Path) -> dict[str, Any]:
     """The options of Llama 3's positions whose factors are `table`; its ramp is a line over turns. Raises UserError."""
     original = metadata.get("rope.scaling.original_context_length", Whole, 8192)
     factor = float(table.max())
@@ -251,7 +252,8 @@ def _llama3(table: NDArray[Any], metadata: GgufFields, config: Mapping[str, Any]
     with np.errstate(all="ignore"):
         unstretched = (1 / table.astype(np.float64) - 1 / factor) / (1 - 1 / factor)
     inside = np.flatnonzero((unstretched > 1e-6) & (unstretched < 1 - 1e-6))
-    low, high = 1.0, 4.0
+    low = 1.0
+    high = 4.0
     if len(inside) > 1:
         slope, offset = np.polyfit(turns[inside], unstretched[inside], 1)
         low, high = (float(f"{(edge - offset) / slope:.4g}") for edge in (0.0, 1.0))
@@ -288,18 +290,20 @@ class Order(NamedTuple):
         """What norms have more in a file."""
         return 1.0 if self.kind.startswith("gemma") else 0.0
 
-    def split(self, name: str, value: NDArray[Any], file: Path) -> list[tuple[str, Tensor]]:
+    def split(self, name: str, value: Array, file: Path) -> list[tuple[str, Tensor]]:
         """The tensors, by Hugging Face's names, that are `name` in `file`. Raises UserError for one without a place."""
         if name == FREQUENCIES:
             return []
-        parts, pattern = name.split("."), _pattern(name)
+        parts = name.split(".")
+        pattern = _pattern(name)
         theirs = ARCHITECTURES[self.kind].names.get(pattern)
         if theirs is None:
             raise UserError(
                 f"{printable(file)} holds the tensor {printable(name)}, which this decoder does not have.",
                 do="another model",
             )
-        layer, parent = [part for part in parts if part.isdigit()], parts[-2]
+        layer = [part for part in parts if part.isdigit()]
+        parent = parts[-2]
         if theirs.count("{}") > 1:
             return [(theirs.format(*layer, at), torch.from_numpy(expert.copy())) for at, expert in enumerate(value)]
         if parent in self.permuted and value.ndim > 1:
@@ -310,14 +314,15 @@ class Order(NamedTuple):
             value = value.reshape(1, -1)
         return [(theirs.format(*layer), torch.from_numpy(np.ascontiguousarray(value)))]
 
-    def joined(self, tensors: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
+    def joined(self, tensors: Mapping[str, Array]) -> dict[str, Array]:
         """What `split` takes apart, from float32 `tensors` by Hugging Face's names. Raises KeyError for a name without
         a place."""
         ours = {theirs: name for name, theirs in ARCHITECTURES[self.kind].names.items()}
-        joined: dict[str, NDArray[Any]] = {}
-        stacks: dict[str, list[NDArray[Any]]] = {}
+        joined: dict[str, Array] = {}
+        stacks: dict[str, list[Array]] = {}
         for theirs, value in tensors.items():
-            numbers, name = [part for part in theirs.split(".") if part.isdigit()], ours[_pattern(theirs)]
+            numbers = [part for part in theirs.split(".") if part.isdigit()]
+            name = ours[_pattern(theirs)]
             parent = name.split(".")[-2]
             name = name.format(*numbers[:1])
             if len(numbers) > 1:
@@ -337,7 +342,7 @@ def _pattern(name: str) -> str:
     return ".".join("{}" if part.isdigit() else part for part in name.split("."))
 
 
-def interleaved(weight: NDArray[Any], heads: int, back: bool = False) -> NDArray[Any]:
+def interleaved(weight: Array, heads: int, back: bool = False) -> Array:
     """Rows of queries or keys [heads * size, in] as llama.cpp has them; `back`: as Hugging Face has them."""
     half = weight.shape[0] // heads // 2
     shape = (heads, half, 2, -1) if back else (heads, 2, half, -1)
@@ -358,7 +363,8 @@ _ADDS_BOS = ("llama-bpe",)
 def _tokenizer(fields: GgufFields, file: Path, folder: Path) -> None:
     """Writes the tokenizer of the file, or the one beside it where the file's own is not read."""
     tokenizer_file = file.with_name("tokenizer.json")
-    model, split = fields.get("ggml.model", str), fields.get("ggml.pre", str, "default")
+    model = fields.get("ggml.model", str)
+    split = fields.get("ggml.pre", str, "default")
     tokens = fields.get("ggml.tokens", list[str])
     stated: dict[str, Any] = {}
     for role, name in SPECIAL.items():
@@ -386,7 +392,8 @@ def _tokenizer(fields: GgufFields, file: Path, folder: Path) -> None:
 
 
 def _table(fields: GgufFields, split: dict[str, Any]) -> dict[str, Any]:
-    tokens, kinds = fields.get("ggml.tokens", list[str]), fields.get("ggml.token_type", list[int])
+    tokens = fields.get("ggml.tokens", list[str])
+    kinds = fields.get("ggml.token_type", list[int])
     if len(kinds) != len(tokens):
         raise UserError(f"{fields.file} has {len(tokens)} tokens and {len(kinds)} types of them.", do=AGAIN)
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)

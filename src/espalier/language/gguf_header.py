@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,14 +15,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from espalier.recipe.errors import UserError
-from espalier.recipe.foreign_files import parsing, printable
+from espalier.recipe.foreign_files import JsonObject, parsing, printable
 
 AGAIN = "download it again"
-_TEXT, _ARRAY = 8, 9
+_TEXT = 8
+_ARRAY = 9
 _FORMS = dict(zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIif?Qqd", strict=True))
 """Number of a type to its form in `struct`."""
 _LARGEST = 1 << 48
 """Values of a tensor, at most."""
+
+
+Array = NDArray[Any]
 
 
 class TensorPlace(NamedTuple):
@@ -38,7 +41,7 @@ class TensorPlace(NamedTuple):
 class GgufHeader(NamedTuple):
     """What a file says before its data, and all its bytes (mapped, uint8)."""
 
-    fields: Mapping[str, Any]
+    fields: JsonObject
     tensors: tuple[TensorPlace, ...]
     content: NDArray[np.uint8]
 
@@ -50,7 +53,8 @@ def read(file: Path) -> GgufHeader:
         if cursor.take(4) != b"GGUF" or cursor.number("I") not in (2, 3):
             what = f"{printable(file)} is no GGUF file: it does not begin with GGUF and version 2 or 3, little endian."
             raise UserError(what, do=AGAIN)
-        tensors, fields = cursor.count(), cursor.count()
+        tensors = cursor.count()
+        fields = cursor.count()
         pairs = [(cursor.text(), cursor.value(cursor.number("I"))) for _ in range(fields)]
         places = [cursor.place() for _ in range(tensors)]
         known = dict(pairs)
@@ -67,11 +71,13 @@ class _Cursor:
     """Reads one value after the other. Has state: the position. Raises ValueError."""
 
     def __init__(self, content: NDArray[np.uint8]) -> None:
-        self.content, self.at = content, 0
+        self.content = content
+        self.at = 0
 
     def place(self) -> TensorPlace:
         """The place of a tensor, from the first byte of the data."""
-        name, dimensions = self.text(), self.number("I")
+        name = self.text()
+        dimensions = self.number("I")
         shape = tuple(self.number("Q") for _ in range(min(dimensions, 5)))[::-1]
         if not 0 < dimensions < 5 or not 0 < math.prod(shape) < _LARGEST:
             raise ValueError(f"{name} has the shape {shape}")
@@ -83,7 +89,8 @@ class _Cursor:
             return self.text()
         if kind != _ARRAY:
             return self.number(_FORMS[kind])
-        inner, size = self.number("I"), self.count()
+        inner = self.number("I")
+        size = self.count()
         return [self.value(inner) for _ in range(size)]
 
     def text(self) -> str:
@@ -112,8 +119,10 @@ class _Cursor:
 class GgufFields:
     """The fields of a file of one architecture, by names without it. `used`: those that were asked for."""
 
-    def __init__(self, file: Path, fields: Mapping[str, Any], architecture: str) -> None:
-        self.file, self.fields, self.prefix = file, fields, f"{architecture}."
+    def __init__(self, file: Path, fields: JsonObject, architecture: str) -> None:
+        self.file = file
+        self.fields = fields
+        self.prefix = f"{architecture}."
         self.used: set[str] = set()
 
     def __contains__(self, key: str) -> bool:

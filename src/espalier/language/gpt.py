@@ -48,7 +48,8 @@ class RMSNorm(nn.Module):
 
     def __init__(self, width: int, epsilon: float, offset: float = 0.0) -> None:
         super().__init__()
-        self.epsilon, self.offset = epsilon, offset
+        self.epsilon = epsilon
+        self.offset = offset
         self.weight = nn.Parameter(torch.full((width,), 1.0 - offset))
 
     def forward(self, x: Float[Tensor, "*batch width"]) -> Float[Tensor, "*batch width"]:
@@ -81,7 +82,8 @@ class Rotation(nn.Module):
         if self.cos.is_meta:
             return
         place: dict[str, Any] = {"dtype": torch.float64, "device": self.cos.device}
-        theta, head_size = self.size.rope_theta, self.size.head_size
+        theta = self.size.rope_theta
+        head_size = self.size.head_size
         turning, sharper = rates(self.size, theta ** (-torch.arange(0, head_size, 2, **place) / head_size))
         angles = torch.outer(torch.arange(self.cos.shape[0], **place), turning)
         self.cos.copy_(sharper * angles.cos())
@@ -124,7 +126,8 @@ class CausalAttention(nn.Module):
             project(x).unflatten(-1, (-1, self.head_size)) for project in (self.query, self.key, self.value)
         )
         if self.query_norm is not None and self.key_norm is not None:
-            query, key = self.query_norm(query), self.key_norm(key)
+            query = self.query_norm(query)
+            key = self.key_norm(key)
         query, key, value = (part.transpose(1, 2) for part in (_turned(query, turn), _turned(key, turn), value))
         if past is not None:
             key, value = past.extend(key, value)
@@ -352,7 +355,8 @@ class Heads(NamedTuple):
 
     def queries(self, rank: int, ranks: int) -> tuple[int, int]:
         """Columns of the query (and rows of the output) that a rank has; none where heads do not suffice."""
-        each, copies = self.query // self.kv, self.copies(ranks)
+        each = self.query // self.kv
+        copies = self.copies(ranks)
         first, last = self.keys(rank, ranks)
         if copies == 1 or first == last:
             return first * each, last * each
@@ -443,7 +447,8 @@ _MODES: dict[str, Through] = {"none": plainly, "block": _block, "selective": _se
 
 def work(setting: DecoderLoad) -> Anatomy:
     """Operations and bytes of one micro-batch on one rank (see `language.operation_counts`)."""
-    size, compute = setting.size, setting.compute
+    size = setting.size
+    compute = setting.compute
     inner = size.feed_forward / setting.cut.tensor
     gate_up = Product(setting.tokens, size.width, inner, 2)
     down = Product(setting.tokens, inner, size.width)

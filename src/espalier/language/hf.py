@@ -11,7 +11,7 @@ import math
 import re
 import shutil
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -32,7 +32,7 @@ from espalier.recipe import cache_dir
 from espalier.recipe.data_table import data_table
 from espalier.recipe.decoder_shapes import ROUTING, DecoderSizes
 from espalier.recipe.errors import UserError
-from espalier.recipe.foreign_files import parsing, printable, read_table, unused
+from espalier.recipe.foreign_files import JsonObject, parsing, printable, read_table, unused
 from espalier.recipe.units import plural
 
 FILE_BYTES = 5 * 10**9
@@ -41,7 +41,8 @@ FILE_BYTES = 5 * 10**9
 INDEX = "model.safetensors.index.json"
 _WEIGHTS = "model.safetensors"
 _FOLDER = "give a folder with config.json and safetensors, or download it again"
-_HEAD, _TABLE = "lm_head.weight", "model.embed_tokens.weight"
+_HEAD = "lm_head.weight"
+_TABLE = "model.embed_tokens.weight"
 _BUFFER = re.compile(r"\.(rotary_emb\.(inv_freq|cos_cached|sin_cached)|attn\.(bias|masked_bias))$")
 """Tensors that are computed, not trained."""
 _LAYER = re.compile(r"^blocks\.(\d+)\.")
@@ -65,7 +66,6 @@ class SavedTokenizer(Protocol):
 
     def save(self, folder: Path) -> None:
         """Writes its files into `folder`."""
-        ...
 
 
 # --- out ---------------------------------------------------------------------------------------------------------
@@ -85,7 +85,8 @@ def export(model: GPT, tokenizer: SavedTokenizer, folder: str | Path) -> None:
             if model.size.bias
             else "model.family and model.shared of Mixtral or of Qwen",
         )
-    names, state = _theirs(hf_config.kind_of(model.size)), model.state_dict()
+    names = _theirs(hf_config.kind_of(model.size))
+    state = model.state_dict()
     tensors = {_renamed(name, names): value.detach().cpu().contiguous() for name, value in state.items()}
     dtype = str(tensors["model.norm.weight"].dtype).removeprefix("torch.")
     token_ids = getattr(tokenizer, "token_ids", dict[str, Any])()
@@ -116,7 +117,7 @@ def copy(folder: Path, target: Path) -> None:
         shutil.copyfile(file, target / file.name)
 
 
-def _write(folder: Path, tensors: Mapping[str, Tensor], table: Mapping[str, Any]) -> None:
+def _write(folder: Path, tensors: Mapping[str, Tensor], table: JsonObject) -> None:
     files = _split(tensors)
     for name, part in files.items():
         save_file(part, folder / name, metadata={"format": "pt"})
@@ -167,7 +168,8 @@ def load(folder: str | Path, dtype: torch.dtype) -> tuple[config.Decoder, dict[s
     Raises UserError naming the file, setting or tensor that this decoder cannot take over.
     """
     model = options(folder)
-    state, names = {}, _ours(hf_config.kind_of(model))
+    state = {}
+    names = _ours(hf_config.kind_of(model))
     tensors = _wanted(_stored(opened(folder)), model)
     refuse_large(f"{folder}", sum(math.prod(stored.shape) for stored in tensors.values()) * dtype.itemsize)
     for name, place in tensors.items():
@@ -276,7 +278,8 @@ def _refuse_differing(folder: str | Path, model: config.Decoder, tensors: Mappin
         small = model.changed(depth=1, context=2)
         with torch.device("meta"):
             layer = MOE(small) if isinstance(small, config.Moe) else GPT(small)
-    names, depth = _ours(hf_config.kind_of(model)), model.depth
+    names = _ours(hf_config.kind_of(model))
+    depth = model.depth
     given = {_renamed(name, names): tensor for name, tensor in tensors.items()}
     layers = {int(match[1]) for name in given if (match := _LAYER.match(name))}
     shapes = {
@@ -286,13 +289,7 @@ def _refuse_differing(folder: str | Path, model: config.Decoder, tensors: Mappin
     }
     differing = [
         *([] if len(layers) == depth else [f"it has {len(layers)} layers, and its {CONFIG} says {depth}"]),
-        *(f"{name} is missing" for name in shapes if name not in given),
-        *(f"{printable(name)} is not known" for name in given if name not in shapes),
-        *(
-            f"{name} is {list(given[name].shape)}, and its {CONFIG} says {list(shape)}"
-            for name, shape in shapes.items()
-            if name in given and given[name].shape != shape
-        ),
+        *differences(given, shapes, f"and its {CONFIG} says"),
         *(
             f"{name} is {stored.dtype}, which is not read"
             for name, stored in given.items()
@@ -307,10 +304,20 @@ def _refuse_differing(folder: str | Path, model: config.Decoder, tensors: Mappin
         )
 
 
+def differences(given: Mapping[str, StoredTensor], shapes: Mapping[str, tuple[int, ...]], origin: str) -> Iterator[str]:
+    """What of the tensors `given` has other names or shapes than `shapes`, which have their `origin`."""
+    yield from (f"{name} is missing" for name in shapes if name not in given)
+    yield from (f"{printable(name)} is not known" for name in given if name not in shapes)
+    for name, shape in shapes.items():
+        if name in given and given[name].shape != shape:
+            yield f"{name} is {list(given[name].shape)}, {origin} {list(shape)}"
+
+
 def notes(folder: str | Path) -> list[str]:
     """What of a folder of weights is not used, and what is read as something else."""
     home = opened(folder)
-    table, tensors = read_table(home / CONFIG, _FOLDER), _stored(home)
+    table = read_table(home / CONFIG, _FOLDER)
+    tensors = _stored(home)
     sentences = [f"{name} of {folder}" for name in hf_config.unused_keys(table)]
     if table.get("tie_word_embeddings") and _HEAD in tensors and _own_head(tensors):
         sentences.append(
@@ -430,7 +437,8 @@ def _pattern(name: str) -> str:
 
 
 def _renamed(name: str, table: Mapping[str, str]) -> str:
-    numbers, pattern = re.findall(r"(?<=\.)\d+(?=\.)", name), _pattern(name)
+    numbers = re.findall(r"(?<=\.)\d+(?=\.)", name)
+    pattern = _pattern(name)
     return table[pattern].format(*numbers) if pattern in table else name
 
 
@@ -438,5 +446,5 @@ def _bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def _json(path: Path, table: Mapping[str, Any]) -> None:
+def _json(path: Path, table: JsonObject) -> None:
     path.write_text(json.dumps(table, indent=2) + "\n", encoding="utf-8")

@@ -15,7 +15,7 @@ from espalier import recipe as config
 from espalier.recipe.data_table import data_table
 from espalier.recipe.decoder_shapes import DecoderSizes, Rope
 from espalier.recipe.errors import UserError
-from espalier.recipe.foreign_files import parsing, printable, unused
+from espalier.recipe.foreign_files import JsonObject, parsing, printable, unused
 
 CONFIG = "config.json"
 _GELU = "gelu_pytorch_tanh"
@@ -24,13 +24,13 @@ FAMILIES: Mapping[str, str] = _TABLES["families"]
 """`model_type` and class."""
 QWEN_MOE = {"qwen2": "qwen2_moe", "qwen3": "qwen3_moe"}
 """Family to `model_type`."""
-_DEFAULTS: Mapping[str, Mapping[str, Any]] = _TABLES["defaults"]
+_DEFAULTS: Mapping[str, JsonObject] = _TABLES["defaults"]
 
 
 # --- out ---------------------------------------------------------------------------------------------------------
 
 
-def table_of(size: DecoderSizes, token_ids: Mapping[str, Any], dtype: str) -> dict[str, Any]:
+def table_of(size: DecoderSizes, token_ids: JsonObject, dtype: str) -> dict[str, Any]:
     """`config.json` of a decoder of `size` whose weights are `dtype`. `token_ids`: `bos_token_id` and such."""
     kind = kind_of(size)
     table = {
@@ -98,7 +98,8 @@ def kind_of(size: DecoderSizes | config.Decoder) -> str:
 
 def mixture_refusal(size: DecoderSizes) -> str | None:
     """Why a mixture of `size` has no `model_type`; None: it has one."""
-    kind, family = kind_of(size), size.family
+    kind = kind_of(size)
+    family = size.family
     if size.experts == 1:
         return None
     if size.bias:
@@ -136,7 +137,7 @@ _FOREIGN = _TABLES["foreign"]
 _OF_GEMMA2 = ("attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar")
 
 
-def unused_keys(table: Mapping[str, Any]) -> list[str]:
+def unused_keys(table: JsonObject) -> list[str]:
     """Notes on the keys of a `config.json` that are not used; those whose value is empty are left out."""
     return [
         unused("key", name, f"{CONFIG} says {printable(table[name], 60)}")
@@ -156,11 +157,11 @@ def _typed(kind: Any, name: str, value: Any) -> Any:
         raise ValueError(f"{name} = {printable(value)} ({error})") from None
 
 
-def _whole(table: Mapping[str, Any], name: str) -> int:
+def _whole(table: JsonObject, name: str) -> int:
     return int(_typed(Whole, name, table[name]))
 
 
-def options(table: Mapping[str, Any], folder: str) -> config.Decoder:
+def options(table: JsonObject, folder: str) -> config.Decoder:
     """The model options that `table` says, every one of them set; its `model_type` is one of `FAMILIES`.
 
     Raises UserError naming a setting that this decoder does not have.
@@ -170,7 +171,8 @@ def options(table: Mapping[str, Any], folder: str) -> config.Decoder:
     with parsing(f"{folder}/{CONFIG}", "download the folder again"):
         try:
             _refuse_foreign(table, kind, folder)
-            width, heads = _whole(table, "hidden_size"), _whole(table, "num_attention_heads")
+            width = _whole(table, "hidden_size")
+            heads = _whole(table, "num_attention_heads")
             head = _whole(table, "head_dim") if table.get("head_dim") else width // heads
             kv_heads = _whole(table, "num_key_value_heads") if table.get("num_key_value_heads") else heads
             if heads % kv_heads or head < 2 or head % 2:
@@ -192,7 +194,8 @@ def options(table: Mapping[str, Any], folder: str) -> config.Decoder:
                 "head_size": head if head * heads != width else None,
             }
             if kind == "mixtral":
-                experts, active = _whole(table, "num_local_experts"), _whole(table, "num_experts_per_tok")
+                experts = _whole(table, "num_local_experts")
+                active = _whole(table, "num_experts_per_tok")
                 return config.Moe(**shared, experts=experts, active=active)
             if kind in QWEN_MOE.values():
                 shared |= {"feed_forward": _whole(table, "moe_intermediate_size"), "family": kind.removesuffix("_moe")}
@@ -217,16 +220,17 @@ def options(table: Mapping[str, Any], folder: str) -> config.Decoder:
             raise UserError(f"{folder}/{CONFIG} does not say {missing}.") from None
 
 
-def _rope(table: Mapping[str, Any]) -> Mapping[str, Any]:
+def _rope(table: JsonObject) -> JsonObject:
     return table.get("rope_scaling") or table.get("rope_parameters") or {}  # in this order, as transformers
 
 
-def _rope_kind(table: Mapping[str, Any]) -> str:
+def _rope_kind(table: JsonObject) -> str:
     return str(_rope(table).get("rope_type", _rope(table).get("type", "default")))
 
 
-def _rope_options(table: Mapping[str, Any]) -> Rope | None:
-    kind, given = _rope_kind(table), _rope(table)
+def _rope_options(table: JsonObject) -> Rope | None:
+    kind = _rope_kind(table)
+    given = _rope(table)
     if kind == "default":
         return None
     low, high = ("low_freq_factor", "high_freq_factor") if kind == "llama3" else ("beta_slow", "beta_fast")
@@ -242,9 +246,10 @@ def _rope_options(table: Mapping[str, Any]) -> Rope | None:
     )
 
 
-def _refuse_foreign(table: Mapping[str, Any], kind: str, folder: str) -> None:
+def _refuse_foreign(table: JsonObject, kind: str, folder: str) -> None:
     """Settings this decoder does not have."""
-    gelu, rope = kind in ("gemma", "gemma2"), _rope(table)
+    gelu = kind in ("gemma", "gemma2")
+    rope = _rope(table)
     acts = {table.get("hidden_activation") or _GELU, _GELU} if gelu else {table.get("hidden_act", "silu"), "silu"}
     types = table.get("layer_types") or []
     alternate = [("sliding_attention", "full_attention")[layer % 2] for layer in range(len(types))]

@@ -24,14 +24,16 @@ class Past:
         self, key: Float[Tensor, "batch kv_heads seq head"], value: Float[Tensor, "batch kv_heads seq head"]
     ) -> tuple[Tensor, Tensor]:
         """Appends the new tokens' rows; returns those of all tokens so far, `[batch, kv_heads, keys, head]`."""
-        start, self.length = self.length, self.length + key.shape[2]
+        start = self.length
+        self.length = self.length + key.shape[2]
         if self.rows is None or self.length > self.rows.shape[3]:
             batch, heads, _, size = key.shape
             room = key.new_empty(2, batch, heads, -(-self.length // PIECE) * PIECE, size)
             if self.rows is not None:
                 room[:, :, :, :start] = self.rows[:, :, :, :start]
             self.rows = room
-        self.rows[0, :, :, start : self.length], self.rows[1, :, :, start : self.length] = key, value
+        self.rows[0, :, :, start : self.length] = key
+        self.rows[1, :, :, start : self.length] = value
         keys, values = self.rows[:, :, :, : self.length]
         return keys, values
 

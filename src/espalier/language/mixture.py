@@ -60,7 +60,8 @@ class SampleOrder:
         self.names = tuple(names) or tuple(f"source {number}" for number in range(len(tokens)))
         for name, count in zip(self.names, tokens, strict=True):
             _fits(name, count, sequence)
-        self.sequence, self.seed = sequence, seed
+        self.sequence = sequence
+        self.seed = seed
         self.shares = _shares(weights, self.names)
         self.period = sum(self.shares)
         # One window less than would fit leaves room for the shift, except in a source of a single window.
@@ -80,7 +81,9 @@ class SampleOrder:
         cycle, turn = np.divmod(np.arange(start, stop, dtype=np.int64), self.period)
         source = self._turns[turn]
         ordinal = cycle * np.array(self.shares, np.int64)[source] + self._before[turn]
-        window, epoch, first = np.empty_like(source), np.empty_like(source), np.empty_like(source)
+        window = np.empty_like(source)
+        epoch = np.empty_like(source)
+        first = np.empty_like(source)
         for number in np.unique(source):
             mine = np.flatnonzero(source == number)
             epoch[mine], place = np.divmod(ordinal[mine], self.windows[number])
@@ -95,7 +98,8 @@ class SampleOrder:
 def permute(place: Int64, size: int, key: _Word) -> Int64:
     """A bijection of `[0, size)` chosen by `key` (per element, or one for all), applied to each of `place`."""
     bits = max(2, (size - 1).bit_length())
-    word, key = place.astype(np.uint64), np.broadcast_to(key, place.shape)
+    word = place.astype(np.uint64)
+    key = np.broadcast_to(key, place.shape)
     left = np.arange(place.size)
     while left.size:  # values that fell outside walk on along their cycle; under two rounds are expected
         word[left] = _feistel(word[left], bits, key[left])
@@ -200,8 +204,10 @@ def _schedule(shares: Sequence[int]) -> Int64:
 
 def _feistel(word: _Word, bits: int, key: _Word) -> _Word:
     low_bits = np.uint64(bits // 2)
-    low_mask, high_mask = np.uint64((1 << (bits // 2)) - 1), np.uint64((1 << (bits - bits // 2)) - 1)
-    high, low = word >> low_bits, word & low_mask
+    low_mask = np.uint64((1 << (bits // 2)) - 1)
+    high_mask = np.uint64((1 << (bits - bits // 2)) - 1)
+    high = word >> low_bits
+    low = word & low_mask
     for turn in range(0, _ROUNDS, 2):
         high = high ^ (_mix(low ^ (key + np.uint64(turn * _GOLDEN & _WORD))) & high_mask)
         low = low ^ (_mix(high ^ (key + np.uint64((turn + 1) * _GOLDEN & _WORD))) & low_mask)

@@ -56,7 +56,9 @@ class Experts(nn.Module):
 
     def __init__(self, size: DecoderSizes) -> None:
         super().__init__()
-        self.active, self.balance, self.z_loss = size.active, size.balance, size.z_loss
+        self.active = size.active
+        self.balance = size.balance
+        self.z_loss = size.z_loss
         self.normalized = size.normalized
         self.router = Router(size.width, size.experts, size.bias)
         self.experts = nn.ModuleList(FeedForward(size) for _ in range(size.experts))
@@ -172,9 +174,11 @@ def work(setting: DecoderLoad) -> Anatomy:
 
 
 def _feed(setting: DecoderLoad) -> Feed:
-    size, compute = setting.size, setting.compute
+    size = setting.size
+    compute = setting.compute
     width, inner, experts, active = size.width, size.feed_forward, size.experts, size.active
-    rows, cut = setting.tokens * active, inner / setting.cut.tensor
+    rows = setting.tokens * active
+    cut = inner / setting.cut.tensor
     router = Product(setting.tokens, width, experts)
     combine = Product(setting.tokens, active, width)
     gate_up = Product(rows, width, cut, 2, grouped=True)
@@ -186,9 +190,11 @@ def _feed(setting: DecoderLoad) -> Feed:
     products: tuple[Product, ...] = (router, gate_up, down, combine)
     again: tuple[Product, ...] = (router, gate_up, down)
     if shared := size.shared:
-        gate, always = Product(setting.tokens, width, 1), shared / setting.cut.tensor
+        gate = Product(setting.tokens, width, 1)
+        always = shared / setting.cut.tensor
         both = Product(setting.tokens, width, always, 2), Product(setting.tokens, always, width)
-        products, again = (*products, gate, *both), (*again, gate, *both)
+        products = (*products, gate, *both)
+        again = (*again, gate, *both)
         saved += (3 * shared + width + 2) * compute  # gate, up and their product; its answer, which the gate weighs
         moved += (5 * shared + 4 * width) * compute
     # Recomputation stops where the answers are combined: nothing that is kept comes after.

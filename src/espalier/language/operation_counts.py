@@ -111,8 +111,11 @@ def decoder_work(setting: DecoderLoad, feed: Feed) -> Anatomy:
 
 def _feed_chunks(setting: DecoderLoad, feed: Feed, attention: tuple[Product, ...], core: Number) -> TokenChunks:
     """Of a layer: its feed-forward keeps its input, and is computed again in backward."""
-    tensor, tokens, mode = setting.cut.tensor, setting.tokens, setting.recompute
-    whole, fed = feed.saved * tokens / tensor, sum(product.flops for product in feed.products)
+    tensor = setting.cut.tensor
+    tokens = setting.tokens
+    mode = setting.recompute
+    whole = feed.saved * tokens / tensor
+    fed = sum(product.flops for product in feed.products)
     before = sum(product.flops for product in attention)
     again = fed + {"none": 0.0, "selective": before, "block": before + core}[mode]
     whole_layer = mode == "none"
@@ -130,8 +133,11 @@ def _feed_chunks(setting: DecoderLoad, feed: Feed, attention: tuple[Product, ...
 
 def _loss_chunks(setting: DecoderLoad) -> TokenChunks:
     """Of the head: its gradients are made with the logits, chunk by chunk."""
-    size, tokens, tensor = setting.size, setting.tokens, setting.cut.tensor
-    logits, words = size.vocabulary * setting.whole / tensor, size.vocabulary * size.width / tensor
+    size = setting.size
+    tokens = setting.tokens
+    tensor = setting.cut.tensor
+    logits = size.vocabulary * setting.whole / tensor
+    words = size.vocabulary * size.width / tensor
     low = setting.compute % setting.whole  # as products give and take them
     copies = logits * (size.logit_cap is not None) + size.vocabulary * low / tensor
     return TokenChunks(
@@ -155,7 +161,8 @@ def _kept(setting: DecoderLoad, feed: Feed) -> Terms:
     gathered = 2 * size.width * compute * (1 - 1 / tensor) if setting.cut.gathered else 0.0
     # Ranks that share heads keep attention's output as they have computed it and as they got it back, and copies of
     # keys and values where these are fewer than ranks.
-    heads, kv_heads = setting.cut.heads, size.kv_heads / tensor
+    heads = setting.cut.heads
+    kv_heads = size.kv_heads / tensor
     copies = (heads > kv_heads) * (heads - kv_heads) * size.head_size
     exchanged = (heads > 1) * (size.width / tensor + 2 * copies) * compute
     return {

@@ -111,7 +111,8 @@ class _ZstdFile(io.RawIOBase):
     """Frames of zstandard, one after the other. Holds what is decompressed and not read yet."""
 
     def __init__(self, raw: io.BufferedReader) -> None:
-        self._pieces, self._rest = _zstd_pieces(raw), memoryview(b"")
+        self._pieces = _zstd_pieces(raw)
+        self._rest = memoryview(b"")
 
     def readable(self) -> bool:
         """It is."""
@@ -124,7 +125,8 @@ class _ZstdFile(io.RawIOBase):
                 return 0
             self._rest = memoryview(piece)
         count = min(len(buffer), len(self._rest))
-        buffer[:count], self._rest = self._rest[:count], self._rest[count:]
+        buffer[:count] = self._rest[:count]
+        self._rest = self._rest[count:]
         return count
 
 

@@ -148,7 +148,7 @@ def _stdlib() -> Listing:
     return Listing(f"stdlib {root}", tuple(entry for entry in entries if entry.name.endswith(".py")))
 
 
-Found = tuple[list[SourceFile], list[tuple[str, str]]]
+Found = tuple[list[SourceFile], Skipped]
 
 
 def _filled(data: Data, listed: Found) -> Listing:
@@ -203,7 +203,7 @@ def _before_magic(parts: tuple[str, ...]) -> Iterator[str]:
 
 def _entries(paths: list[str], root: str) -> Found:
     entries: list[SourceFile] = []
-    skipped: list[tuple[str, str]] = []
+    skipped: Skipped = []
     for path in set(paths):
         name = os.fsencode(Path(os.path.relpath(path, root)).as_posix()).decode("utf-8", "replace")
         try:
@@ -225,9 +225,12 @@ class _TextReader:
     """Reads the texts of one source. Collects what is left out, and the columns of rows that are not read."""
 
     def __init__(self, data: Data, listed: Listing, skipped: Skipped) -> None:
-        self.data, self.listed, self.skipped = data, listed, skipped
+        self.data = data
+        self.listed = listed
+        self.skipped = skipped
         self.columns = FieldUse(Fields("column", frozenset({data.field})))
-        self.sampled, self.in_rows = 0, 0
+        self.sampled = 0
+        self.in_rows = 0
         self.as_rows: list[str] = []
         self.as_text: list[str] = []
         endings = {row_files.ending_of(entry.name) for entry in listed.entries}
@@ -273,7 +276,8 @@ class _TextReader:
 
     def _lines(self, entry: SourceFile, before: int) -> Iterator[Document]:
         row = msgspec.defstruct("Row", [("text", str)], rename={"text": self.data.field})
-        decode, columns = msgspec.json.Decoder(row).decode, msgspec.json.Decoder(dict[str, Any]).decode
+        decode = msgspec.json.Decoder(row).decode
+        columns = msgspec.json.Decoder(dict[str, Any]).decode
         with row_files.opened(entry) as stream:
             position = stream.raw.tell
             for number, line in row_files.numbered_lines(stream):

@@ -88,7 +88,9 @@ class SplitWriter:
     """Writes one split of a store into `folder`. Has state: open files and running totals."""
 
     def __init__(self, folder: Path, name: str, tokenizer: Tokenizer, shard_tokens: int) -> None:
-        self._folder, self._name, self._shard_tokens = folder, name, shard_tokens
+        self._folder = folder
+        self._name = name
+        self._shard_tokens = shard_tokens
         self._dtype = tokenizer.dtype.newbyteorder("<")
         self._boundary = np.array([tokenizer.boundary], self._dtype)
         self._document_end = np.array(tokenizer.document_end, self._dtype)
@@ -132,7 +134,8 @@ class SplitWriter:
                     self._shards.append(self._shard.finish())
                 self._shard = _Hashed(self._folder / f"{self._name}-{len(self._shards):05d}.bin")
                 self._room = self._shard_tokens
-            part, ids = ids[: self._room], ids[self._room :]
+            part = ids[: self._room]
+            ids = ids[self._room :]
             assert self._shard
             self._shard.write(np.ascontiguousarray(part, self._dtype).data)
             self._room -= len(part)
@@ -226,12 +229,14 @@ def locked(final: Path, patience: float = PATIENCE) -> Iterator[Callable[[], Non
     with writing(path.parent, CACHE):
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-    seen, since = -1, time.monotonic()
+    seen = -1
+    since = time.monotonic()
     try:
         while not _try_lock(descriptor, path):
             alive = os.fstat(descriptor).st_mtime_ns
             if alive != seen:
-                seen, since = alive, time.monotonic()
+                seen = alive
+                since = time.monotonic()
             if time.monotonic() - since > patience:
                 holder = path.read_text(errors="replace") or "another process"
                 raise RunFailed(

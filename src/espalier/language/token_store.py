@@ -6,7 +6,6 @@ is ever on both sides.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -21,13 +20,11 @@ from numpy.typing import NDArray
 from espalier.language import text_sources, token_shards
 from espalier.language.token_shards import Damaged, Index, SplitIndex
 from espalier.language.tokenizer import SAMPLE, Ids, Tokenizer, open_tokenizer, trained
+from espalier.parallel.workload import Progress
 from espalier.recipe import Data
-from espalier.recipe.cache_dir import cache_folder, writing
+from espalier.recipe.cache_dir import cache_folder, sync_folder, writing
 from espalier.recipe.errors import UserError
 from espalier.recipe.units import show_size
-
-Progress = Callable[[int, int], None]
-"""Called with (source bytes done, source bytes in all), ten times a second at most, and once at the end."""
 
 CHECKED_AT_OPEN = 256 << 20
 """Stores up to this many bytes are hashed at every opening (under 0.1 s); larger ones by `verify`."""
@@ -44,7 +41,9 @@ class TokenSplit:
     """
 
     def __init__(self, folder: Path, index: SplitIndex, dtype: str, shard_tokens: int) -> None:
-        self.tokens, self.documents, self.bytes = index.tokens, index.documents, index.bytes
+        self.tokens = index.tokens
+        self.documents = index.documents
+        self.bytes = index.bytes
         self.fingerprint = xxhash.xxh3_128_hexdigest(msgspec.json.encode([shard.hash for shard in index.shards]))
         self._shards = [_map(folder / shard.name, dtype) for shard in index.shards]
         self._shard_tokens = shard_tokens
@@ -225,10 +224,9 @@ def _write(job: _TokenizeJob, folder: Path) -> None:
         skipped_documents=len(skipped),
         notes=(*job.notes, *note, *unused),
     )
-    with open(folder / token_shards.INDEX, "wb") as file:
-        file.write(msgspec.json.format(msgspec.json.encode(index), indent=1))
-        file.flush()
-        os.fsync(file.fileno())
+    file = folder / token_shards.INDEX
+    file.write_bytes(msgspec.json.format(msgspec.json.encode(index), indent=1))
+    sync_folder(file)
     job.progress(job.listed.bytes, job.listed.bytes)
 
 
@@ -257,7 +255,8 @@ def _batches(sided: Sided) -> Iterator[list[tuple[bool, text_sources.Document]]]
         size += len(document.data)
         if size >= _BATCH:
             yield batch
-            batch, size = [], 0
+            batch = []
+            size = 0
     if batch:
         yield batch
 

@@ -25,7 +25,7 @@ from espalier.language.tokenizer_files import CONFIG, TOKENIZER, TokenizerFiles,
 from espalier.recipe import cache_dir
 from espalier.recipe.cache_dir import write_atomic
 from espalier.recipe.errors import UserError, nearest
-from espalier.recipe.foreign_files import decoded, printable
+from espalier.recipe.foreign_files import JsonObject, decoded, printable
 
 Ids = NDArray[np.unsignedinteger[Any]]
 Corpus = Callable[[], Iterable[str]]
@@ -41,6 +41,10 @@ _ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>")
 _BOUNDARIES = (*_ENDS, "<|begin_of_text|>", "<s>", "<bos>", "\0")
 SPARSEST = 1 << 20
 """Ids that a tokenizer may always have, however few tokens it names."""
+
+
+MarkedIds = tuple[Ids, NDArray[np.int64]]
+"""Ids, and the characters `[start, stop)` that each stands for, [tokens, 2]."""
 
 
 class Tokenizer(Protocol):
@@ -67,44 +71,34 @@ class Tokenizer(Protocol):
     @property
     def dtype(self) -> np.dtype[Any]:
         """The smallest unsigned type that holds every id: uint8, uint16 or uint32."""
-        ...
 
     def encode(self, text: bytes) -> Ids:
         """Ids of UTF-8 `text`, [tokens], of `dtype`; no boundary is added."""
-        ...
 
     def encode_many(self, texts: Sequence[bytes]) -> list[Ids]:
         """`encode` of each text, on all cores where the tokenizer can."""
-        ...
 
-    def encode_marked(self, texts: Sequence[str]) -> list[tuple[Ids, NDArray[np.int64]]]:
+    def encode_marked(self, texts: Sequence[str]) -> list[MarkedIds]:
         """Ids of texts in which names of special tokens mean these tokens, and the characters `[start, stop)` that each
         id stands for, [tokens, 2]."""
-        ...
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of `ids`, boundaries left out, broken characters replaced by U+FFFD."""
-        ...
 
     def with_template(self, text: str) -> Self:
         """The same with the chat template `text` in its files."""
-        ...
 
     def without_prefix(self) -> Self:
         """The same, whose files tell other programs to put nothing before a text."""
-        ...
 
-    def token_ids(self) -> Mapping[str, Any]:
+    def token_ids(self) -> JsonObject:
         """`bos_token_id`, `eos_token_id` and `pad_token_id` for the model's `config.json`."""
-        ...
 
     def save(self, folder: Path) -> None:
         """Writes `tokenizer.json` and the files beside it as Hugging Face reads them."""
-        ...
 
     def table(self) -> dict[str, int]:
         """The id of each token, in the letters of `tokenizer.json`."""
-        ...
 
 
 def open_tokenizer(spec: str, corpus: Corpus | None = None, cache: Path | None = None) -> Tokenizer:
@@ -206,20 +200,23 @@ class _SavedTokenizer:
 
     def with_template(self, text: str) -> Self:
         """See `Tokenizer`. The prefix stays where the template has it too: other programs then drop one of both."""
-        made, bos = copy.copy(self), self.files.special_tokens.get("bos_token")
+        made = copy.copy(self)
+        bos = self.files.special_tokens.get("bos_token")
         made.files = self.files.with_template(text)
         made.adds_boundary = self.adds_boundary and ("bos_token" in text or bool(bos and bos in text))
         return made
 
     def without_prefix(self) -> Self:
         made = copy.copy(self)
-        made.files, made.adds_boundary = self.files.without_prefix(), False
+        made.files = self.files.without_prefix()
+        made.adds_boundary = False
         return made
 
-    def token_ids(self) -> Mapping[str, Any]:
+    def token_ids(self) -> JsonObject:
         if self.files.model_ids is not None:
             return self.files.model_ids
-        table, special_tokens = self.table(), self.files.special_tokens
+        table = self.table()
+        special_tokens = self.files.special_tokens
         named = {f"{role}_id": table.get(special_tokens.get(role, "")) for role in ("bos_token", "eos_token")}
         pad = table.get(special_tokens.get("pad_token", ""))
         return named if pad is None else {**named, "pad_token_id": pad}
@@ -252,7 +249,7 @@ class ByteTokenizer(_SavedTokenizer):
         """`encode` of each text."""
         return [self.encode(text) for text in texts]
 
-    def encode_marked(self, texts: Sequence[str]) -> list[tuple[Ids, NDArray[np.int64]]]:
+    def encode_marked(self, texts: Sequence[str]) -> list[MarkedIds]:
         """There are no special tokens: each byte is one id of its character."""
         encoded = []
         for text in texts:
@@ -301,7 +298,9 @@ class HfTokenizer(_SavedTokenizer):
         size = inner.get_vocab_size()
         boundary = _boundary(inner, stated, begin)
         inner.post_processor = None  # what it adds to texts is not how they are encoded
-        self._inner, self.name, self.folder = inner, name, stated.folder
+        self._inner = inner
+        self.name = name
+        self.folder = stated.folder
         ids = inner.get_vocab(with_added_tokens=True)
         self.vocabulary = max(ids.values()) + 1
         _refuse_sparse(name, self.vocabulary, len(ids))
@@ -337,7 +336,7 @@ class HfTokenizer(_SavedTokenizer):
             for parts in pieces
         ]
 
-    def encode_marked(self, texts: Sequence[str]) -> list[tuple[Ids, NDArray[np.int64]]]:
+    def encode_marked(self, texts: Sequence[str]) -> list[MarkedIds]:
         self._inner.encode_special_tokens = False
         try:
             with _reading(self.name, "cannot encode a text"):
@@ -474,10 +473,11 @@ def _own_files(content: bytes, boundary: str) -> TokenizerFiles:
     return TokenizerFiles({TOKENIZER: content, CONFIG: _config(roles)}, roles, roles)
 
 
-def _completed(files: TokenizerFiles, roles: Mapping[str, str], changed: Mapping[str, Any] | None) -> TokenizerFiles:
+def _completed(files: TokenizerFiles, roles: Mapping[str, str], changed: JsonObject | None) -> TokenizerFiles:
     """`files` with what they lack: a `tokenizer_config.json` with `roles`, and in `changed` a boundary that was
     added."""
-    contents, named = dict(files.contents), files.special_tokens
+    contents = dict(files.contents)
+    named = files.special_tokens
     if changed is not None:
         given = msgspec.json.decode(decoded(contents[TOKENIZER], TOKENIZER))
         contents[TOKENIZER] = formatted({**given, "added_tokens": changed["added_tokens"]})

@@ -17,10 +17,13 @@ import msgspec
 from espalier.recipe.cache_dir import write_atomic
 from espalier.recipe.data_table import data_table
 from espalier.recipe.errors import UserError
-from espalier.recipe.foreign_files import decoded, parsing, printable, read_table
+from espalier.recipe.foreign_files import JsonObject, decoded, parsing, printable, read_table
 
-TOKENIZER, CONFIG, TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
-GENERATION, MODEL = "generation_config.json", "config.json"
+TOKENIZER = "tokenizer.json"
+CONFIG = "tokenizer_config.json"
+TEMPLATE = "chat_template.jinja"
+GENERATION = "generation_config.json"
+MODEL = "config.json"
 MODEL_IDS = "special_token_ids.json"
 """Of a run: the ids that the `config.json` beside the tokenizer states."""
 ID_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -50,10 +53,10 @@ class TokenizerFiles:
 
     contents: Mapping[str, bytes]
     special_tokens: Mapping[str, str] = field(default_factory=dict)
-    stated: Mapping[str, Any] = field(default_factory=dict)
+    stated: JsonObject = field(default_factory=dict)
     template: str | None = None
     adds: tuple[bool, bool] | None = None
-    model_ids: Mapping[str, Any] | None = None
+    model_ids: JsonObject | None = None
     generation: bytes | None = None
     origin: str = ""
     folder: Path | None = None
@@ -93,7 +96,7 @@ class TokenizerFiles:
         return replace(self, contents=contents, template=text)
 
 
-def formatted(table: Mapping[str, Any]) -> bytes:
+def formatted(table: JsonObject) -> bytes:
     """`table` as indented JSON."""
     return msgspec.json.format(msgspec.json.encode(table), indent=2)
 
@@ -133,7 +136,7 @@ def _table(file: Path) -> dict[str, Any]:
     return read_table(file, _AGAIN) if file.is_file() else {}
 
 
-def _stated(config: Mapping[str, Any], special_map: Mapping[str, Any]) -> dict[str, Any]:
+def _stated(config: JsonObject, special_map: JsonObject) -> dict[str, Any]:
     """Role to the token as it is stated, a text or a table with `content`."""
     defaults = _DEFAULTS.get(str(config.get("tokenizer_class", "")).removesuffix("Fast"), {})
     every = {**defaults, **config, **special_map}
@@ -147,11 +150,12 @@ def _content(token: Any) -> str:
     return text if isinstance(text, str) else ""
 
 
-def _template(folder: Path, contents: Mapping[str, bytes], config: Mapping[str, Any]) -> tuple[str | None, str]:
+def _template(folder: Path, contents: Mapping[str, bytes], config: JsonObject) -> tuple[str | None, str]:
     """The chat template and its file. Of several by name it is the default."""
     if TEMPLATE in contents:
         return decoded(contents[TEMPLATE], folder / TEMPLATE), str(folder / TEMPLATE)
-    template, origin = config.get("chat_template"), str(folder / CONFIG)
+    template = config.get("chat_template")
+    origin = str(folder / CONFIG)
     with parsing(folder / CONFIG, _AGAIN):
         if isinstance(template, list):
             template = {row["name"]: row["template"] for row in template}
@@ -167,7 +171,7 @@ def _template(folder: Path, contents: Mapping[str, bytes], config: Mapping[str, 
     return template, origin
 
 
-def _model_ids(folder: Path) -> Mapping[str, Any] | None:
+def _model_ids(folder: Path) -> JsonObject | None:
     file = next((folder / name for name in (MODEL_IDS, MODEL) if (folder / name).is_file()), None)
     if file is None:
         return None

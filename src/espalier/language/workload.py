@@ -15,7 +15,7 @@ from torch import Tensor
 from espalier.language import gpt, mixture, row_files, text_sources, token_store
 from espalier.language.decoder_workload import DecoderWorkload, RowBatch, TokenWindows
 from espalier.language.tokenizer import Tokenizer, kept_tokenizer
-from espalier.parallel.workload import Progress, Shard, Sums, to_device
+from espalier.parallel.workload import Progress, Shard, SummedLoss, Sums, to_device
 from espalier.recipe import Recipe, data_hash
 from espalier.recipe.errors import UserError
 from espalier.recipe.units import plural
@@ -57,10 +57,12 @@ class LanguageWorkload(DecoderWorkload):
 
     def _part(self, rows: Tensor, shard: Shard) -> TokenWindows:
         """What a rank that holds one slot of the sequence takes of windows, [samples, sequence + 1]."""
-        tokens, targets = rows[:, :-1], rows[:, 1:]
+        tokens = rows[:, :-1]
+        targets = rows[:, 1:]
         if shard.sequence_slots == 1 and not self.packed:
             return TokenWindows(tokens, targets)
-        positions, documents = torch.arange(tokens.shape[1]), None
+        positions = torch.arange(tokens.shape[1])
+        documents = None
         if self.packed:
             begins = tokens == self.tokenizer.boundary
             documents = begins.cumsum(1)
@@ -81,7 +83,7 @@ class LanguageWorkload(DecoderWorkload):
         assert self.order is not None
         return mixture.documents(self.splits, self.order, first + shard.start, first + shard.stop)
 
-    def loss(self, model: gpt.GPT, batch: TokenWindows) -> tuple[Tensor, Tensor]:
+    def loss(self, model: gpt.GPT, batch: TokenWindows) -> SummedLoss:
         """Sum of cross entropies in nats, and the number of tokens."""
         return model.loss_sum(*batch), torch.tensor(batch.targets.numel())
 
@@ -115,7 +117,8 @@ class LanguageWorkload(DecoderWorkload):
     def sample(self, model: gpt.GPT) -> list[Artifact]:
         """A short continuation of `track.sample` (or of the first held-out words)."""
         prompt = self.recipe.track.sample
-        boundary, ends = self.tokenizer.boundary, (self.tokenizer.boundary, *self.tokenizer.document_end)
+        boundary = self.tokenizer.boundary
+        ends = (self.tokenizer.boundary, *self.tokenizer.document_end)
         if isinstance(prompt, str):
             start = [boundary, *(int(token) for token in self.tokenizer.encode(prompt.encode()))]
         else:

@@ -66,7 +66,8 @@ def _with_initial(recipe: Recipe, initial: str) -> tuple[Recipe, Sequence[Deriva
     """Sizes and the tokenizer that the recipe leaves open are those of the weights it starts from."""
     from espalier.language import hf
 
-    model, stored = _options(recipe), hf.options(Path(initial))
+    model = _options(recipe)
+    stored = hf.options(Path(initial))
     if type(stored) is not type(model):
         kind = stored.__struct_config__.tag
         raise UserError(f"model.initial = {initial!r} holds another kind of model.", do=f'model.kind = "{kind}"')
@@ -123,18 +124,21 @@ GGUF_FORMS = {"gguf": "F16", "gguf-q8_0": "Q8_0", "gguf-q4_0": "Q4_0"}
 
 def _profile(recipe: Recipe) -> Profile:
     """Of a decoder and where it can be cut; opens no corpus."""
-    options, sequence = _options(recipe), recipe.train.sequence
+    options = _options(recipe)
+    sequence = recipe.train.sequence
     assert sequence is not None
     assert recipe.train.batch_tokens is not None
     size, work = decoder_shapes.sizes(options), work_of(options)
-    passes, global_batch = 1, recipe.train.batch_tokens // sequence
+    passes = 1
+    global_batch = recipe.train.batch_tokens // sequence
     # Its blocks are alike, so one and two of them are built, on the meta device.
     models = [new_model(options.changed(depth=depth), 0, torch.device("meta")) for depth in (1, 2)]
     if recipe.tune is not None:
         from espalier.language.tune import dpo, lora
         from espalier.language.tune import workload as tuned
 
-        global_batch, models = tuned.batch_of(recipe), [tuned.adapted(model, recipe) for model in models]
+        global_batch = tuned.batch_of(recipe)
+        models = [tuned.adapted(model, recipe) for model in models]
         passes = dpo.ROWS if isinstance(recipe.tune, Dpo) else 1
 
     def anatomy(micro_batch: Any, recompute: str, precision: str, cut: Cut) -> Anatomy:

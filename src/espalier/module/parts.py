@@ -13,12 +13,12 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.random import fork_rng
 from torch.utils.data import Dataset, TensorDataset, default_collate
 
-from espalier.parallel.workload import Pieces, to_device
+from espalier.parallel.workload import Pieces, SummedLoss, to_device
 from espalier.recipe.errors import UserError
 from espalier.recipe.import_function import Author
 from espalier.store.artifacts import Artifact
 
-Loss = Callable[[nn.Module, Any], tuple[Tensor, Tensor]]
+Loss = Callable[[nn.Module, Any], SummedLoss]
 """`loss(model, batch)` gives (sum over the batch, weight), never a mean."""
 
 Metrics = Callable[[nn.Module, Any], Mapping[str, tuple[Tensor | float, Tensor | float]]]

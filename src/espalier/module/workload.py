@@ -35,7 +35,18 @@ from espalier.module.parts import (
     trial,
 )
 from espalier.parallel.tensor_roles import OWN_PLAN, check_ranks
-from espalier.parallel.workload import Phase, Pieces, Plain, Shard, Sums, Tagged, in_sequence, to_device
+from espalier.parallel.workload import (
+    Averages,
+    Phase,
+    Pieces,
+    Plain,
+    Shard,
+    SummedLoss,
+    Sums,
+    Tagged,
+    in_sequence,
+    to_device,
+)
 from espalier.recipe import Module as Options
 from espalier.recipe import Recipe
 from espalier.recipe.cost import VALUE_BYTES, Product, Profile, Work
@@ -142,7 +153,7 @@ class ModuleWorkload(Plain):
             known = self._orders[task] = (epoch, np.random.default_rng(seeds).permutation(size))
         return known[1]
 
-    def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+    def loss(self, model: nn.Module, batch: Any) -> SummedLoss:
         """The module's own loss; floating inputs take the precision of the run."""
         task, batch = (batch.task, batch.batch) if isinstance(batch, Tagged) else (0, batch)
         with self.author.answers("in its loss"):
@@ -203,7 +214,7 @@ class ModuleWorkload(Plain):
         """Size of the longest held-out dataset, 0 when there is none."""
         return max(length(task.held_out) if task.held_out is not None else 0 for task in self._tasks.values())
 
-    def summary(self, totals: Mapping[str, float]) -> Mapping[str, float]:
+    def summary(self, totals: Averages) -> Averages:
         """Nothing beyond the losses."""
         return dict(totals)
 

@@ -14,6 +14,9 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
+StateDict = dict[str, Any]
+"""`name/kind` -> tensor, such as `blocks.0.attention.qkv.weight/exp_avg`."""
+
 
 class Owned(NamedTuple):
     """A parameter, or the piece of one that this rank moves: elements from `start` on of its row-major order.
@@ -38,10 +41,10 @@ class Optimizer(Protocol):
     def step(self, factor: float) -> None:
         """One update from `.grad`, every group's learning rate times `factor`."""
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """`name/kind` -> tensor, such as `blocks.0.attention.qkv.weight/exp_avg`."""
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: StateDict) -> None:
         """Copies `state` into the existing tensors."""
 
 
@@ -92,15 +95,15 @@ class OptimizerGroup:
         set_rates(self.optimizer, self.rates, factor)
         self.optimizer.step()
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """`name/kind` -> tensor."""
-        state: dict[str, Any] = {}
+        state: StateDict = {}
         for parameter in self.owned:
             for kind, value in self.optimizer.state[parameter.tensor].items():
                 state[f"{parameter.name}/{kind}"] = value
         return state
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: StateDict) -> None:
         """Copies the tensors of `state` into this optimizer's."""
         for key, value in self.state_dict().items():
             value.copy_(state[key])
@@ -127,11 +130,11 @@ class Together:
         for member in self.members:
             member.step(factor)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """The members' states side by side; names do not collide because parameters are disjoint."""
         return {key: value for member in self.members for key, value in member.state_dict().items()}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: StateDict) -> None:
         """Each member takes its own names from `state`."""
         for member in self.members:
             member.load_state_dict(state)

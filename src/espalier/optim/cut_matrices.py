@@ -42,7 +42,9 @@ class MatrixCut(NamedTuple):
         Returns:
             This rank's part of each result.
         """
-        rank, ranks, each = self.group.rank(), self.group.size(), self.shape[1 - self.dim]
+        rank = self.group.rank()
+        ranks = self.group.size()
+        each = self.shape[1 - self.dim]
         lengths = [last - first for first, last in self.parts]
         counts = [len(taken) for taken in torch.arange(len(parts)).tensor_split(ranks)]
         rows = parts.movedim(self.dim + 1, 1).reshape(len(parts), -1)

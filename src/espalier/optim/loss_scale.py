@@ -7,7 +7,7 @@ hold the model know to the same bits, so that no rank leaves a step out alone an
 
 from __future__ import annotations
 
-from typing import Any
+from espalier.optim.base import StateDict
 
 START = 2.0**16
 GROWTH, BACKOFF = 2.0, 0.5
@@ -27,7 +27,9 @@ class LossScale:
     """
 
     def __init__(self) -> None:
-        self.factor, self.healthy, self.skipped = START, 0, 0
+        self.factor = START
+        self.healthy = 0
+        self.skipped = 0
 
     def after(self, finite: bool) -> bool:
         """Takes whether the gradient of a step is finite. Returns whether the step is left out for the next to go on
@@ -35,17 +37,20 @@ class LossScale:
         if finite:
             self.healthy += 1
             if self.healthy == INTERVAL:
-                self.factor, self.healthy = self.factor * GROWTH, 0
+                self.factor = self.factor * GROWTH
+                self.healthy = 0
             return False
         if self.factor <= LEAST:
             return False
-        self.factor, self.healthy = self.factor * BACKOFF, 0
+        self.factor = self.factor * BACKOFF
+        self.healthy = 0
         self.skipped += 1
         return True
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         return {"factor": self.factor, "healthy": self.healthy, "skipped": self.skipped}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: StateDict) -> None:
         self.factor = float(state["factor"])
-        self.healthy, self.skipped = int(state["healthy"]), int(state["skipped"])
+        self.healthy = int(state["healthy"])
+        self.skipped = int(state["skipped"])

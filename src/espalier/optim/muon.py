@@ -33,7 +33,9 @@ LARGEST_BATCH = 2**24
 """Elements orthogonalized at once: more would gain no speed and cost five times their bytes."""
 
 # Coefficients of the quintic p(s) = a·s + b·s³ + c·s⁵, chosen by Jordan et al. for the steepest slope at zero.
-_A, _B, _C = 3.4445, -4.7750, 2.0315
+_A = 3.4445
+_B = -4.7750
+_C = 2.0315
 
 
 def orthogonalize(matrices: Tensor, iterations: int) -> Tensor:

@@ -7,11 +7,11 @@ published: here it is that of gap-aware staleness mitigation (Barkai, Hakimi, Sc
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from espalier.optim.base import StateDict
 from espalier.optim.diloco_slowmo import OuterMethod
 
 Sum = Callable[[Tensor], Tensor]
@@ -35,7 +35,8 @@ class OuterUpdate:
     """
 
     def __init__(self, x: Tensor, choices: OuterMethod, cuts: Sequence[int] = (), total: Sum | None = None) -> None:
-        self.x, self.choices = x, choices
+        self.x = x
+        self.choices = choices
         self.cuts = [0, x.numel()] if choices.penalty != "per_tensor" else list(cuts)
         self.total: Sum = total or (lambda values: values)
         self.momentum = torch.zeros_like(x) if choices.momentum else None
@@ -88,12 +89,12 @@ class OuterUpdate:
     def _parts(self, values: Tensor) -> list[Tensor]:
         return [values[a:b] for a, b in zip(self.cuts, self.cuts[1:], strict=False)]
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Everything but x."""
         state = {"moved": self.moved, "scale": self.scale}
         return state if self.momentum is None else {**state, "momentum": self.momentum}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: StateDict) -> None:
         self.moved.copy_(state["moved"])
         self.scale.copy_(state["scale"])
         if self.momentum is not None:

@@ -81,7 +81,8 @@ class Pipeline:
     def source(self, stage: int, neighbour: int, rank: int) -> int:
         """From whom `rank` of `stage` receives what stage `neighbour` made: itself, where it is there too. Where these
         stages have unequal numbers of ranks, one may send to several."""
-        own_ranks, other = self.stages[stage], self.stages[neighbour]
+        own_ranks = self.stages[stage]
+        other = self.stages[neighbour]
         return rank if rank in other else other[own_ranks.index(rank) * len(other) // len(own_ranks)]
 
     def targets(self, stage: int, neighbour: int, rank: int) -> list[int]:
@@ -222,7 +223,9 @@ class _Simulation:
     """All ranks of a pipeline, each as far as it comes. Has state."""
 
     def __init__(self, pipeline: Pipeline, lists: ActionLists, origin: str) -> None:
-        self.pipeline, self.origin, self.last = pipeline, origin, len(pipeline.stages) - 1
+        self.pipeline = pipeline
+        self.origin = origin
+        self.last = len(pipeline.stages) - 1
         micro_batches_held: defaultdict[int, set[int]] = defaultdict(set)
         for number, ranks in enumerate(pipeline.stages):
             for rank in ranks:
@@ -245,7 +248,8 @@ class _Simulation:
                 action = progress.actions[progress.at]
                 if not self._possible(rank, progress, action):
                     break
-                start, taken = progress.clock, 0.0 if seconds is None else seconds(action)
+                start = progress.clock
+                taken = 0.0 if seconds is None else seconds(action)
                 if action.computes:
                     progress.clock += taken
                 elif action.kind in _ANSWER:

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+from espalier.parallel.mesh import Ranks
+
 if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
@@ -40,7 +42,7 @@ class ExpertMap:
         ranks: of each rank its experts, in its own order; every expert is held once, numbered from 0.
     """
 
-    ranks: tuple[tuple[int, ...], ...]
+    ranks: tuple[Ranks, ...]
 
     @property
     def count(self) -> int:

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch.distributed as dist
 
 from espalier.comm import plain_collectives
+from espalier.comm.plain_collectives import RankGroup
 from espalier.recipe.errors import UserError
 
 if TYPE_CHECKING:
@@ -32,6 +33,8 @@ DATA = ("dp", *SEQUENCE)
 """Axes along which ranks hold the same parameters and compute on different tokens."""
 REPLICA = AXES[1:]
 """Axes of one replica: ranks that exchange something at every step."""
+
+Ranks = tuple[int, ...]
 
 
 class Coordinates(NamedTuple):
@@ -80,19 +83,19 @@ class Mesh:
     experts: int = 1
     heads: frozenset[int] = frozenset()
     speeds: Mapping[int, float] = field(default_factory=dict)
-    _groups: dict[tuple[str, ...], dict[int, tuple[int, ...]]] = field(
+    _groups: dict[tuple[str, ...], dict[int, Ranks]] = field(
         default_factory=dict, compare=False, hash=False, repr=False
     )
 
-    def members(self, rank: int, *axes: str) -> tuple[int, ...]:
+    def members(self, rank: int, *axes: str) -> Ranks:
         """The trainers that differ from `rank` in `axes` only, in the order of their coordinates."""
         return self._by_rank(axes)[rank]
 
-    def groups(self, *axes: str) -> tuple[tuple[int, ...], ...]:
+    def groups(self, *axes: str) -> tuple[Ranks, ...]:
         """All groups along `axes`, each once: together the trainers."""
         return tuple(dict.fromkeys(self._by_rank(axes).values()))
 
-    def _by_rank(self, axes: Sequence[str]) -> dict[int, tuple[int, ...]]:
+    def _by_rank(self, axes: Sequence[str]) -> dict[int, Ranks]:
         key = tuple(axis for axis in AXES if axis in axes)
         assert len(key) == len(set(axes)), f"axes are {AXES}, not {tuple(axes)}"
         if key not in self._groups:
@@ -104,16 +107,16 @@ class Mesh:
         return self._groups[key]
 
     @property
-    def trainers(self) -> tuple[int, ...]:
+    def trainers(self) -> Ranks:
         """The ranks that hold a part of the model."""
         return tuple(sorted(self.coordinates))
 
     @property
-    def replicas(self) -> tuple[tuple[int, ...], ...]:
+    def replicas(self) -> tuple[Ranks, ...]:
         """The ranks of each replica."""
         return self.groups(*REPLICA)
 
-    def same_parameters(self, rank: int) -> tuple[int, ...]:
+    def same_parameters(self, rank: int) -> Ranks:
         """The ranks of `rank`'s replica that hold the same parameters, in order: gradients are summed over them, and
         shards of states lie on neighbours, whatever neighbours do with a sequence."""
         return tuple(sorted(self.members(rank, *DATA)))
@@ -135,13 +138,13 @@ class Mesh:
         speeds = tuple(self.speeds[rank] for rank in group if rank in self.speeds)
         return SequenceShare(group.index(rank), len(group), len(self.members(rank, "hp")), speeds)
 
-    def expert_group(self, rank: int) -> tuple[int, ...]:
+    def expert_group(self, rank: int) -> Ranks:
         """The ranks among which one copy of the experts is divided."""
         group = self.same_parameters(rank)
         first = group.index(rank) // self.experts * self.experts
         return group[first : first + self.experts]
 
-    def same_experts(self, rank: int) -> tuple[int, ...]:
+    def same_experts(self, rank: int) -> Ranks:
         """The ranks of `rank`'s replica that hold the same experts."""
         group = self.same_parameters(rank)
         return group[group.index(rank) % self.experts :: self.experts]
@@ -153,7 +156,8 @@ def of_plan(plan: Plan) -> Mesh:
     replicas = plan.replicas or (plan.trainers,)
     inside, last = _of_stages(plan)
     if plan.apart or not inside:
-        axis, last = "pp" if plan.apart else "dp", set(replicas[0])
+        axis = "pp" if plan.apart else "dp"
+        last = set(replicas[0])
         inside = {rank: Coordinates(**{axis: index}) for index, rank in enumerate(replicas[0])}
     like = {rank: replicas[0][index] for ranks in replicas for index, rank in enumerate(ranks)}
     coordinates = {rank: inside[like[rank]]._replace(replica=n) for n, ranks in enumerate(replicas) for rank in ranks}
@@ -175,7 +179,8 @@ def _of_stages(plan: Plan) -> tuple[dict[int, Coordinates], set[int]]:
     for _, group in itertools.groupby(
         sorted(plan.stages, key=lambda stage: stage.pipeline), key=lambda stage: stage.pipeline
     ):
-        stages, width = sorted(group, key=lambda stage: stage.layers), 0
+        stages = sorted(group, key=lambda stage: stage.layers)
+        width = 0
         for number, stage in enumerate(stages):
             for index, rank in enumerate(stage.ranks):
                 data, rest = divmod(index, stage.tensor * stage.sequence)
@@ -236,30 +241,35 @@ class ProcessMesh:
     """
 
     mesh: Mesh
-    channel: dist.ProcessGroup | None = None
+    channel: RankGroup = None
     rank: int = 0
-    _made: dict[tuple[int, ...], Any] = field(default_factory=dict, repr=False)
+    _made: dict[Ranks, Any] = field(default_factory=dict, repr=False)
 
     @property
     def coordinates(self) -> Coordinates:
         return self.mesh.coordinates[self.rank]
 
-    def group(self, *axes: str) -> dist.ProcessGroup | None:
+    def group(self, *axes: str) -> RankGroup:
         """The ranks that differ from this one in `axes` only; None where it is alone."""
         return self.of(self.mesh.members(self.rank, *axes))
 
     @property
-    def replica(self) -> dist.ProcessGroup | None:
+    def replica_ranks(self) -> Ranks:
+        """The trainers of this rank's replica."""
+        return self.mesh.members(self.rank, *REPLICA)
+
+    @property
+    def replica(self) -> RankGroup:
         """The ranks that exchange something with this one at every step; None where it is alone."""
         return self.group(*REPLICA)
 
     @property
-    def same_parameters(self) -> dist.ProcessGroup | None:
+    def same_parameters(self) -> RankGroup:
         """The ranks of the replica that hold the same parameters; None where it is alone."""
         return self.of(self.mesh.same_parameters(self.rank))
 
     @property
-    def trainers(self) -> dist.ProcessGroup | None:
+    def trainers(self) -> RankGroup:
         """All ranks that hold a part of the model; None where it is alone."""
         return self.group(*AXES)
 
@@ -283,7 +293,7 @@ class ProcessMesh:
             for _ in range(max(plain_collectives.all_gather(groups_made, self.replica)) - groups_made):
                 _new_group(self.channel, (self.rank,))
 
-    def of(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
+    def of(self, ranks: Ranks) -> RankGroup:
         """The group of `ranks`, among them this one; None where it is alone."""
         if self.channel is None or len(ranks) < 2:
             return None

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from espalier.comm.base import Traffic, traffic
+from espalier.comm.plain_collectives import RankGroup
+from espalier.parallel.mesh import Ranks
 
 if TYPE_CHECKING:
     import torch
@@ -29,7 +31,7 @@ class Slab(NamedTuple):
 
     shape: torch.Size
     offsets: tuple[int, ...]
-    group: dist.ProcessGroup | None = None
+    group: RankGroup = None
     stands: bool = True
 
     def box(self, part: Sequence[int]) -> tuple[slice, ...]:
@@ -46,7 +48,7 @@ class Holders(NamedTuple):
     """
 
     copies: int = 1
-    group: dist.ProcessGroup | None = None
+    group: RankGroup = None
 
 
 ALONE = Holders()
@@ -97,7 +99,7 @@ class ModelCut:
     holders: dict[str, Holders] = field(default_factory=dict)
     idle: list[tuple[nn.Module, Callable[[], None]]] = field(default_factory=list)
     stream: ShardedStream | None = None
-    peers: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    peers: dict[str, Ranks] = field(default_factory=dict)
     in_step: bool = False
     recut: dict[str, Recut] = field(default_factory=dict)
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from espalier.parallel.action_list import Pipeline
+from espalier.parallel.mesh import Ranks
 from espalier.parallel.model_cut import ModelCut, Recut
 from espalier.parallel.workload import Pieces, Shard
 from espalier.recipe.errors import UserError
@@ -174,7 +175,8 @@ class ModelStages:
     def _tensors(self, pieces: Pieces, stage: int) -> Iterator[Tensor]:
         """Parameters and buffers that a stage uses."""
         first, last = self.layers[stage]
-        start, stop = (0 if stage == 0 else 1 + first), (2 + last if stage == self.last else 1 + last)
+        start = 0 if stage == 0 else 1 + first
+        stop = 2 + last if stage == self.last else 1 + last
         for modules in pieces.modules[start:stop]:
             for module in modules:
                 yield from module.parameters()
@@ -223,7 +225,7 @@ def add_peers(
         rank: this one.
     """
     position = {first: rank for rank, first in alike.items()}
-    peers: dict[int, tuple[int, ...]] = {}
+    peers: dict[int, Ranks] = {}
     recut: dict[int, Recut] = {}
     for piece in sorted(set(stages.first_use.values())):
         groups = [_holders(stages_of, piece) for stages_of in placed]
@@ -240,7 +242,7 @@ def add_peers(
     cut.recut = {name: recut[piece] for name, piece in stages.first_use.items() if piece in recut}
 
 
-def _holders(placed: Placed, piece: int) -> tuple[int, ...]:
+def _holders(placed: Placed, piece: int) -> Ranks:
     """The ranks of the stage that has a piece of the model: 0 the embedding, then the layers, then the head."""
     last = placed.layers[-1][1]
     layer = min(max(piece - 1, 0), last - 1)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
-from espalier.parallel.workload import Outcome
+from espalier.parallel.workload import Outcome, SummedLoss
 from espalier.plan.compose import Claim
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ PIPELINE = Claim(
 """Of the plain schedule of several stages."""
 Accumulate = Callable[[bool], AbstractContextManager[None]]
 """Given whether this is the last micro-batch, the context in which its backward runs (gradients travel on the last)."""
-Loss = Callable[["nn.Module", Any], "tuple[Tensor, Tensor]"]
+Loss = Callable[["nn.Module", Any], SummedLoss]
 
 
 class Schedule(Protocol):

@@ -116,14 +116,17 @@ class SequenceSlots:
     def blocks(self, slot: int, other: int, bounds: tuple[int, ...]) -> list[Block]:
         """What queries of `slot` compute on the keys of `other`, for documents that begin at `bounds`. Blocks without
         any visible key are not among them."""
-        mine, theirs = _runs(self, bounds)[slot], _runs(self, bounds)[other]
+        mine = _runs(self, bounds)[slot]
+        theirs = _runs(self, bounds)[other]
         blocks = []
         for document in np.flatnonzero((mine.size > 0) & (theirs.size > 0)):
-            first, size = int(mine.first[document]), int(mine.size[document])
+            first = int(mine.first[document])
+            size = int(mine.size[document])
             if self.causal and slot == other:
                 blocks.append(Block(first, first + size, first, first + size, True))
                 continue
-            k_first, at = int(theirs.first[document]), first
+            k_first = int(theirs.first[document])
+            at = first
             rows: list[Block] = []
             for start, stop in mine.parts[:, document]:
                 seen = theirs.before(int(document), int(start)) if self.causal else int(theirs.size[document])
@@ -188,7 +191,8 @@ class Runs(NamedTuple):
 
 @lru_cache(maxsize=512)
 def _runs(slots: SequenceSlots, bounds: tuple[int, ...]) -> tuple[Runs, ...]:
-    begins, ends = np.array(bounds[:-1]), np.array(bounds[1:])
+    begins = np.array(bounds[:-1])
+    ends = np.array(bounds[1:])
     runs = []
     for slot in range(slots.context):
         starts, stops = np.array(slots.ranges(slot)).T[:, :, None]

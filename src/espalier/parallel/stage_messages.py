@@ -75,7 +75,9 @@ class StageMessages:
     """
 
     def __init__(self, group: dist.ProcessGroup | None, places: Mapping[int, int], device: torch.device) -> None:
-        self._group, self._places, self._device = group, places, device
+        self._group = group
+        self._places = places
+        self._device = device
         self._known: dict[tuple[int, int, Hashable], MessageForm] = {}
         self._under_way: deque[tuple[Any, Tensor]] = deque()
         self.waited = 0.0

@@ -24,7 +24,8 @@ def causal(
 
     See `base.Attend`. Documents must be those of the keys: with a cache of earlier keys there is one document.
     """
-    queries, keys = query.shape[2], key.shape[2]
+    queries = query.shape[2]
+    keys = key.shape[2]
     grouped = query.shape[1] != key.shape[1]
     plain = where.documents is None and where.padding is None
     whole = queries == keys and plain

@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from espalier.recipe import Recipe
     from espalier.store.artifacts import Artifact
 
+Averages = Mapping[str, float]
+"""Figures by name, each a mean over samples."""
+SummedLoss = tuple[Tensor, Tensor]
+"""The sum of losses of a batch, and the weight that it is divided by."""
 Progress = Callable[[int, int], None]
 """Called with (done, total) while data is read."""
 
@@ -138,7 +142,8 @@ class Pieces:
 
     def __call__(self, *inputs: Any, **options: Any) -> Any:
         """All of them in turn: what the model gives."""
-        given, x = self.given(*inputs, **options), self.embed(*inputs, **options)
+        given = self.given(*inputs, **options)
+        x = self.embed(*inputs, **options)
         for block in self.blocks:
             x = block(x, given)
         return self.head(x, given)
@@ -223,7 +228,7 @@ class Workload(Protocol):
     def batches(self, step: int, shard: Shard) -> Sequence[Batch]:
         """The micro-batches of `step`, one for each of the shard's `cuts`, on the CPU. Pure in (seed, step, shard)."""
 
-    def loss(self, model: Any, batch: Batch) -> tuple[Tensor, Tensor]:
+    def loss(self, model: Any, batch: Batch) -> SummedLoss:
         """(sum of losses, weight): scalars; never a mean. Their totals over the global batch give the loss."""
 
     def evaluate(self, model: Any, shard: Shard) -> Sums:
@@ -233,7 +238,7 @@ class Workload(Protocol):
     def validation_samples(self) -> int:
         """How many held-out samples `evaluate` divides among the ranks."""
 
-    def summary(self, totals: Mapping[str, float]) -> Mapping[str, float]:
+    def summary(self, totals: Averages) -> Averages:
         """Figures people read, from the divided totals of `evaluate` (for language: adds bits_per_byte)."""
 
     def documents(self, step: int, shard: Shard) -> Sequence[str]:

@@ -7,8 +7,7 @@ A pose is a camera-to-world matrix in OpenGL's convention (see `rays`).
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from espalier.radiance.rays import Array, Lens, focus_of
 from espalier.recipe.errors import UserError
+from espalier.recipe.foreign_files import JsonObject
 
 UPRIGHT = 0.02
 """By how much the products of a pose's unit axes may differ from those of a rotation: files round their numbers."""
@@ -58,7 +58,7 @@ def rows_of(value: object, counts: tuple[int, ...], width: int) -> Tensor | None
     return torch.tensor([[number_of(cell) for cell in row] for row in value], dtype=torch.float64).float()
 
 
-def pose_of(frame: Mapping[str, Any], where: str) -> Tensor:
+def pose_of(frame: JsonObject, where: str) -> Tensor:
     """The pose of a frame: float32 [4, 4]. Raises UserError where it is none."""
     rows = rows_of(frame.get("transform_matrix"), (4, 3), 4)
     if rows is None:

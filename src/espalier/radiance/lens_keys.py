@@ -4,7 +4,7 @@ or for each of its frames. OpenCV's perspective distortion is honoured; other ca
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,7 @@ import torch
 from espalier.radiance.camera_poses import number_of
 from espalier.radiance.rays import ITERATIONS, Lens, undistorted
 from espalier.recipe.errors import UserError
-from espalier.recipe.foreign_files import printable
+from espalier.recipe.foreign_files import JsonObject, printable
 
 FOCAL = ("camera_angle_x", "camera_angle_y", "fl_x", "fl_y")
 DISTORTION = ("k1", "k2", "k3", "p1", "p2")
@@ -25,7 +25,7 @@ INVERSE = 1e-4
 """By how much one more iteration may move a corner on the plane at depth 1, once its distortion is inverted."""
 
 
-def of_frame(table: Mapping[str, Any], frame: Mapping[str, Any]) -> dict[str, Any]:
+def of_frame(table: JsonObject, frame: JsonObject) -> dict[str, Any]:
     """The keys of a lens that hold for a frame: its own, and those of the file that these do not replace."""
     of_this_frame = {key: frame[key] for key in KEYS if frame.get(key) is not None}
     replaced = FOCAL if of_this_frame.keys() & set(FOCAL) else ()
@@ -33,7 +33,7 @@ def of_frame(table: Mapping[str, Any], frame: Mapping[str, Any]) -> dict[str, An
     return common | of_this_frame
 
 
-def lens_of(table: Mapping[str, Any], width: int, height: int, where: str) -> Lens:
+def lens_of(table: JsonObject, width: int, height: int, where: str) -> Lens:
     """The lens of a table for pictures of this size. Raises UserError."""
     wide = _number(table, "w", width)
     if not 0 < wide < math.inf:
@@ -58,7 +58,7 @@ def lens_of(table: Mapping[str, Any], width: int, height: int, where: str) -> Le
     return lens._replace(distortion=_distortion(table, lens, where))
 
 
-def _focal(table: Mapping[str, Any], wide: float, tall: float, where: str) -> tuple[float, float]:
+def _focal(table: JsonObject, wide: float, tall: float, where: str) -> tuple[float, float]:
     """The horizontal focal length in pixels of the table, and the vertical one over it."""
     across = _number(table, "fl_x", _of_angle(_number(table, "camera_angle_x", math.nan), wide))
     down = _number(table, "fl_y", _of_angle(_number(table, "camera_angle_y", math.nan), tall))
@@ -77,7 +77,7 @@ def _of_angle(angle: float, side: float) -> float:
     return 0.5 * side / math.tan(0.5 * angle) if 0 < angle < math.pi else math.nan
 
 
-def _distortion(table: Mapping[str, Any], lens: Lens, where: str) -> tuple[float, ...]:
+def _distortion(table: JsonObject, lens: Lens, where: str) -> tuple[float, ...]:
     """k1, k2, k3, p1, p2, or nothing where all are 0. Raises UserError for those that cannot be inverted."""
     model = table.get("camera_model")
     if model is not None and str(model).upper() not in PERSPECTIVE:
@@ -98,7 +98,7 @@ def _distortion(table: Mapping[str, Any], lens: Lens, where: str) -> tuple[float
     return values
 
 
-def _number(table: Mapping[str, Any], key: str, default: float) -> float:
+def _number(table: JsonObject, key: str, default: float) -> float:
     return default if table.get(key) is None else number_of(table[key])
 
 

@@ -24,7 +24,9 @@ ANGLE = math.radians(34)
 FINER = 3
 """Rays for each side of a pixel."""
 _LIGHT = (0.48, 0.8, 0.36)
-_EXPONENT, _HIGHLIGHT, _AMBIENT = 20, 0.35, 0.4
+_EXPONENT = 20
+_HIGHLIGHT = 0.35
+_AMBIENT = 0.4
 
 
 @dataclass(frozen=True)

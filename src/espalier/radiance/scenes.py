@@ -21,7 +21,7 @@ from espalier.radiance.pictures import on_white, read_images
 from espalier.radiance.rays import Lens, Rays, rays_of
 from espalier.recipe import data_path
 from espalier.recipe.errors import UserError
-from espalier.recipe.foreign_files import unused
+from espalier.recipe.foreign_files import JsonObject, unused
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class Scene:
         }
 
 
-def of_cameras(cameras: Mapping[str, Any]) -> Scene:
+def of_cameras(cameras: JsonObject) -> Scene:
     """A scene without images from `Scene.cameras`."""
     width, height, focal, center, aspect, distortion = cameras["lens"]
     placement = cameras["placement"]

@@ -7,10 +7,10 @@ Blender's layout has a file for each part; in one file nerfstudio's `train_filen
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from os.path import splitext
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from espalier.radiance.capture import Capture, check_enough, held_out_split
 from espalier.radiance.rays import Lens
 from espalier.recipe.data_table import data_table
 from espalier.recipe.errors import UserError
-from espalier.recipe.foreign_files import Fields, FieldUse, printable, read_table
+from espalier.recipe.foreign_files import Fields, FieldUse, JsonObject, printable, read_table
 from espalier.recipe.units import plural
 
 PARTS = ("train", "val", "test")
@@ -40,8 +40,8 @@ class FrameView(NamedTuple):
     """A frame of a file: what it is called in messages, its entry, the keys of its lens, its picture and its part."""
 
     where: str
-    frame: Mapping[str, Any]
-    lens: Mapping[str, Any]
+    frame: JsonObject
+    lens: JsonObject
     picture: Path
     part: str
 
@@ -71,7 +71,7 @@ def read(files: Sequence[Path]) -> Capture:
     return Capture(lens, paths, poses, parts, box, files, (*notes, *pictures.repeated(paths), *turned))
 
 
-def _views(file: Path, table: Mapping[str, Any]) -> list[FrameView]:
+def _views(file: Path, table: JsonObject) -> list[FrameView]:
     frames = table.get("frames")
     if not isinstance(frames, list) or not frames:
         raise UserError(f"{file} has no frames.", do=_FRAMES)
@@ -117,7 +117,7 @@ def _picture(file: Path, name: str) -> Path | None:
     return None
 
 
-def _unused(files: Sequence[Path], tables: Sequence[Mapping[str, Any]], views: Sequence[FrameView]) -> list[str]:
+def _unused(files: Sequence[Path], tables: Sequence[JsonObject], views: Sequence[FrameView]) -> list[str]:
     """Names the keys that are not used. Raises UserError for those that change what others mean."""
     whole = FieldUse(FILE_KEYS, str(files[0]))
     single = FieldUse(FRAME_KEYS, str(files[0]))
@@ -130,7 +130,7 @@ def _unused(files: Sequence[Path], tables: Sequence[Mapping[str, Any]], views: S
     return [*single.notes(), *whole.notes()]
 
 
-def _telling(table: Mapping[str, Any]) -> list[str]:
+def _telling(table: JsonObject) -> list[str]:
     """The keys of a table, without those that are refused and whose value changes nothing."""
     return [key for key, value in table.items() if key not in REFUSED or not _is_neutral(key, value)]
 
@@ -143,7 +143,7 @@ def _is_neutral(key: str, value: object) -> bool:
 # --- parts -------------------------------------------------------------------------------------------------------
 
 
-def _parts(files: Sequence[Path], table: Mapping[str, Any], views: Sequence[FrameView]) -> dict[str, list[int]]:
+def _parts(files: Sequence[Path], table: JsonObject, views: Sequence[FrameView]) -> dict[str, list[int]]:
     """Numbers of the views of each part. Raises UserError for a picture that is trained on and held out."""
     if len(files) > 1:
         parts = {part: [number for number, view in enumerate(views) if view.part == part] for part in PARTS}
@@ -165,7 +165,7 @@ def _parts(files: Sequence[Path], table: Mapping[str, Any], views: Sequence[Fram
     return parts
 
 
-def _listed(file: Path, table: Mapping[str, Any], part: str, views: Sequence[FrameView]) -> list[int]:
+def _listed(file: Path, table: JsonObject, part: str, views: Sequence[FrameView]) -> list[int]:
     """Numbers of the views whose pictures nerfstudio's list of a part names. Raises UserError for another name."""
     key = _LISTS[part]
     given = table.get(key) or []
@@ -186,7 +186,7 @@ def _listed(file: Path, table: Mapping[str, Any], part: str, views: Sequence[Fra
 # --- what is looked at -------------------------------------------------------------------------------------------
 
 
-def _box(table: Mapping[str, Any], lens: Lens, poses: Tensor, where: str) -> Tensor:
+def _box(table: JsonObject, lens: Lens, poses: Tensor, where: str) -> Tensor:
     """The box of a table, else the cube that cameras see. Raises UserError."""
     if "box" not in table:
         return camera_poses.seen_box(lens, poses, where)

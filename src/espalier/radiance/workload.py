@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from espalier.comm import sparse_blocks
 from espalier.kernels import counts
-from espalier.parallel.workload import Phase, Plain, Shard, Sums
+from espalier.parallel.workload import Averages, Phase, Plain, Shard, SummedLoss, Sums
 from espalier.radiance import energy, spikingnerf
 from espalier.radiance.rays import Lens, Rays
 from espalier.radiance.scenes import Scene
@@ -157,7 +157,7 @@ class RadianceWorkload(Plain):
         pixels = chosen % self._pixels
         return RayBatch(self.scene.rays(which, pixels), self.scene.colours(which, pixels))
 
-    def loss(self, model: nn.Module, batch: RayBatch) -> tuple[Tensor, Tensor]:
+    def loss(self, model: nn.Module, batch: RayBatch) -> SummedLoss:
         """Sum over rays of the squared error of colours (a mean over the three), of the entropy of what passes all
         samples, of single samples' colours, and of spikes; and the number of rays."""
         rendered: Rendered = model(batch.rays)
@@ -220,7 +220,7 @@ class RadianceWorkload(Plain):
         figures = {"joules_per_image": done.joules() * self._pixels}
         return figures | ({"spikes_per_ray": float(made.spikes.sum())} if isinstance(self.options, SpikingNerf) else {})
 
-    def summary(self, totals: Mapping[str, float]) -> Mapping[str, float]:
+    def summary(self, totals: Averages) -> Averages:
         """With the peak signal-to-noise ratio of all held-out rays, in decibels."""
         others = {name: value for name, value in totals.items() if name != "loss"}
         return {"loss": totals["loss"], "psnr": psnr(totals["loss"]), **others}

@@ -19,6 +19,8 @@ from typing import Any
 from espalier.recipe.errors import EspalierError, UserError
 from espalier.recipe.units import plural
 
+JsonObject = Mapping[str, Any]
+"""The object that a JSON file holds, or one inside it."""
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _OTHER_MARKS = {b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"}
 _LONGEST = 200

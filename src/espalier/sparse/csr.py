@@ -223,11 +223,7 @@ class CSR:
     @cached_property
     def cuts(self) -> Any:
         """int64 [at most PIECES + 1]: rows that cut the matrix into pieces of work with about as many entries."""
-        indptr = self.indptr.numpy()
-        before = indptr + np.arange(len(indptr))
-        wanted = np.linspace(0, before[-1], PIECES + 1)[1:-1]
-        cuts = np.searchsorted(before, wanted)
-        return np.unique(np.concatenate([[0], cuts, [self.shape[0]]])).astype(np.int64)
+        return balanced_cuts(self.indptr.numpy())
 
     def bytes(self) -> int:
         """Of offsets, indices and values; offsets counted as the 4 bytes they need below 2^31 entries."""
@@ -316,6 +312,15 @@ def _check_ids(ids: Tensor, size: int, name: str) -> None:
     if ids.numel() and (int(ids.min()) < 0 or int(ids.max()) >= size):
         wrong = int(ids.min()) if int(ids.min()) < 0 else int(ids.max())
         raise UserError(f"{name} holds the id {wrong}.", why=f"ids are 0 to {size - 1}", do="check the number of nodes")
+
+
+def balanced_cuts(indptr: Any) -> Any:
+    """int64 [at most PIECES + 1]: rows that cut work into pieces with about as many entries, which begin at `indptr`
+    [rows + 1]."""
+    before = indptr + np.arange(len(indptr))
+    wanted = np.linspace(0, before[-1], PIECES + 1)[1:-1]
+    cuts = np.searchsorted(before, wanted)
+    return np.unique(np.concatenate([[0], cuts, [len(indptr) - 1]])).astype(np.int64)
 
 
 def _offsets(ids: Tensor, size: int) -> Tensor:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -20,7 +20,7 @@ from espalier.kernels.counts import Counter
 from espalier.machine import measure
 from espalier.parallel.workload import HEAD
 from espalier.recipe.cost import PartCost
-from espalier.tasks.towers import FieldTower, MultitaskModel
+from espalier.tasks.towers import Fields, FieldTower, MultitaskModel
 
 COUNTED = 2
 """Samples of a pass that is counted."""
@@ -30,7 +30,7 @@ LAUNCHES = 60
 """Operations of a block, forward and backward, that a host issues: counted on a transformer block, and rounded."""
 
 
-def parts(model: MultitaskModel, batches: Sequence[Mapping[str, Tensor]], measures: bool) -> tuple[PartCost, ...]:
+def parts(model: MultitaskModel, batches: Sequence[Fields], measures: bool) -> tuple[PartCost, ...]:
     """The parts of all tasks with their costs, from a batch of each task.
 
     Where there are GPUs, a pass backward starts threads for them, and ranks are forked later: a child does it.
@@ -44,7 +44,7 @@ def parts(model: MultitaskModel, batches: Sequence[Mapping[str, Tensor]], measur
     return msgspec.convert(measure.together(1, apart)[0]["parts"], tuple[PartCost, ...])
 
 
-def _parts(model: MultitaskModel, batches: Sequence[Mapping[str, Tensor]], measures: bool) -> tuple[PartCost, ...]:
+def _parts(model: MultitaskModel, batches: Sequence[Fields], measures: bool) -> tuple[PartCost, ...]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -84,7 +84,7 @@ def rows_of(part: PartCost, share: int) -> int:
     return part.rows if part.whole else -(-part.rows // share)
 
 
-def _of_task(model: MultitaskModel, task: int, fields: Mapping[str, Tensor]) -> list[tuple[PartCost, _PartPass]]:
+def _of_task(model: MultitaskModel, task: int, fields: Fields) -> list[tuple[PartCost, _PartPass]]:
     name = model.tasks[task].name
     size = len(next(iter(fields.values())))
     outputs: dict[str, Tensor] = {}
@@ -123,13 +123,13 @@ def _bytes(module: nn.Module) -> float:
     return float(sum(parameter.nbytes for parameter in module.parameters()))
 
 
+@dataclass(frozen=True, eq=False)
 class _PartPass:
     """A part of a task on some of its samples."""
 
-    def __init__(self, call: Callable[[Sequence[Tensor], Any], Any], inputs: Sequence[Tensor], fields: Any) -> None:
-        self.call = call
-        self.inputs = inputs
-        self.fields = fields
+    call: Callable[[Sequence[Tensor], Any], Any]
+    inputs: Sequence[Tensor]
+    fields: Any
 
     def run(self, rows: int, gradient: bool = False) -> Any:
         taken = [value[:rows].detach().requires_grad_(gradient) for value in self.inputs]

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from espalier.module.parts import Parts, Task, collated, length, tasks_of
 from espalier.module.workload import ModuleWorkload
-from espalier.parallel.workload import Shard, Tagged, to_device
+from espalier.parallel.workload import Averages, Shard, SummedLoss, Tagged, to_device
 from espalier.radiance.workload import psnr
 from espalier.recipe import Recipe
 from espalier.recipe.cost import PartCost, Product, Profile, Work
@@ -81,7 +81,7 @@ class MultitaskWorkload(ModuleWorkload):
         """The figures of a task's micro-batch."""
         return model(batch.task, to_device(batch.batch, dtype=self._dtype))
 
-    def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+    def loss(self, model: nn.Module, batch: Any) -> SummedLoss:
         return self.figures(model, batch)["loss"]
 
     def _held_out(
@@ -96,7 +96,7 @@ class MultitaskWorkload(ModuleWorkload):
                 sums[name] += torch.tensor([float(value) for value in pair], dtype=torch.float64)
         return sums
 
-    def summary(self, totals: Mapping[str, float]) -> Mapping[str, float]:
+    def summary(self, totals: Averages) -> Averages:
         """Errors of colours as peak signal-to-noise ratios, in decibels."""
         named = ((name.removesuffix("error"), name, value) for name, value in totals.items())
         return {f"{of}psnr" if of != name else name: psnr(value) if of != name else value for of, name, value in named}
@@ -123,11 +123,11 @@ class MultitaskWorkload(ModuleWorkload):
         )
 
 
-def _loss(task: int, model: nn.Module, fields: Any) -> tuple[Tensor, Tensor]:
+def _loss(task: int, model: nn.Module, fields: Any) -> SummedLoss:
     return model(task, fields)["loss"]
 
 
-def _metrics(task: int, model: nn.Module, fields: Any) -> dict[str, tuple[Tensor, Tensor]]:
+def _metrics(task: int, model: nn.Module, fields: Any) -> dict[str, SummedLoss]:
     return {name: pair for name, pair in model(task, fields).items() if name != "loss"}
 
 

@@ -14,7 +14,9 @@ import statistics
 from collections import deque
 from dataclasses import dataclass
 
-WINDOW, DEVIATIONS, IN_A_ROW = 128, 8.0, 3
+WINDOW = 128
+DEVIATIONS = 8.0
+IN_A_ROW = 3
 _LEAST = 16
 """Healthy losses before any is judged."""
 _FLOOR, _NORM_FLOOR = 0.01, 0.25
@@ -46,7 +48,9 @@ class Losses:
     """
 
     def __init__(self, patience: int, floor: float = _FLOOR, what: str = "loss") -> None:
-        self.patience, self.floor, self.what = patience, floor, what
+        self.patience = patience
+        self.floor = floor
+        self.what = what
         self._healthy: deque[float] = deque(maxlen=WINDOW)
         self._first = 0
         self._row = 0
@@ -100,7 +104,8 @@ class Course:
 
     def take(self, step: int, loss: float, norm: float) -> Verdict | None:
         """The verdict after `step`, once an anomaly did not heal: of the loss, else of the norm."""
-        verdict, rose = self.losses.take(step, loss), self._norms.take(step, norm)
+        verdict = self.losses.take(step, loss)
+        rose = self._norms.take(step, norm)
         if self._norms.since is None and rose is None:
             self._before.append(loss)
             self._meanwhile.clear()

@@ -83,7 +83,8 @@ class BuildModel(Mechanism):
 
     def wrap(self, context: Build) -> None:
         """Makes it; weights under adapters wait in host memory until they are sharded, where they are."""
-        workload, device = context.workload, context.device
+        workload = context.workload
+        device = context.device
         adapted = device.type != "cpu" and isinstance(context.recipe.tune, Adapters)
         shards = adapted and (context.weights or any(len(unit.params) > 1 for unit in context.plan.units))
         model = workload.build(torch.device("cpu") if shards else device, DTYPES[self.precision])
@@ -121,7 +122,8 @@ class Recompute(Mechanism):
     """Activations are computed again in backward."""
 
     def __init__(self, mode: str) -> None:
-        self.mode, self.claim = mode, {"selective": SELECTIVE, "block": BLOCK}[mode]
+        self.mode = mode
+        self.claim = {"selective": SELECTIVE, "block": BLOCK}[mode]
 
     def wrap(self, context: Build) -> None:
         assert context.model is not None
@@ -272,8 +274,11 @@ def build(setting: RankSetup, mesh: ProcessMesh, mechanisms: Sequence[Mechanism]
     )
     for mechanism in mechanisms:
         mechanism.wrap(context)
-    model, sharding, optimizer = context.model, context.sharding, context.optimizer
-    schedule, agreement = context.schedule, context.agreement
+    model = context.model
+    sharding = context.sharding
+    optimizer = context.optimizer
+    schedule = context.schedule
+    agreement = context.agreement
     assert model is not None and sharding is not None and optimizer is not None, "a plan shards a model and moves it"  # noqa: PT018
     assert schedule is not None and agreement is not None, "a plan has a schedule and an agreement"  # noqa: PT018
     return Built(model, sharding, optimizer, schedule, agreement, context, mechanisms)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
@@ -33,24 +34,17 @@ CLAIM = Claim(
 )
 
 
+@dataclass(eq=False)
 class StepAgreement:
     """Waits for the summed gradients, clips them by their global norm, and takes one optimizer step. Has no state.
 
     `loss_scale`: see `train.mechanism.Build`; what is summed is divided by it."""
 
-    def __init__(
-        self,
-        sharding: Gradients,
-        optimizer: Optimizer,
-        totals: Totals,
-        clip: float,
-        loss_scale: LossScale | None = None,
-    ) -> None:
-        self.sharding = sharding
-        self.optimizer = optimizer
-        self.totals = totals
-        self.clip = clip
-        self.loss_scale = loss_scale
+    sharding: Gradients
+    optimizer: Optimizer
+    totals: Totals
+    clip: float
+    loss_scale: LossScale | None = None
 
     def step(self, outcome: Outcome, learning_rate: float, stop: bool) -> AgreedStep:
         """See `Agreement.step`. Nothing moves when a loss or the gradient is not finite."""
@@ -103,25 +97,28 @@ class StepAgreement:
             torch._foreach_mul_(gradients, scale)
 
 
+@dataclass(frozen=True)
 class Totals:
     """A step's loss, weight, stop flag and not-a-number flags as one vector, which the gradients' exchange sums.
 
-    Args:
+    Attributes:
         rank, world: this rank among those that hold one model together, and how many they are.
         nominal_weight, tasks: see `Workload`.
         counts: whether this rank's loss counts: of ranks that compute the same one, only one does.
     """
 
-    def __init__(
-        self, nominal_weight: float, rank: int = 0, world: int = 1, tasks: int = 1, counts: bool = True
-    ) -> None:
-        self.nominal_weight, self.rank, self.world, self.tasks = nominal_weight, rank, world, tasks
-        self.counts = counts
+    nominal_weight: float
+    rank: int = 0
+    world: int = 1
+    tasks: int = 1
+    counts: bool = True
 
     def of(self, outcome: Outcome, stop: bool) -> Tensor:
         """float64 [3 + world], or with several tasks [3 + world + 2 tasks]: this rank's part of the sum."""
-        loss, tasks = float(outcome.loss), [0.0] * task_totals(self.tasks)
-        finite, flags = math.isfinite(loss), [0.0] * self.world
+        loss = float(outcome.loss)
+        tasks = [0.0] * task_totals(self.tasks)
+        finite = math.isfinite(loss)
+        flags = [0.0] * self.world
         flags[self.rank] = float(not finite)
         first = [loss if finite else 0.0, float(outcome.weight)] if self.counts else [0.0, 0.0]
         if self.counts and outcome.tasks is not None:
@@ -132,7 +129,8 @@ class Totals:
         """(loss sum, weight sum, whether some rank stops, ranks whose loss is not finite, each task's loss) of the
         summed vector."""
         loss, weight, stop, *others = values.tolist()
-        flags, sums = others[: self.world], others[self.world :]
+        flags = others[: self.world]
+        sums = others[self.world :]
         tasks = tuple(total / of if of else math.nan for total, of in zip(sums[::2], sums[1::2], strict=True))
         return loss, weight, stop > 0, tuple(rank for rank, flag in enumerate(flags) if flag), tasks
 

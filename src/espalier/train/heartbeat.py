@@ -59,7 +59,8 @@ class Pulse:
     """
 
     def __init__(self, cells: memoryview | None = None, every: float = 1.0) -> None:
-        self._cells, self._every = cells, every
+        self._cells = cells
+        self._every = every
 
     def beat(self) -> None:
         """Begins to beat, from a thread, to the end of the process."""
@@ -104,7 +105,8 @@ class Pulse:
         """The run has done `step` steps; in the last one this rank waited for others for `waited` seconds."""
         if self._cells is None:
             return
-        now, cells = time.monotonic_ns(), self._cells
+        now = time.monotonic_ns()
+        cells = self._cells
         if cells[_FIRST]:
             known = cells[_USUAL] > 0
             for cell, took in ((_USUAL, now - cells[_MOVED]), (_WAITED, round(1e9 * waited))):
@@ -164,7 +166,9 @@ class Pulses:
             (_WAITED, sign.waited),
         ):  # fmt: skip
             cells[cell] = round(1e9 * seconds)
-        cells[_DOES], cells[_STEP], cells[_RESUMED] = _DOING.index(sign.doing), sign.step, sign.resumed
+        cells[_DOES] = _DOING.index(sign.doing)
+        cells[_STEP] = sign.step
+        cells[_RESUMED] = sign.resumed
         cells[_MEMORY] = sign.memory
 
     def _sign(self, cells: list[int]) -> Sign:

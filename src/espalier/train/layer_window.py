@@ -39,7 +39,9 @@ class HeldLayer:
     """
 
     def __init__(self, layer: FlatLayer, parameters: Sequence[nn.Parameter], device: torch.device = HOST) -> None:
-        self.layer, self.parameters, self.device = layer, list(parameters), device
+        self.layer = layer
+        self.parameters = list(parameters)
+        self.device = device
         self.renew()
 
     def renew(self) -> None:
@@ -47,7 +49,8 @@ class HeldLayer:
         self.flat = torch.empty(self.layer.numel, device=self.device)
         self.pulling: tuple[Any] | None = None
         for parameter, view in zip(self.parameters, self.layer.views(self.flat), strict=True):
-            parameter.data, parameter.grad = view, None
+            parameter.data = view
+            parameter.grad = None
         self.free()
 
     @property
@@ -108,7 +111,9 @@ class LayerWindow:
         stays: bool = True,
     ) -> None:
         self.client, self.layers, self.uses, self.size, self.stays = client, list(layers), uses, size, stays
-        self.step, self.stalled, self.peak = client.step, 0.0, 0
+        self.step = client.step
+        self.stalled = 0.0
+        self.peak = 0
         self.pulled = self.pushed = 0
         self._read = (0.0, 0, 0)
         self.usual: Sequence[int] = ()
@@ -125,7 +130,8 @@ class LayerWindow:
     def prefetch(self, order: Sequence[int]) -> None:
         """Pulls the first layers of the `order` that the next pass will begin with."""
         self.drop()
-        self._ahead, self._begun = deque(order), tuple(order)
+        self._ahead = deque(order)
+        self._begun = tuple(order)
         self._advance()
 
     def need(self, index: int) -> None:
@@ -137,7 +143,8 @@ class LayerWindow:
             self._pull(layer, index)
         if layer.pulling is not None:
             self._wait(*layer.pulling)
-            layer.pulling, layer.loaded = None, True
+            layer.pulling = None
+            layer.loaded = True
 
     def release(self, index: int) -> None:
         """The layer is not needed until its next turn. Where that comes before others would have its room, it stays:
@@ -318,7 +325,8 @@ def window_size(layers: Sequence[FlatLayer], uses: Sequence[Sequence[int]], want
 def rank_memory(context: Build) -> float:
     """Bytes that this rank may hold: `plan.memory`, or its GPU's, or its part of the machine's (or container's), and no
     more than the rest of the address space that the process may have."""
-    ranks, asked = context.plan.ranks, context.recipe.plan.memory
+    ranks = context.plan.ranks
+    asked = context.recipe.plan.memory
     sharing = sum(rank.node == ranks[context.mesh.rank].node for rank in ranks)
     if asked is not None:
         most = float(units.size(asked, "plan.memory"))

@@ -76,9 +76,11 @@ def asked(model: Any, batch: int | None, precision: str, pins: dict[str, Any]) -
     pin = pins_of(pins)
     if batch is not None and (isinstance(batch, bool) or not isinstance(batch, int) or batch < 1):
         raise UserError(f"batch = {batch!r} is not possible.", do="a whole number of samples, such as batch=64")
-    folder, recipe = None, None
+    folder = None
+    recipe = None
     if isinstance(model, str | Path):
-        folder, model = Path(model).absolute().parent, recipe_file.load(model, [])
+        folder = Path(model).absolute().parent
+        model = recipe_file.load(model, [])
     if isinstance(model, Recipe):
         resolved = workload_registry.settle(model, folder)
         recipe = resolved.recipe

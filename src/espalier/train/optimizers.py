@@ -77,7 +77,8 @@ class MuonOnMatrices(Mechanism):
 
     def wrap(self, context: Build) -> None:
         assert context.sharding is not None
-        owned, group = context.sharding.owned, context.group or OptimizerGroup
+        owned = context.sharding.owned
+        group = context.group or OptimizerGroup
         tables = tables_of(context)
         cuts = cuts_of(context, [part for part in owned if muon.moves(part, tables)])
         context.optimizer = muon.build(self.options, owned, tables, group, cuts)

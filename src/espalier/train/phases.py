@@ -89,7 +89,8 @@ def _carry_over(recipe: Recipe, before: Workload, after: Workload, saved: Checkp
 def _made(recipe: Recipe, workload: Workload) -> tuple[nn.Module, Optimizer]:
     """The phase's model as built, and its optimizer, on one rank."""
     model = workload.build(torch.device("cpu"), DTYPES[recipe.train.precision])
-    options, names = recipe.train.optimizer, names_of(model)
+    options = recipe.train.optimizer
+    names = names_of(model)
     if not isinstance(options, Muon):
         return model, adamw.build(options, owned_by(model))
     tables = frozenset(names[parameter] for parameter in workload.embeddings(model) if parameter in names)

@@ -69,7 +69,8 @@ class Recall:
         """Calls `release` when a call comes, in another thread, with whether all have to leave at once: then it makes
         each wait of this rank for others fail, else those that cannot go on without one of them. `look` is called now
         and then, to learn which those are."""
-        self._release, self.look = release, look
+        self._release = release
+        self.look = look
 
     def goes_on(self, seconds: float = PATIENCE) -> bool:
         """Whether this rank, which has just lost another, goes on without it to the end of a round."""

@@ -35,8 +35,11 @@ class Healing:
 
     def __init__(self, setting: RankSetup, saved: Checkpoints, common: bool) -> None:
         assert setting.folder is not None, "only a run with a folder can be put back"
-        self.folder, self.saved, self.setting = setting.folder, saved, setting
-        faults, self._common = setting.recipe.faults, common
+        self.folder = setting.folder
+        self.saved = saved
+        self.setting = setting
+        faults = setting.recipe.faults
+        self._common = common
         self._course = None if faults.rollback == "never" else Course(faults.rollback)
         self._plateau = None if faults.plateau == "never" else Plateau(faults.plateau)
         self._found: Verdict | None = None

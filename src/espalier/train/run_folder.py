@@ -266,7 +266,8 @@ def refuse_other_meaning(folder: RunFolder, recipe: config.Recipe) -> None:
             why="resuming it would mix two different runs",
             do=f"name={folder.path.name}-2 or --run FOLDER for a new run, or set {key} back",
         )
-    old_steps, new_steps = before.train.steps or 0, recipe.train.steps or 0
+    old_steps = before.train.steps or 0
+    new_steps = recipe.train.steps or 0
     if new_steps < old_steps:
         raise UserError(
             f"{folder.path} holds a run of train.steps = {old_steps}, not {new_steps}.",

@@ -19,6 +19,7 @@ from espalier.checkpoint import save_and_restore as checkpoints
 from espalier.checkpoint.in_memory import Memory, take_up
 from espalier.checkpoint.save_interval import Pace
 from espalier.comm.base import Meter, Traffic, traffic
+from espalier.comm.plain_collectives import RankGroup
 from espalier.kernels import accelerator
 from espalier.machine import malloc_trim
 from espalier.machine.peak_memory import memory_of
@@ -45,8 +46,9 @@ _Result = TypeVar("_Result")
 class Trainer:
     """One run on one rank. Has state: the model, the optimizer and the number of the next step."""
 
-    def __init__(self, setting: RankSetup, channel: dist.ProcessGroup | None, table: Sequence[Choose] = TABLE) -> None:
-        self.setting, self.workload = setting, setting.workload
+    def __init__(self, setting: RankSetup, channel: RankGroup, table: Sequence[Choose] = TABLE) -> None:
+        self.setting = setting
+        self.workload = setting.workload
         self.total, self.steps = setting.recipe.train.steps or 0, self.workload.phases()[-1].stop
         self.step = self.level = self.tokens = self.kept = 0
         self.mesh = ProcessMesh(setting.mesh, channel, setting.place.rank)
@@ -56,10 +58,12 @@ class Trainer:
         self.memory: Memory | None = None
         self.pace: Pace | None = None
         self.healing: Healing | None = None
-        self.stopping, self.source = False, ""
+        self.stopping = False
+        self.source = ""
         self.reported: Mapping[str, Any] = {}
         work = self.workload.work(self.workload.global_batch, "none", setting.plan.precision)
-        self.step_flops, self.step_tokens = float(work.model_flops), float(work.tokens)
+        self.step_flops = float(work.model_flops)
+        self.step_tokens = float(work.tokens)
 
     # --- one step ------------------------------------------------------------------------------------------------
 
@@ -86,7 +90,8 @@ class Trainer:
 
     def _step(self, batches: Sequence[Any]) -> AgreedStep:
         """Randomness is a pure function of (seed, step, rank), the same for ranks that share matrices."""
-        recipe, rank = self.setting.recipe, self.mesh.mesh.members(self.setting.place.rank, "tp")[0]
+        recipe = self.setting.recipe
+        rank = self.mesh.mesh.members(self.setting.place.rank, "tp")[0]
         seed_step(self.setting.device, hash((recipe.train.seed, self.step, rank)) & 0x7FFF_FFFF_FFFF_FFFF)
         if not self.built.model.training:
             self.built.model.train()
@@ -110,7 +115,7 @@ class Trainer:
         self.step = following
         return agreed._replace(exposed=agreed.exposed + waited)
 
-    def sum(self, values: torch.Tensor, group: dist.ProcessGroup | None) -> None:
+    def sum(self, values: torch.Tensor, group: RankGroup) -> None:
         """Adds `values` up over the ranks of `group`, in place."""
         if group is not None:
             with traffic(Traffic.CONTROL):
@@ -131,7 +136,8 @@ class Trainer:
                 self._between(saved)  # a failure came in between
             first = self.step
             for batches, waited in feed:
-                begun, before = time.perf_counter(), self.step
+                begun = time.perf_counter()
+                before = self.step
                 agreed = self.train_step(batches)
                 profile()
                 self._report(agreed, time.perf_counter() - begun + waited, waited)
@@ -149,7 +155,9 @@ class Trainer:
     def _between(self, saved: checkpoints.Checkpoints | None, asked: bool = False) -> None:
         """Validates, saves and copies the state after `self.step` steps where that is due, and all ranks are there.
         `asked`: some rank asked to stop. Raises Interrupted; PeerLost where ranks are to meet anew."""
-        recipe, pulse, agreement = self.setting.recipe, self.setting.place.pulse, self.built.agreement
+        recipe = self.setting.recipe
+        pulse = self.setting.place.pulse
+        agreement = self.built.agreement
         if agreement.leaving or (self.step == self.steps and not agreement.whole):
             raise PeerLost(f"This rank stops after step {self.step} to re-initialize its process group.")
         if not (agreement.level and agreement.whole):
@@ -178,7 +186,8 @@ class Trainer:
 
     def feed(self) -> contextlib.AbstractContextManager[Iterator[tuple[Sequence[Any], float]]]:
         """(batches, seconds waited for them) of each remaining step."""
-        shard, device = self.setting.shard, self.setting.device
+        shard = self.setting.shard
+        device = self.setting.device
 
         def numbers() -> Iterator[int]:
             step = self.step
@@ -195,7 +204,8 @@ class Trainer:
         return ahead(numbers(), make, there, self.setting.place.pulse.elsewhere)
 
     def _report(self, agreed: AgreedStep, seconds: float, waited: float) -> None:
-        setting, rate = self.setting, self.setting.recipe.train.optimizer.learning_rate or 0.0
+        setting = self.setting
+        rate = self.setting.recipe.train.optimizer.learning_rate or 0.0
         fields: dict[str, Any] = {
             "step": self.step,
             "loss": agreed.loss,
@@ -223,12 +233,14 @@ class Trainer:
     def validate(self) -> float | None:
         """Held-out loss over all ranks, or None when there is nothing held out."""
         begun = time.perf_counter()
-        samples, part = self.workload.validation_samples(), self.setting.mesh.data_part(self.setting.place.rank)
+        samples = self.workload.validation_samples()
+        part = self.setting.mesh.data_part(self.setting.place.rank)
         if samples == 0:
             return None
         self.built.model.eval()
         self.built.sharding.clear()  # gradients of the step before, whose room this takes
-        ends, size = [samples * index // part.total for index in range(part.total + 1)], self.setting.plan.micro_batch
+        ends = [samples * index // part.total for index in range(part.total + 1)]
+        size = self.setting.plan.micro_batch
         slot = self.setting.mesh.sequence_part(self.setting.place.rank)
         shards = [Shard(start, stop, size, *slot) for start, stop in itertools.pairwise(ends)]
         shown = self.built.agreement.shown()
@@ -289,7 +301,8 @@ class Trainer:
                 parts = {name: OwnNames(part) for name, part in parts.items()}
             loaded, self.source = take_up(self.memory, saved, parts, most)
         if loaded is not None:
-            self.step, self.tokens = int(loaded.meta["step"]), int(loaded.meta["tokens"])
+            self.step = int(loaded.meta["step"])
+            self.tokens = int(loaded.meta["tokens"])
             self.kept = self.step if self.source.startswith("disk") else 0
             level = int(loaded.meta.get("level", self.step))
             self.level = saved.team.agree("what is left to do", lambda: level, lambda all_: [min(all_)] * len(all_))
@@ -329,7 +342,8 @@ class Trainer:
 
     @contextlib.contextmanager
     def _profile(self) -> Iterator[Callable[[], None]]:
-        wanted, folder = self.setting.recipe.track.profile, self.setting.folder
+        wanted = self.setting.recipe.track.profile
+        folder = self.setting.folder
         if wanted is None or folder is None or self.setting.place.rank != 0:
             yield lambda: None
             return
@@ -351,10 +365,13 @@ class Trainer:
 def not_finite(trainer: Trainer, agreed: AgreedStep, batches: Sequence[Any]) -> Anomaly:
     """The error of the step after `trainer.step`, in which nothing was updated: it names the ranks where a loss or a
     gradient is not finite, and the documents of their batches. All ranks call it."""
-    faulty, what = agreed.faulty, "loss"
-    setting, workload = trainer.setting, trainer.workload
+    faulty = agreed.faulty
+    what = "loss"
+    setting = trainer.setting
+    workload = trainer.workload
     if not faulty:
-        faulty, what = _ranks_with_bad_gradients(trainer, batches), "gradient"
+        faulty = _ranks_with_bad_gradients(trainer, batches)
+        what = "gradient"
     replica = setting.mesh.members(setting.place.rank, *REPLICA)
     faulty = tuple(replica[rank] for rank in faulty)
     start, stop = setting.plan.ranks[faulty[0]].share if faulty else (0, workload.global_batch)

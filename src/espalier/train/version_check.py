@@ -13,12 +13,9 @@ from functools import cache
 from hashlib import sha256
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from espalier.comm.plain_collectives import RankGroup
 from espalier.recipe.errors import DISTRIBUTION, UserError
-
-if TYPE_CHECKING:
-    import torch.distributed as dist
 
 
 def identity(**hashes: str) -> dict[str, str]:
@@ -50,7 +47,7 @@ def _version(name: str) -> str:
         return "not installed"
 
 
-def compare(identity: Mapping[str, str], group: dist.ProcessGroup | None) -> None:
+def compare(identity: Mapping[str, str], group: RankGroup) -> None:
     """Gathers every rank's identity over `group` and raises UserError on all ranks when they differ."""
     if group is None:
         return

@@ -91,7 +91,8 @@ class WholeModel(Mechanism):
     def wrap(self, context: Build) -> None:
         assert context.sharding is not None
         shares = tuple(context.workload.tasks().values())
-        nominal_weight, accumulate = context.workload.nominal_weight, context.sharding.accumulate
+        nominal_weight = context.workload.nominal_weight
+        accumulate = context.sharding.accumulate
         context.schedule = self.schedule(nominal_weight, accumulate, context.forward, shares, context.loss_scale)
 
 

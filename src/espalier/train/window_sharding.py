@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
+from espalier.checkpoint.base import StateDict
 from espalier.optim.base import Owned
 from espalier.parallel.layer_client import LayerClient, StepLost
 
@@ -30,7 +31,9 @@ class WindowSharding:
     """
 
     def __init__(self, model: nn.Module, window: LayerWindow, rate: Callable[[int], float] | None = None) -> None:
-        self.model, self.window, self.rate = model, window, rate
+        self.model = model
+        self.window = window
+        self.rate = rate
         self.factor = nn.Parameter(torch.ones((), dtype=torch.float64))
         self.owned: Sequence[Owned] = [Owned("factor of the gradient", self.factor, self.factor.shape)]
         self.together = False
@@ -106,8 +109,8 @@ class WindowOptimizer:
     def step(self, factor: float) -> None:
         self.sharding.move(factor)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         return {}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: StateDict) -> None:
         """Nothing is here."""

@@ -29,6 +29,7 @@ from espalier.checkpoint.save_and_restore import Checkpoints
 from espalier.checkpoint.save_interval import Pace, RunBeginning
 from espalier.checkpoint.shared_memory import SharedMemory
 from espalier.comm.abort import Connections
+from espalier.comm.plain_collectives import RankGroup
 from espalier.kernels import accelerator
 from espalier.machine import malloc_trim, network_interface
 from espalier.machine.peak_memory import peak_memory
@@ -62,7 +63,7 @@ def warm(plan: Plan) -> None:
 
 
 @contextlib.contextmanager
-def joined(place: launch.RankSpec, timeout: float, *, staged: bool = False) -> Iterator[dist.ProcessGroup | None]:
+def joined(place: launch.RankSpec, timeout: float, *, staged: bool = False) -> Iterator[RankGroup]:
     """This rank's Channel to the others, or None when it is alone. `staged`: see `Plan.staged`."""
     torch.set_num_threads(place.threads)
     malloc_trim.keep_freed()
@@ -96,7 +97,7 @@ def joined(place: launch.RankSpec, timeout: float, *, staged: bool = False) -> I
         comm.disconnect()
 
 
-def saving_group(channel: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+def saving_group(channel: RankGroup) -> RankGroup:
     """A Gloo group of its own for checkpoints, also beside NCCL: they lie in host memory, and writing may take long."""
     if channel is None:
         return None
@@ -104,7 +105,7 @@ def saving_group(channel: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
     return dist.new_group(list(members), backend="gloo", timeout=SAVING, use_local_synchronization=True)
 
 
-Program = Callable[[RankSetup, "dist.ProcessGroup | None"], dict[str, Any]]
+Program = Callable[[RankSetup, RankGroup], dict[str, Any]]
 """What a rank of one role does among all ranks (None: it is alone). Returns what the launcher is told at the end."""
 
 
@@ -133,7 +134,7 @@ def train(
         return program(setting, channel)
 
 
-def as_trainer(setting: RankSetup, channel: dist.ProcessGroup | None) -> dict[str, Any]:
+def as_trainer(setting: RankSetup, channel: RankGroup) -> dict[str, Any]:
     """Trains on this rank from the newest checkpoint (if any) to the end. Returns the steps and tokens done."""
     trainer = None
     try:
@@ -148,7 +149,7 @@ def as_trainer(setting: RankSetup, channel: dist.ProcessGroup | None) -> dict[st
         raise exhausted(setting.plan, setting.place.rank, measured(trainer, setting)) from error
 
 
-def as_optimizer(setting: RankSetup, channel: dist.ProcessGroup | None) -> dict[str, Any]:
+def as_optimizer(setting: RankSetup, channel: RankGroup) -> dict[str, Any]:
     """Serves the trainers as an optimizer node, its standby or an aggregator until they have left. Returns the steps
     done.
 
@@ -211,7 +212,8 @@ def _checkpoints(trainer: Trainer, folder: Path) -> Checkpoints:
 def live(trainer: Trainer) -> dict[str, Any]:
     """Everything between joining and leaving. Returns the steps and tokens done."""
     setting = trainer.setting
-    recipe, place = setting.recipe, setting.place
+    recipe = setting.recipe
+    place = setting.place
     saved = None
     if setting.folder is not None:
         saved = _checkpoints(trainer, setting.folder)
@@ -253,7 +255,8 @@ def live(trainer: Trainer) -> dict[str, Any]:
 
 def _begin(trainer: Trainer, about: Mapping[str, Any]) -> None:
     """Says that steps are made from now on, and of what."""
-    setting, place = trainer.setting, trainer.setting.place
+    setting = trainer.setting
+    place = trainer.setting.place
     setting.emit("run", step=trainer.step, steps=trainer.total, pid=os.getpid(), **about, **setting.about)
     for what, action in trainer.built.context.damaged.items():
         setting.emit("incident", kind="damaged", what=what, rank=place.rank, step=trainer.step, action=action)
@@ -300,7 +303,8 @@ def _leave(trainer: Trainer, saved: Checkpoints | None) -> None:
 
 def _pace(trainer: Trainer, saved: Checkpoints) -> Pace:
     """When the run goes to the disk."""
-    setting, place = trainer.setting, trainer.setting.place
+    setting = trainer.setting
+    place = trainer.setting.place
     first, expected = checkpoint_cost.first(setting.plan)
     between = young_daly.between_failures(0, place.attempt, expected)
     if place.refuge is not None:
@@ -354,7 +358,8 @@ def trial(setting: RankSetup, seconds: float) -> float:
     """Median seconds per step over about `seconds` of real steps, after one to warm up. Batches are made ahead as in a
     run, and waits for them count. Writes nothing."""
     with joined(setting.place, units.seconds(setting.recipe.comm.timeout, "comm.timeout")) as channel:
-        trainer, times = Trainer(setting, channel), []
+        trainer = Trainer(setting, channel)
+        times = []
         with trainer.feed() as feed:
             for batches, waited in feed:
                 begun = time.perf_counter()

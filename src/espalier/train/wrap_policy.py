@@ -79,7 +79,8 @@ def sizes_of(
 ) -> tuple[Sized, ...]:
     """The trainable parameters of `model` in its order, each once; or the frozen ones."""
     member = Membership(model, blocks_of(model) if blocks is None else blocks)
-    exact, outside = norms_of(model), {id(parameter) for parameter in embeddings}
+    exact = norms_of(model)
+    outside = {id(parameter) for parameter in embeddings}
     experts = expert_numbers(model)
     return tuple(
         Sized(
@@ -99,7 +100,9 @@ def tally(
     model: nn.Module, blocks: Sequence[nn.Module] | None = None, embeddings: Collection[nn.Parameter] = ()
 ) -> Tally:
     """Counts `model`; a tied parameter is counted once, and what moves are the statistics of normalising layers."""
-    sizes, outside, kinds = sizes_of(model, blocks, embeddings), set(embeddings), nn.modules.batchnorm._NormBase
+    sizes = sizes_of(model, blocks, embeddings)
+    outside = set(embeddings)
+    kinds = nn.modules.batchnorm._NormBase
     matrices = (p for p in model.parameters() if p.requires_grad and p.ndim == 2 and p not in outside)
     buffers = [buffer for m in model.modules() if isinstance(m, kinds) for buffer in m.buffers(recurse=False)]
     floats = sum(buffer.numel() for buffer in buffers if buffer.is_floating_point())
@@ -117,7 +120,8 @@ def tally(
 def deeper(sizes: Sequence[Sized], depth: int) -> tuple[Sized, ...]:
     """Those of a model of two blocks as of one of `depth` blocks, all like its second."""
     second = [index for index, sized in enumerate(sizes) if sized.block == 1]
-    first, last = second[0], second[-1] + 1
+    first = second[0]
+    last = second[-1] + 1
     repeated = [sized._replace(block=block) for block in range(1, depth) for sized in sizes[first:last]]
     return (*sizes[:first], *repeated, *sizes[last:])
 

@@ -17,18 +17,18 @@ import numpy as np
 from espalier.graph.data import array_file, separated_text
 from espalier.graph.data.array_file import NUMBERED, degree_features, refuse_far_ids
 from espalier.graph.data.graph import Array, Graph
-from espalier.graph.data.separated_text import EXACT, ending
+from espalier.graph.data.separated_text import ending
 from espalier.graph.data.table_columns import (
     EdgeTable,
     NodeTable,
     Table,
     alike,
-    as_words,
     ends_as_numbers,
     read_edges,
     read_nodes,
     settled,
 )
+from espalier.graph.data.targets import EXACT, as_words
 from espalier.machine.resource_limits import refuse_large
 from espalier.recipe.errors import UserError
 from espalier.recipe.foreign_files import parsing, printable, unused

@@ -29,6 +29,10 @@ Progress = Callable[[int, int], None]
 IGNORED = target_kinds.IGNORED
 
 
+SplitShares = tuple[float, float, float]
+"""Of all items: those that train, validate and test."""
+
+
 @dataclass(frozen=True)
 class DataSplit:
     """Which nodes (or graphs) train, validate and test: ascending int64 ids. They may leave nodes out."""
@@ -497,7 +501,7 @@ def _floats(values: Any, name: str) -> Array:
 # --- splits ------------------------------------------------------------------------------------------------------
 
 
-def divided(graph: Graph, shares: tuple[float, float, float], seed: int) -> Graph:
+def divided(graph: Graph, shares: SplitShares, seed: int) -> Graph:
     """`graph` with a seeded random split where it brings none: `shares` of its labelled items."""
     if graph.parts is not None:
         return graph
@@ -508,7 +512,7 @@ def divided(graph: Graph, shares: tuple[float, float, float], seed: int) -> Grap
     return replace(graph, parts=parted(ids, shares, seed))
 
 
-def parted(ids: Array, shares: tuple[float, float, float], seed: int) -> DataSplit:
+def parted(ids: Array, shares: SplitShares, seed: int) -> DataSplit:
     """`ids` dealt out by `shares`, seeded; each part ascending."""
     order = np.random.default_rng([seed, 0x5B11]).permutation(ids)
     cuts = [round(len(ids) * shares[0]), round(len(ids) * (shares[0] + shares[1]))]

@@ -13,6 +13,7 @@ import sys
 import sysconfig
 from collections.abc import Callable, Iterator
 from importlib import metadata
+from importlib.util import resolve_name
 from typing import NamedTuple
 
 import numpy as np
@@ -160,13 +161,11 @@ def _imported(module: SourceModule, text: bytes) -> Iterator[str]:
 
 
 def _absolute(module: SourceModule, base: str) -> str | None:
-    rest = base.lstrip(".")
-    level = len(base) - len(rest)
-    if not level:
-        return rest
-    parts = module.name.split(".")
-    depth = len(parts) - level + (1 if module.package else 0)
-    return ".".join([*parts[:depth], *([rest] if rest else [])]) if depth > 0 else None
+    package = module.name if module.package else module.name.rpartition(".")[0]
+    try:
+        return resolve_name(base, package)
+    except ImportError:  # above the outermost package
+        return None
 
 
 def kept_arrays(name: str, make: Callable[[], dict[str, Array]]) -> dict[str, Array]:

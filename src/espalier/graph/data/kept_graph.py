@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from espalier.graph.data import graph as graphs
-from espalier.graph.data.graph import IGNORED, Array, DataSplit, Graph, Signs, parted
+from espalier.graph.data.graph import IGNORED, Array, DataSplit, Graph, Signs, SplitShares, parted
 from espalier.graph.data.targets import Scale
 from espalier.graph.tasks import link_prediction
 from espalier.graph.tasks.link_prediction import Links
@@ -25,9 +25,14 @@ from espalier.recipe.errors import UserError
 LIMIT = 1 << 30
 """Bytes of a graph that is kept whole."""
 
-_NAMES, _ARRAYS = "graph.json", "graph.npz"
+_NAMES = "graph.json"
+_ARRAYS = "graph.npz"
 _LARGE = ("indptr", "indices", "features", "weights", "edge_features", "starts")
 _TABLE = ("classes", "columns", "edge_columns", "origin", "notes", "identity", "values")
+
+
+OtherNodes = tuple[int, Array | None] | None
+"""See `other_nodes`."""
 
 
 @dataclass(frozen=True)
@@ -193,7 +198,7 @@ def _listed(names: Sequence[str], count: int) -> str:
     return f"{shown}, … ({len(names)})" if len(names) > 12 else shown
 
 
-def divided(graph: Graph, run_graph: KeptGraph, shares: tuple[float, float, float], seed: int) -> Graph:
+def divided(graph: Graph, run_graph: KeptGraph, shares: SplitShares, seed: int) -> Graph:
     """`graph` with the split of the run for what it knows, by name or number; the rest is dealt out by `shares`."""
     fresh = graphs.divided(graph, shares, seed)
     before = run_graph.graph.parts
@@ -204,7 +209,7 @@ def divided(graph: Graph, run_graph: KeptGraph, shares: tuple[float, float, floa
     return replace(graph, parts=_dealt(labelled, place, before, shares, seed))
 
 
-def split(graph: Graph, run_graph: KeptGraph, shares: tuple[float, float, float], seed: int) -> Links:
+def split(graph: Graph, run_graph: KeptGraph, shares: SplitShares, seed: int) -> Links:
     """The links of `graph`: those that the run knows are in the part where they were, the rest is dealt out."""
     links = link_prediction.split(graph, shares, seed)
     if run_graph.links is None:
@@ -217,7 +222,7 @@ def split(graph: Graph, run_graph: KeptGraph, shares: tuple[float, float, float]
     return link_prediction.cut(graph, links.pairs, parts)
 
 
-def _dealt(ids: Array, place: Array, before: DataSplit, shares: tuple[float, float, float], seed: int) -> DataSplit:
+def _dealt(ids: Array, place: Array, before: DataSplit, shares: SplitShares, seed: int) -> DataSplit:
     """`ids` in the part where `before` has their `place` (-1: it has none), the rest by `shares`."""
     part = np.full(
         1 + max(int(place.max(initial=-1)), *(int(members.max(initial=-1)) for _, members in before.named())) + 1, -1
@@ -238,7 +243,7 @@ def places(graph: Graph, before: Graph, items: bool = False) -> Array:
     return _positions(_keys(graph), _keys(before))
 
 
-def other_nodes(graph: Graph, before: Graph, recipe: Recipe) -> tuple[int, Array | None] | None:
+def other_nodes(graph: Graph, before: Graph, recipe: Recipe) -> OtherNodes:
     """How many nodes `before` has and, where `recipe` quantizes by node, the `places` of those of `graph` among them;
     None: they are the same."""
     assert recipe.graph is not None

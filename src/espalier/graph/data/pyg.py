@@ -9,6 +9,7 @@ so (`graph.pickle = true`).
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -88,7 +89,7 @@ def _known(data: Any, use: FieldUse) -> Any:
     _refuse_kinds(data)
     table = {str(name): value for name, value in data.items() if value is not None}
     use.count(table)
-    return _Named(understood(table, use.origin))
+    return SimpleNamespace(**understood(table, use.origin))
 
 
 def _ends(data: Any, origin: str) -> tuple[Any, Any]:
@@ -239,13 +240,6 @@ def dataset(name: str, root: Path, *, undirected: bool, target: str | None = Non
     return from_pyg(graphs[0], undirected=undirected, origin=f"pyg:{name}", target=target)
 
 
-class _Named:
-    """A dict's keys as attributes."""
-
-    def __init__(self, table: dict[str, Any]) -> None:
-        self.__dict__.update(table)
-
-
 def _library(purpose: str) -> Any:
     try:
         import torch_geometric.data
@@ -270,7 +264,7 @@ def _refuse_kinds(table: dict[Any, Any]) -> None:
     if "edge_index" not in table and any(isinstance(storage, dict) for storage in table.values()):
         kinds = [key for key in table if isinstance(key, str) and key != "_global_store"]
         _refuse_heterogeneous(
-            _Named({"edge_types": [key for key in table if isinstance(key, tuple)], "node_types": kinds})
+            SimpleNamespace(edge_types=[key for key in table if isinstance(key, tuple)], node_types=kinds)
         )
 
 

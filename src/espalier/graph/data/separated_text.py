@@ -19,7 +19,7 @@ from typing import IO, Any
 import numpy as np
 
 from espalier.graph.data.graph import Array
-from espalier.graph.data.targets import MISSING
+from espalier.graph.data.targets import EXACT, MISSING
 from espalier.machine.resource_limits import refuse_large
 from espalier.recipe.errors import UserError
 from espalier.recipe.foreign_files import parsing, printable
@@ -27,8 +27,6 @@ from espalier.recipe.units import plural
 
 ENDINGS = (".csv", ".tsv", ".txt", ".edges", ".edgelist", ".el")
 """Of separated text, each also with `.gz` after it, in any case."""
-EXACT = 2**53
-"""Below it a float64 holds every whole number."""
 NUMBER = re.compile(r"[-+]?(\d+(?:\.\d*)?(e[-+]?\d+)?|\.\d+(e[-+]?\d+)?|nan|inf(inity)?)", re.IGNORECASE | re.ASCII)
 EMPTY = MISSING
 """Cells without a value."""
@@ -36,7 +34,9 @@ _SEPARATORS = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "vertical ba
 _DECIMAL = re.compile(r"[-+]?\d+,\d+")
 _PADDED = re.compile(r"\s*[-+]?0\d")
 """How a number with leading zeros begins: `007` may be a name, and is not `7`."""
-_SAMPLE, _LONGEST_LINE, _PIECE = 100, 1 << 24, 1 << 12
+_SAMPLE = 100
+_LONGEST_LINE = 1 << 24
+_PIECE = 1 << 12
 _LONGEST = 131_072
 _DO = "UTF-8 text, as many cells in every line"
 

@@ -6,7 +6,6 @@ refused. A column that is not used is named; one that changes the meaning of the
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -16,14 +15,13 @@ import numpy as np
 
 from espalier.graph.data import separated_text
 from espalier.graph.data.graph import Array, DataSplit
-from espalier.graph.data.separated_text import EMPTY, EXACT, is_number
+from espalier.graph.data.separated_text import EMPTY, is_number
+from espalier.graph.data.targets import EXACT, WHOLE, as_words
 from espalier.machine.resource_limits import refuse_large
 from espalier.recipe.errors import UserError, missing_extra
 from espalier.recipe.foreign_files import Fields, FieldUse, parsing, printable, unused
 from espalier.recipe.units import plural
 
-WHOLE = re.compile(r"-?[0-9]{1,18}")
-_POINTLESS = re.compile(r"(-?[0-9]+)\.0*")
 _DECIMAL = re.compile(r"[-+]?[0-9]+(,[0-9]+)?(e[-+]?[0-9]+)?", re.IGNORECASE)
 _TRUTH = {"true": 1.0, "false": 0.0, "1": 1.0, "0": 0.0, "1.0": 1.0, "0.0": 0.0, "yes": 1.0, "no": 0.0}
 
@@ -51,13 +49,16 @@ PART_WORDS = {
     **dict.fromkeys(("test", "testing"), "test"),
 }
 
+Columns = Mapping[str, Array]
+"""Cells by the name of their column."""
+
 
 @dataclass(frozen=True)
 class Table:
     """Columns by name, and what was said while they were read. `header`: the file names them."""
 
     path: Path
-    columns: Mapping[str, Array]
+    columns: Columns
     header: bool = True
     notes: tuple[str, ...] = ()
 
@@ -87,7 +88,7 @@ class NodeTable:
     maybe: str | None = None
     labels: Array | None = None
     parts: DataSplit | None = None
-    features: Mapping[str, Array] = field(default_factory=dict)
+    features: Columns = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
 
@@ -104,7 +105,7 @@ class EdgeTable:
     sources: Array
     targets: Array
     weights: Array | None = None
-    features: Mapping[str, Array] = field(default_factory=dict)
+    features: Columns = field(default_factory=dict)
     types: frozenset[str] = frozenset()
     notes: tuple[str, ...] = ()
     nodes: int | None = None
@@ -304,7 +305,7 @@ def _labels(table: Table, column: Array | None, notes: list[str]) -> Array | Non
     return np.array([word.replace(",", ".") for word in words])
 
 
-def _mask_names(columns: Mapping[str, Array]) -> list[str]:
+def _mask_names(columns: Columns) -> list[str]:
     """The columns that are masks of parts: by their names, or `train`, `val` and `test` where these are true or false
     and some train."""
     names = [name for name in columns if _is(name, "|".join(_MASKS))]
@@ -317,7 +318,7 @@ def _is_mask(name: str) -> bool:
     return _plain(name).endswith("mask")
 
 
-def _names_of_nodes(columns: Mapping[str, Array]) -> str | None:
+def _names_of_nodes(columns: Columns) -> str | None:
     """Gephi's `Label` beside its `Id`: a name for each node and no class."""
     if not {"Id", "Label"} <= set(columns) or columns["Label"].dtype.kind not in "OUS":
         return None
@@ -387,7 +388,7 @@ def _may_be_ids(column: Array) -> bool:
     return column.dtype.kind in "iuOUS" or (column.dtype.kind == "f" and bool((column == np.round(column)).all()))
 
 
-def _parts(table: Table, column: Array | None, masks: Mapping[str, Array]) -> DataSplit | None:
+def _parts(table: Table, column: Array | None, masks: Columns) -> DataSplit | None:
     if column is not None and masks:
         raise UserError(f"{table.shown} has a column of parts and masks.", do="drop the one or the other")
     if masks:
@@ -457,7 +458,7 @@ def _edges(table: Table) -> EdgeTable:
     return EdgeTable(table, taken["source"], taken["target"], weights, features, types, tuple(notes))
 
 
-def _ends(table: Table, columns: Mapping[str, Array]) -> tuple[str, str]:
+def _ends(table: Table, columns: Columns) -> tuple[str, str]:
     """The columns of both ends: by their names, else the first two."""
     source, target = (
         _sole(table, columns, names, role) for names, role in ((_SOURCES, "source"), (_TARGETS, "target"))
@@ -494,14 +495,6 @@ def _types(columns: dict[str, Array]) -> frozenset[str]:
 # --- cells -----------------------------------------------------------------------------------------------------------
 
 
-def as_words(column: Array) -> list[str]:
-    """A column as text: whole numbers without a point (39, not 39.0), nothing where a value is missing."""
-    cells = column.tolist()
-    missing = [cell is None or (isinstance(cell, float) and math.isnan(cell)) for cell in cells]
-    words = ["" if gone else str(cell).strip() for cell, gone in zip(cells, missing, strict=True)]
-    return [_POINTLESS.sub(r"\1", word) if _POINTLESS.fullmatch(word) else word for word in words]
-
-
 def alike(ids: Array) -> Array:
     """Ids in the one form that can be compared: int64 where all are whole numbers, however stored, else text."""
     if ids.dtype.kind in "iu":
@@ -512,7 +505,7 @@ def alike(ids: Array) -> Array:
     return np.array([int(word) for word in words] if all(map(WHOLE.fullmatch, words)) else words)
 
 
-def _numeric(table: Table, columns: Mapping[str, Array], what: str, notes: list[str]) -> dict[str, Array]:
+def _numeric(table: Table, columns: Columns, what: str, notes: list[str]) -> dict[str, Array]:
     """float64 columns of numbers. Columns of words alone are left out, which is said in `notes`."""
     numbers = {}
     for name, column in columns.items():

@@ -29,10 +29,10 @@ MISSING = ("", "nan", "NaN", "None", "null", "NULL", "NA", "N/A", "#N/A", "<NA>"
 """Words that stand for no value: those of Python, SQL, R, Excel and pandas."""
 
 _NUMBER = re.compile(r"[+-]?([0-9]+(?:\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]+)?|[+-]?(inf|Inf|infinity|Infinity)")
-_WHOLE = re.compile(r"-?[0-9]{1,18}")
+WHOLE = re.compile(r"-?[0-9]{1,18}")
 _POINTLESS = re.compile(r"(-?[0-9]+)\.0*")
-_EXACT = 2**53
-"""From there on every float64 is a whole number."""
+EXACT = 2**53
+"""Below it a float64 holds every whole number, and from there on every float64 is one."""
 _LARGEST = 1e150
 """Of a value: its square must be a float64."""
 _FEW = 20
@@ -120,21 +120,26 @@ def of_graphs(rows: Sequence[Any], nodes: Sequence[int], origin: str) -> Array:
 # --- words -------------------------------------------------------------------------------------------------------
 
 
+def as_words(column: Array) -> list[str]:
+    """A column as text: whole numbers without a point (39, not 39.0), nothing where a value is missing."""
+    cells = column.tolist()
+    missing = [cell is None or (isinstance(cell, float) and math.isnan(cell)) for cell in cells]
+    words = ["" if gone else str(cell).strip() for cell, gone in zip(cells, missing, strict=True)]
+    return [_POINTLESS.sub(r"\1", word) if _POINTLESS.fullmatch(word) else word for word in words]
+
+
 def _words(array: Array, origin: str) -> list[str]:
-    """A column as text: whole numbers without a point, nothing where a value is missing."""
+    """A column as text, also without the words that stand for no value."""
     if array.ndim == 2 and array.shape[1] > 1:
         raise UserError(f"{origin}: the labels are {array.shape[1]} columns of words.", do="one column of classes")
-    column = (array.astype(str) if array.dtype.kind == "S" else array).reshape(-1).tolist()
-    missing = [cell is None or (isinstance(cell, float) and math.isnan(cell)) for cell in column]
-    words = ["" if gone else str(cell).strip() for cell, gone in zip(column, missing, strict=True)]
-    words = ["" if word in MISSING else word for word in words]
-    return [_POINTLESS.sub(r"\1", word) if _POINTLESS.fullmatch(word) else word for word in words]
+    words = as_words((array.astype(str) if array.dtype.kind == "S" else array).reshape(-1))
+    return ["" if word in MISSING else word for word in words]
 
 
 def _decimal(words: Sequence[str]) -> bool:
     """Whether all that are given are numbers, and some are not whole."""
     given = {word for word in words if word}
-    return all(map(_NUMBER.fullmatch, given)) and not all(map(_WHOLE.fullmatch, given))
+    return all(map(_NUMBER.fullmatch, given)) and not all(map(WHOLE.fullmatch, given))
 
 
 def _parsed(words: Sequence[str], origin: str, kind: str) -> Array:
@@ -152,7 +157,7 @@ def _named(words: Sequence[str], origin: str) -> Targets:
     """Words are classes in their order, those that are numbers in that of numbers."""
     none = ("", str(IGNORED))
     distinct = {word for word in words if word not in none}
-    numbers = all(map(_WHOLE.fullmatch, distinct))
+    numbers = all(map(WHOLE.fullmatch, distinct))
     if numbers and distinct and (least := min(map(int, distinct))) < IGNORED:
         raise _below(least, origin)
     classes = sorted(distinct, key=lambda word: (int(word) if numbers else 0, word))
@@ -181,7 +186,7 @@ def _known(numbers: Array) -> Array:
 
 
 def _is_whole(known: Array) -> Array:
-    return (known == np.round(known)) & (np.abs(known) < _EXACT)
+    return (known == np.round(known)) & (np.abs(known) < EXACT)
 
 
 def _is_answer(known: Array) -> bool:

@@ -30,7 +30,7 @@ from espalier.graph.networks import layer_work
 from espalier.graph.networks.base import Forms, MessageBlock
 from espalier.graph.networks.network import QUANTIZED
 from espalier.graph.parts import halo, partition_folder
-from espalier.graph.parts.halo import ForeignRows
+from espalier.graph.parts.halo import ForeignRows, edges_into
 from espalier.graph.run import GraphRun, NetworkAdapter
 from espalier.graph.sampling.subgraphs import MESSAGES, forward
 from espalier.recipe import MessagesModel as Options
@@ -204,9 +204,7 @@ def deepened(halo: Halo, whole: MessageBlock) -> Deep:
     indices = whole.indices.cpu().numpy()
     near = halo.nodes.cpu().numpy()
     outer = halo.outer.cpu().numpy()
-    counts = np.diff(indptr)[outer]
-    ends = offsets_of(counts)
-    more = np.repeat(indptr[outer] - ends[:-1], counts) + np.arange(ends[-1])
+    ends, more = edges_into(indptr, outer)
     edges = np.concatenate([halo.edges.cpu().numpy(), more])
     beyond = np.setdiff1d(indices[more], near)
     nodes = np.concatenate([near, beyond])

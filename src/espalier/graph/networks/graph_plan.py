@@ -30,6 +30,8 @@ from espalier.sparse.rcmpp.cuthill_mckee import trace
 from espalier.sparse.rcmpp.pattern import SparsityPattern
 from espalier.track.progress import Stages
 
+Reordered = tuple[Array, str]
+"""A permutation of the nodes, and the sentence that says why."""
 SMALL = 1 << 20
 """Edges times columns below which a product is a matter of microseconds, whatever the order."""
 
@@ -56,7 +58,7 @@ def ordered(graph: Graph, wanted: str) -> tuple[Graph, str]:
     return (relabelled(graph, permutation) if len(permutation) else graph), sentence
 
 
-def _advised(graph: Graph) -> tuple[Array, str]:
+def _advised(graph: Graph) -> Reordered:
     """The advisor's permutation, empty where it is none, and a sentence."""
     advice = order(graph, for_="spmm")
     if advice.permutation is None:
@@ -65,7 +67,7 @@ def _advised(graph: Graph) -> tuple[Array, str]:
     return np.asarray(advice.permutation, np.int64), f"Order: {named}; {advice.reason}."
 
 
-def _clusters(graph: Graph) -> tuple[Array, str]:
+def _clusters(graph: Graph) -> Reordered:
     """Clusters in the order in which RCM++ passes them, their nodes too, and a sentence."""
     pattern = SparsityPattern.of(graph.indptr, graph.indices)
     parts = max(1, min(MOST_PARTS, graph.nodes // CLUSTER))
@@ -73,7 +75,7 @@ def _clusters(graph: Graph) -> tuple[Array, str]:
     return grouped(pattern, trace(pattern).permutation, parts).astype(np.int64), sentence
 
 
-def _kept(graph: Graph, wanted: str, make: Callable[[], tuple[Array, str]]) -> tuple[Array, str]:
+def _kept(graph: Graph, wanted: str, make: Callable[[], Reordered]) -> Reordered:
     """The order of a graph's nodes and its sentence, from the cache where the same edges were ordered before."""
     place = (
         cache_folder()

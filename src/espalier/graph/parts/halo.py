@@ -93,6 +93,13 @@ def boundary(indptr: Any, indices: Any, parts: Any, ranks: int) -> Boundary:
     return Boundary(parts, ranks, receiver[order], owner[order], plan.regions[order])
 
 
+def edges_into(indptr: Array, nodes: Array) -> tuple[Array, Array]:
+    """int64 [nodes + 1] and [edges]: where the edges into each of `nodes` begin, and their places in the graph."""
+    counts = np.diff(indptr)[nodes]
+    ends = offsets_of(counts)
+    return ends, np.repeat(indptr[nodes] - ends[:-1], counts) + np.arange(ends[-1])
+
+
 class ForeignRows(NamedTuple):
     """What crosses when a network that is not ours runs over parts (`foreign_network.study`).
 
@@ -185,11 +192,9 @@ class Halo:
         place[owned] = np.arange(len(owned))
         place[outer] = len(owned) + np.arange(len(outer))
         asked = [cut.node[(cut.receiver == peer) & (cut.owner == rank)] for peer in range(cut.ranks)]
-        counts = np.diff(indptr)[owned]
-        ends = offsets_of(counts)
-        edges = np.repeat(indptr[owned] - ends[:-1], counts) + np.arange(ends[-1])
+        ends, edges = edges_into(indptr, owned)
         local = place[indices[edges]]
-        order = np.lexsort((local, np.repeat(np.arange(len(owned)), counts)))
+        order = np.lexsort((local, np.repeat(np.arange(len(owned)), np.diff(ends))))
         return cls(
             torch.from_numpy(owned),
             torch.from_numpy(outer),
@@ -200,6 +205,11 @@ class Halo:
             torch.from_numpy(local[order]),
             group,
         )
+
+    @property
+    def rank(self) -> int:
+        """This one among the ranks."""
+        return 0 if self.group is None else self.group.rank()
 
     @property
     def sources(self) -> int:
@@ -255,14 +265,13 @@ class Halo:
         if not len(bad):  # infinities of both signs
             return
         at = int(bad[0])
-        group = self.group
         owner = int(np.searchsorted(np.cumsum(self.receives), at, side="right"))
         node = int(self.outer[at])
         what = f"the row of {self.mention(node)}, which rank {owner} owns"
         if (self.owned == node).any():
             what = f"a sum for {self.mention(node)}, from rank {owner}"
         raise UserError(
-            f"Rank {0 if group is None else group.rank()} received NaN for layer {self.layer + 1}: {what}.",
+            f"Rank {self.rank} received NaN for layer {self.layer + 1}: {what}.",
             why=f"{len(bad):,} of {len(received):,} rows have it, and sums over neighbours would spread it",
             do="look at the node's features; where they are finite, a smaller learning rate",
         )
@@ -452,7 +461,7 @@ def not_finite(halo: Halo, crossing: Crossing, at: int, why: str) -> UserError:
     nodes = halo.outer if crossing.backward else halo.owned[halo.leaves]
     what = "gradient" if crossing.backward else "row"
     return UserError(
-        f"Rank {0 if halo.group is None else halo.group.rank()} cannot send the {what} of "
+        f"Rank {halo.rank} cannot send the {what} of "
         f"{halo.mention(int(nodes[at]))} for layer {crossing.layer + 1}: it is not finite.",
         why=why,
         do="look at the node's features; where they are finite, a smaller learning rate",
@@ -470,7 +479,7 @@ def leaving_rows(halo: Halo, rows: Tensor) -> Tensor:
         bad = read[~rows.detach().flatten(1)[read.to(rows.device)].isfinite().all(1).cpu()]
         if len(bad):
             raise UserError(
-                f"Rank {0 if halo.group is None else halo.group.rank()} cannot send sums with the row of "
+                f"Rank {halo.rank} cannot send sums with the row of "
                 f"{halo.mention(int(halo.owned[bad[0]]))} for layer {halo.layer + 1}: it is not finite.",
                 why=f"{len(bad):,} of {len(read):,} rows that others need are not",
                 do="look at the node's features; where they are finite, a smaller learning rate",

@@ -28,6 +28,7 @@ from scipy import sparse
 from torch import Tensor
 
 from espalier.comm.base import Traffic, traffic
+from espalier.comm.plain_collectives import RankGroup
 from espalier.graph.data.graph import DataSplit, Graph, Partition, signed
 from espalier.graph.networks.base import Forms, MessageBlock, MessageBlocks
 from espalier.graph.parts.halo import Boundary, Halo, checked
@@ -39,7 +40,8 @@ from espalier.recipe.foreign_files import parsing
 from espalier.recipe.graphs import MessagesModel
 from espalier.track.progress import Waiting
 
-MANIFEST, FORMAT = "manifest.json", 4
+MANIFEST = "manifest.json"
+FORMAT = 4
 NODES = "nodes.safetensors"
 SPLIT = ("train", "validation", "test")
 SCALES = ("weights", "left", "right", "features")
@@ -292,7 +294,7 @@ def _tensors(graph: Graph, block: MessageBlock, cut: tuple[Boundary, Covers | No
     return {name: tensor.contiguous().clone() for name, tensor in tensors.items()}  # tensors of a file share no memory
 
 
-def read(folder: str | Path, rank: int, group: dist.ProcessGroup | None = None, graph: str = "") -> Part:
+def read(folder: str | Path, rank: int, group: RankGroup = None, graph: str = "") -> Part:
     """The part of `rank`; no other part is opened. All ranks of `group` call it alike, and compare what they cut.
 
     `graph`: the fingerprint that the partition must be of. Raises UserError for a folder without a partition, of
@@ -324,7 +326,7 @@ def read_alone(folder: Path, rank: int, known: bool = False) -> Part:
     return _part(folder, _manifest(folder)[0], rank, None, known)
 
 
-def _part(folder: Path, manifest: Manifest, rank: int, group: dist.ProcessGroup | None, known: bool = False) -> Part:
+def _part(folder: Path, manifest: Manifest, rank: int, group: RankGroup, known: bool = False) -> Part:
     ranks = len(manifest.checksums)
     tensors = _load(folder / _name(rank), "" if known else manifest.checksums[rank])
     rows = np.asarray(manifest.rows, np.int64).reshape(ranks, ranks)

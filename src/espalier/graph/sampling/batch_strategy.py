@@ -19,7 +19,7 @@ from espalier.comm.base import Traffic, traffic
 from espalier.graph.networks.layer_work import Reach
 from espalier.graph.parts.graph_cut import LARGE
 from espalier.graph.tasks import answers
-from espalier.parallel.workload import ALONE, PackStart, Shard, Sums
+from espalier.parallel.workload import ALONE, PackStart, Shard, SummedLoss, Sums
 from espalier.plan.compose import Claim
 from espalier.recipe import mechanism_options
 from espalier.recipe.errors import UserError
@@ -93,7 +93,7 @@ class Drawn:
             self._epoch = epoch
         return self._order
 
-    def loss(self, model: nn.Module, batch: SubgraphBatch) -> tuple[Tensor, Tensor]:
+    def loss(self, model: nn.Module, batch: SubgraphBatch) -> SummedLoss:
         """The task's sum of losses, and how many answers it is of."""
         self.run.rounding.begin(model, batch)
         return self.task.loss(model, batch)
@@ -232,7 +232,7 @@ class OverRanks(Whole):
         """Of the part."""
         return super().batches(step, shard) if self.part is None else [self.part.batch(step)]
 
-    def loss(self, model: nn.Module, batch: SubgraphBatch) -> tuple[Tensor, Tensor]:
+    def loss(self, model: nn.Module, batch: SubgraphBatch) -> SummedLoss:
         """Of the part."""
         if self.part is None:
             return super().loss(model, batch)

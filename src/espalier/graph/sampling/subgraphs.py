@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -50,13 +51,13 @@ class SubgraphBatch(NamedTuple):
     step: int = 0
 
 
+@dataclass(eq=False)
 class View:
     """One graph in the style of a network of `depth` layers (0: nobody knows). Has state: what was made of it once."""
 
-    def __init__(self, graph: Graph, style: Style, depth: int) -> None:
-        self.graph = graph
-        self.style = style
-        self.depth = depth
+    graph: Graph
+    style: Style
+    depth: int
 
     @cached_property
     def block(self) -> MessageBlock:

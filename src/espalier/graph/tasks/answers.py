@@ -14,7 +14,7 @@ from torch import Tensor
 from espalier.graph.data.graph import Array, DataSplit, Graph
 from espalier.graph.tasks import metrics
 from espalier.kernels.cross_entropy import cross_entropy
-from espalier.parallel.workload import Shard
+from espalier.parallel.workload import Averages, Shard, SummedLoss
 from espalier.store.artifacts import Artifact, Table
 
 Answers = list[dict[str, Any]]
@@ -41,12 +41,12 @@ def trained_labels(graph: Graph) -> Tensor:
 # --- losses ------------------------------------------------------------------------------------------------------
 
 
-def loss_of(graph: Graph, logits: Tensor, labels: Tensor, chosen: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def loss_of(graph: Graph, logits: Tensor, labels: Tensor, chosen: Tensor | None = None) -> SummedLoss:
     """(sum, weight) over the answers that are known, of the rows `chosen` (None: all)."""
     return (squared_errors if graph.values else summed_loss)(logits, labels, chosen)
 
 
-def summed_loss(logits: Tensor, labels: Tensor, chosen: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def summed_loss(logits: Tensor, labels: Tensor, chosen: Tensor | None = None) -> SummedLoss:
     """Cross entropies of classes or tasks, as `loss_of`."""
     if labels.ndim == 2:
         logits = logits if chosen is None else logits[chosen]
@@ -56,7 +56,7 @@ def summed_loss(logits: Tensor, labels: Tensor, chosen: Tensor | None = None) ->
     return cross_entropy(logits, labels, chosen), _known(labels)
 
 
-def squared_errors(rows: Tensor, labels: Tensor, chosen: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def squared_errors(rows: Tensor, labels: Tensor, chosen: Tensor | None = None) -> SummedLoss:
     """Squared errors of standardised values, in at least float32, as `loss_of`."""
     rows = rows if chosen is None else rows[chosen]
     dtype = torch.promote_types(rows.dtype, torch.float32)
@@ -100,7 +100,7 @@ def score_name(graph: Graph) -> str:
     return "R²" if graph.values else "accuracy"
 
 
-def score(means: Mapping[str, float]) -> float:
+def score(means: Averages) -> float:
     """That figure in per cent; minus the loss where nothing is known of it."""
     return next((100 * means[name] for name in ("accuracy", "r2") if name in means), -means["loss"])
 

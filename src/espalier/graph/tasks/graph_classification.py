@@ -19,7 +19,7 @@ from espalier.graph.sampling.neighbor_sampler import Style
 from espalier.graph.sampling.subgraphs import SubgraphBatch, forward
 from espalier.graph.tasks import metrics
 from espalier.graph.tasks.answers import Answers, held_out_figures, loss_of, told, trained_labels
-from espalier.parallel.workload import Shard, to_device
+from espalier.parallel.workload import Shard, SummedLoss, to_device
 from espalier.recipe.errors import UserError
 from espalier.recipe.offsets import offsets_of
 
@@ -69,7 +69,7 @@ class GraphTask(Examples):
         sizes = torch.bincount(batch.members, minlength=len(batch.labels)).clamp(min=1)
         return sums / sizes[:, None]
 
-    def loss(self, model: nn.Module, batch: SubgraphBatch) -> tuple[Tensor, Tensor]:
+    def loss(self, model: nn.Module, batch: SubgraphBatch) -> SummedLoss:
         """Sum over the graphs' known answers, and how many."""
         return loss_of(self.graph, self.logits(model, batch), batch.labels)
 

@@ -15,12 +15,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from espalier.graph.data.graph import Array, DataSplit, Examples, Graph, parted, without_edges
+from espalier.graph.data.graph import Array, DataSplit, Examples, Graph, SplitShares, parted, without_edges
 from espalier.graph.sampling.subgraphs import SubgraphBatch, View, forward, infer
 from espalier.graph.tasks import metrics
 from espalier.graph.tasks.answers import Answers
 from espalier.kernels.split_mix import mixed
-from espalier.parallel.workload import Shard
+from espalier.parallel.workload import Shard, SummedLoss
 from espalier.recipe.errors import UserError
 
 RIVALS = 100
@@ -37,7 +37,7 @@ class Links:
     """The graph without the links held out."""
 
 
-def split(graph: Graph, shares: tuple[float, float, float], seed: int) -> Links:
+def split(graph: Graph, shares: SplitShares, seed: int) -> Links:
     """Deals out the links of `graph`, by its own split where it has one; one that runs both ways is one link.
 
     Raises UserError when there are too few.
@@ -96,7 +96,7 @@ class LinkTask(Examples):
         features, around = self.view.around(nodes, self.fanout, self.seed, step)
         return SubgraphBatch(features, around.blocks, labels, pairs=torch.from_numpy(places.reshape(2, -1)))
 
-    def loss(self, model: nn.Module, batch: SubgraphBatch) -> tuple[Tensor, Tensor]:
+    def loss(self, model: nn.Module, batch: SubgraphBatch) -> SummedLoss:
         """Sum of binary cross entropies over true and drawn links, and their number."""
         assert batch.pairs is not None
         logits = scores(forward(model, batch.features, batch.blocks), batch.pairs)

@@ -7,9 +7,12 @@ decides nothing, where either rule would hold; a decision begins a window anew.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterable
+from typing import Self
 
 import numpy as np
+
+from espalier.checkpoint.base import StateDict
 
 WINDOW = 5
 """Steps whose speeds are compared."""
@@ -42,11 +45,35 @@ class LossSpeed:
             self.speeds = []
         return direction
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """All that decisions follow from."""
         return {name: getattr(self, name) for name in ("steps", "average", "speeds")}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: StateDict) -> None:
         """Takes back what `state_dict` gave; of a checkpoint without it, nothing."""
         for name in ("steps", "average", "speeds"):
             setattr(self, name, state.get(name, getattr(self, name)))
+
+
+class LossTuner:
+    """A `track.decision_log.Controller` that follows the speed of the loss. Has state: `coming`, the direction of the
+    next turn."""
+
+    def __init__(self) -> None:
+        self.coming = 0
+        self.speed = LossSpeed()
+
+    def heard(self, signals: Iterable[float]) -> Self:
+        """The loss of a step, over all ranks."""
+        for loss in signals:
+            self.coming = self.speed.heard(loss)
+        return self
+
+    def state_dict(self) -> StateDict:
+        """All that decisions follow from."""
+        return {"coming": self.coming, **self.speed.state_dict()}
+
+    def load_state_dict(self, state: StateDict) -> None:
+        """Takes back what `state_dict` gave; of a checkpoint without it, nothing."""
+        self.coming = state.get("coming", 0)
+        self.speed.load_state_dict(state)

@@ -7,11 +7,13 @@ of moments by column.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from espalier.parallel.workload import Averages
 
 Sums = dict[str, tuple[float, float]]
 
@@ -112,7 +114,7 @@ def ranked(true: Tensor, others: Tensor) -> Sums:
     return {**sums, **{f"hits@{k}": (float((rank <= k).sum()), count) for k in HITS if k < others.shape[1]}}
 
 
-def summary(totals: Mapping[str, float]) -> dict[str, float]:
+def summary(totals: Averages) -> dict[str, float]:
     """Totals as people read them: counts by class become macro F1, moments by column R², and columns of values have a
     mean; NaN (nothing to count) is left out."""
     figures = {name: value for name, value in totals.items() if "count/" not in name}
@@ -128,7 +130,7 @@ def _place(name: str) -> tuple[bool, bool, int, str]:
     return name.startswith("test_"), name != "loss", int(column) if column.isdecimal() else -1, name
 
 
-def _macro_f1(totals: Mapping[str, float], prefix: str) -> dict[str, float]:
+def _macro_f1(totals: Averages, prefix: str) -> dict[str, float]:
     start = f"{prefix}count/hit/"
     either = [(hit, totals[name.replace("/hit/", "/any/")]) for name, hit in totals.items() if name.startswith(start)]
     scores = [2 * hit / both for hit, both in either if both > 0]
@@ -139,7 +141,7 @@ _CONSTANT = 1e-12
 """Of the mean square: a variance below it is rounding, and R² has no meaning."""
 
 
-def _by_column(totals: Mapping[str, float], prefix: str) -> dict[str, float]:
+def _by_column(totals: Averages, prefix: str) -> dict[str, float]:
     """R² of each column of values, NaN of a constant one, and the means over several columns."""
     start = f"{prefix}count/error"
     columns = [name.removeprefix(start) for name in totals if name.startswith(start)]

@@ -15,7 +15,7 @@ from espalier.graph.sampling.neighbor_sampler import ALL
 from espalier.graph.sampling.subgraphs import SubgraphBatch, View, forward, infer
 from espalier.graph.tasks import metrics
 from espalier.graph.tasks.answers import Answers, held_out_figures, loss_of, told, trained_labels
-from espalier.parallel.workload import Shard
+from espalier.parallel.workload import Shard, SummedLoss
 from espalier.recipe.errors import UserError
 
 WORTH = 0.7
@@ -76,7 +76,7 @@ class NodeTask(Examples):
         chosen = None if len(ids) == train.graph.nodes else torch.from_numpy(ids)
         return SubgraphBatch(*train.whole(), self.labels[ids], chosen=chosen)
 
-    def loss(self, model: nn.Module, batch: SubgraphBatch) -> tuple[Tensor, Tensor]:
+    def loss(self, model: nn.Module, batch: SubgraphBatch) -> SummedLoss:
         """Sum of cross entropies over the labelled nodes asked for (binary ones, and squared errors: over known
         answers), and their number."""
         logits = forward(model, batch.features, batch.blocks)

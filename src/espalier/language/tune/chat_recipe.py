@@ -61,7 +61,8 @@ def no_data() -> UserError:
 
 def _without_data(recipe: Recipe) -> Prepared:
     """A recipe that is only planned, from a shape: rows as long as they are at most, and as many."""
-    draft, reason = Draft(recipe), "a recipe without [data] is only planned"
+    draft = Draft(recipe)
+    reason = "a recipe without [data] is only planned"
     context = published(recipe.model.shape).context  # type: ignore[attr-defined]
     draft.fill("train.sequence", min(LONGEST, context), f"{reason}: the most that conversations make it")
     rows = ROWS * (2 if isinstance(recipe.tune, Dpo) else 1)
@@ -81,7 +82,8 @@ def _with_adapter(recipe: Recipe, opening: Opening) -> Recipe:
 
 
 def _batch_and_steps(recipe: Recipe, chats: ReadChats) -> tuple[Recipe, list[Derivation]]:
-    train, derivations = recipe.train, []
+    train = recipe.train
+    derivations = []
     assert train.sequence is not None
     if train.batch_tokens is not None and train.steps is not None:
         return recipe, []

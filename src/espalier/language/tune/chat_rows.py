@@ -10,7 +10,7 @@ import bisect
 import contextlib
 import io
 import zipfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice, pairwise
 from typing import Any, NamedTuple
@@ -32,14 +32,15 @@ from espalier.language.tune.conversations import (
     Unusable,
     conversations,
 )
+from espalier.parallel.workload import Progress
 from espalier.recipe import Data
 from espalier.recipe.cache_dir import cache_folder, hashed, write_atomic
 from espalier.recipe.errors import UserError
 from espalier.recipe.offsets import offsets_of
 
 Int64 = NDArray[np.int64]
-Progress = Callable[[int, int], None]
-_VERSION, _TOGETHER = 2, 1000
+_VERSION = 2
+_TOGETHER = 1000
 _DAMAGED = (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile)
 _HASHES = 1 << 64
 
@@ -191,7 +192,8 @@ def _encode(
             do="see the reasons; tune.template names another chat template",
         )
     starts = np.cumsum([0, *(len(ids) for ids in tokens[1:])], dtype=np.int64)
-    names, unused = [row.name for row in rendered], [row.unused for row in rendered]
+    names = [row.name for row in rendered]
+    unused = [row.unused for row in rendered]
     both = np.concatenate(tokens), np.concatenate(answers)
     return ChatTokens(*both, starts, names, pairs, skipped, report.notes(), unused)
 
@@ -274,7 +276,8 @@ def _notes_on_length(long: Any, usable: Any, longest: int, sequence: int, longer
     """Of what is too long (bool, each), how many are cut and how many are left out."""
     if not long.any():
         return []
-    cut, gone = int((long & usable).sum()), int((long & ~usable).sum())
+    cut = int((long & usable).sum())
+    gone = int((long & ~usable).sum())
     parts = [f"{cut} lose their ends"] * (cut > 0) + [f"{gone} are left out, as no answer is left"] * (gone > 0)
     became = " and are left out" if longer == "drop" else f": {' and '.join(parts)}"
     return [
@@ -318,12 +321,15 @@ def filled(chats: ChatTokens, rows: Sequence[Sequence[int]], sequence: int, padd
     A target that is no part of an answer is `IGNORED`; what is left of a row is `padding`, a document of its own.
     """
     shape = len(rows), sequence
-    tokens, targets = np.full(shape, padding, np.int64), np.full(shape, IGNORED, np.int64)
-    positions, documents = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
+    tokens = np.full(shape, padding, np.int64)
+    targets = np.full(shape, IGNORED, np.int64)
+    positions = np.zeros(shape, np.int64)
+    documents = np.zeros(shape, np.int64)
     for row, members in enumerate(rows):
         place = 0
         for number, chat in enumerate(members, start=1):
-            start, stop = chats.starts[chat], chats.starts[chat + 1]
+            start = chats.starts[chat]
+            stop = chats.starts[chat + 1]
             span = slice(place, place + int(stop - start) - 1)
             tokens[row, span] = chats.tokens[start : stop - 1]
             answers = chats.answers[start + 1 : stop]

@@ -18,7 +18,7 @@ from typing import Any
 from espalier.language.tokenizer import Tokenizer
 from espalier.language.tokenizer_files import TEMPLATE
 from espalier.language.tune import template_sandbox
-from espalier.language.tune.row_formats import NOTHING, TURN_NAMES, Turn, Unusable
+from espalier.language.tune.row_formats import NOTHING, TURN_NAMES, Turn, Unusable, Variables
 from espalier.language.tune.template_sandbox import BEGIN, END, Refused
 from espalier.recipe.errors import EspalierError, UserError
 from espalier.recipe.foreign_files import printable, read_text
@@ -32,11 +32,14 @@ CHATML = (
 )
 """For tokenizers without a template of their own (OpenAI's ChatML)."""
 _OWN = ("messages", "add_generation_prompt")
-_ABSENT: Mapping[str, Any] = {"tools": None, "documents": None}
+_ABSENT: Variables = {"tools": None, "documents": None}
 """What transformers gives a template of a conversation without them: templates ask for `none`."""
 
 Span = tuple[int, int]
 """Characters `[start, stop)` of a text."""
+
+Marked = tuple[str, list[Span]]
+"""A text, and where its answers stand."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +50,7 @@ class ChatTemplate:
     tokens: Mapping[str, str]
     origin: str
 
-    def render(self, turns: Sequence[Turn], answering: bool = False, variables: Mapping[str, Any] = NOTHING) -> str:
+    def render(self, turns: Sequence[Turn], answering: bool = False, variables: Variables = NOTHING) -> str:
         """The text of `turns`; with `answering`, up to where the assistant's next answer begins. `variables`: tools,
         documents and others that the template knows.
 
@@ -58,10 +61,10 @@ class ChatTemplate:
     def marked(
         self,
         turns: Sequence[Turn],
-        variables: Mapping[str, Any] = NOTHING,
+        variables: Variables = NOTHING,
         masked: frozenset[int] = frozenset(),
         unused: list[str] | None = None,
-    ) -> tuple[str, list[Span]]:
+    ) -> Marked:
         """The text of `turns`, and where its answers stand, ends of turns included; those of the turns `masked` are
         left out. Keys of turns that the template does not read, and that may be left out, are appended to `unused`.
 
@@ -106,11 +109,12 @@ class ChatTemplate:
     def _has_marks(self) -> bool:
         return "generation %}" in self.text.replace("generation-%}", "generation %}")
 
-    def _by_marks(self, messages: Sequence[_Message], variables: Mapping[str, Any]) -> tuple[str, list[Span]]:
+    def _by_marks(self, messages: Sequence[_Message], variables: Variables) -> Marked:
         return _cut(self._render(messages, False, variables))
 
-    def _by_turns(self, messages: Sequence[_Message], variables: Mapping[str, Any]) -> tuple[str, list[Span]]:
-        text, spans = _unmarked(self._render(messages, False, variables)), []
+    def _by_turns(self, messages: Sequence[_Message], variables: Variables) -> Marked:
+        text = _unmarked(self._render(messages, False, variables))
+        spans = []
         for number, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
@@ -125,7 +129,7 @@ class ChatTemplate:
             spans.append((len(before), len(after)))
         return text, spans
 
-    def _render(self, messages: Sequence[_Message], answering: bool, variables: Mapping[str, Any]) -> str:
+    def _render(self, messages: Sequence[_Message], answering: bool, variables: Variables) -> str:
         conversation = {"messages": list(messages), "add_generation_prompt": answering}
         compiled = self._compiled
         with self._failing("fails: "):
@@ -203,7 +207,7 @@ class _Message(dict[str, Any]):
         return names
 
 
-def _texts(turns: Sequence[Turn], variables: Mapping[str, Any]) -> Iterator[str]:
+def _texts(turns: Sequence[Turn], variables: Variables) -> Iterator[str]:
     """All that the template is given, what is no plain text as JSON without its escapes of control characters."""
     values = [variables, *(turn.message for turn in turns if turn.message is not None)]
     yield from (turn.content or "" for turn in turns)
@@ -240,9 +244,11 @@ def _check_tokens(text: str, tokens: Mapping[str, str], tokenizer: Tokenizer) ->
         )
 
 
-def _cut(text: str) -> tuple[str, list[Span]]:
+def _cut(text: str) -> Marked:
     """`text` without its marks, and what stood between them."""
-    plain, spans, length = [], [], 0
+    plain = []
+    spans = []
+    length = 0
     for number, piece in enumerate(text.split(BEGIN)):
         inside, mark, rest = piece.partition(END)
         if number and mark:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from espalier.language import row_files, text_sources
 from espalier.language.row_files import NamedRows
+from espalier.language.text_sources import Skipped
 from espalier.language.tune import row_formats
 from espalier.language.tune.row_formats import KNOWN, Conversation, Turn, Unusable, conversation
 from espalier.recipe import Data
@@ -28,14 +29,13 @@ _SHORT, _LONG = 40, 2_000
 """Characters of a docstring that is a good answer."""
 _FILES_NAMED = 3
 
-Skipped = list[tuple[str, str]]
-
 
 class ChatReport:
     """What a source of conversations holds that is not used. Grows while it is read."""
 
     def __init__(self) -> None:
-        self.columns, self.keys = FieldUse(row_formats.COLUMNS), FieldUse(row_formats.TURN_KEYS)
+        self.columns = FieldUse(row_formats.COLUMNS)
+        self.keys = FieldUse(row_formats.TURN_KEYS)
         self.files: list[str] = []
         self.stated: tuple[str, ...] = ()
         self.template_unused: FieldUse = FieldUse(row_formats.TEMPLATE_KEYS)
@@ -67,7 +67,8 @@ def conversations(
 
     Raises UserError for a file that cannot be read, a malformed row (file and line), or when no conversation is left.
     """
-    report, some = report or ChatReport(), False
+    report = report or ChatReport()
+    some = False
     for name, row in _rows(data, progress or (lambda done, total: None), pairs, report):
         try:
             talk = conversation(name, row)

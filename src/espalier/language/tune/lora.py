@@ -46,8 +46,10 @@ class LoraLinear(nn.Linear):
 
     def __init__(self, inner: nn.Linear, options: Adapters) -> None:
         nn.Module.__init__(self)
-        self.in_features, self.out_features = inner.in_features, inner.out_features
-        self.rank, self.active = options.rank, True
+        self.in_features = inner.in_features
+        self.out_features = inner.out_features
+        self.rank = options.rank
+        self.active = True
         self.scale = scale_of(options)
         self.weight = inner.weight
         self.weight.requires_grad_(False)
@@ -186,7 +188,8 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
 def frozen_sizes(model: GPT, options: Adapters, each: int) -> Iterator[Sized]:
     """The weights under the adapters of `model` (maybe on the meta device), of a reference beside it, and all else that
     is frozen: `each` bytes for a value, or codes and scales as `compress` makes them."""
-    bits, tables = BITS.get(options.frozen), {model.embedding.weight, model.words}
+    bits = BITS.get(options.frozen)
+    tables = {model.embedding.weight, model.words}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             continue
@@ -209,11 +212,15 @@ def coded(rows: int, columns: int, bits: int) -> list[tuple[int, int]]:
 def work(anatomy: Anatomy, load: DecoderLoad, options: Adapters) -> Anatomy:
     """`anatomy` of a decoder with adapters: frozen matrices have no gradient, so that inputs which only they need are
     not kept; matrices in fp32 are cast for products in fewer bits, and the copies kept; codes are made whole."""
-    size, layer, matrices = load.size, anatomy.layer, _matrices(load.size)
-    targets, tokens = options.targets or TARGETS, layer.tokens
+    size = load.size
+    layer = anatomy.layer
+    matrices = _matrices(load.size)
+    targets = options.targets or TARGETS
+    tokens = layer.tokens
     values = sum(rows * columns for rows, columns in matrices.values())
     largest = max(rows * columns for rows, columns in matrices.values())
-    codes, cast = options.frozen in ("int8", "int4"), options.frozen == "fp32" and load.compute < load.whole
+    codes = options.frozen in ("int8", "int4")
+    cast = options.frozen == "fp32" and load.compute < load.whole
     made = codes * load.compute + (options.frozen == "int4")  # bytes of each value while a matrix is made of codes
     wide = {name: load.compute if name in ("out", "down") else load.whole for name in targets}  # of DoRA's answers
     inner = sum(options.rank * load.compute + options.dora * matrices[name][0] * wide[name] for name in targets)
@@ -244,7 +251,9 @@ def work(anatomy: Anatomy, load: DecoderLoad, options: Adapters) -> Anatomy:
 
 def _matrices(size: DecoderSizes) -> dict[str, tuple[int, int]]:
     """(rows, columns) of the matrices of a block, by name."""
-    width, inner, key = size.width, size.feed_forward, (size.kv_width, size.width)
+    width = size.width
+    inner = size.feed_forward
+    key = (size.kv_width, size.width)
     sides = ((size.query_width, width), key, key, (width, size.query_width), (inner, width), (inner, width))
     return dict(zip(TARGETS, (*sides, (width, inner)), strict=True))
 
@@ -259,7 +268,8 @@ class FrozenLinear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, codes: Tensor, scales: Tensor, bits: int) -> Tensor:
         """The product."""
         ctx.save_for_backward(codes, scales)
-        ctx.bits, ctx.columns = bits, x.shape[-1]
+        ctx.bits = bits
+        ctx.columns = x.shape[-1]
         return F.linear(x, whole(codes, scales, bits, ctx.columns, x.dtype))
 
     @staticmethod
@@ -322,7 +332,8 @@ def quantized(
     flat = codes.view(rows, -1)
     if bits == 8:
         return flat, scales
-    low, high = flat[:, 0::2], flat[:, 1::2]
+    low = flat[:, 0::2]
+    high = flat[:, 1::2]
     return (low & 15) | (high << 4), scales
 
 

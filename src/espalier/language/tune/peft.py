@@ -22,9 +22,10 @@ from espalier.language.tune import lora
 from espalier.recipe import Adapters, Lora, cache_dir, serialization
 from espalier.recipe.data_table import data_table
 from espalier.recipe.errors import UserError
-from espalier.recipe.foreign_files import parsing, printable, read_table, unused
+from espalier.recipe.foreign_files import JsonObject, parsing, printable, read_table, unused
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
 _BASE = "base"
 """In the metadata of the weights: `fingerprint` of the model they were trained with."""
 _BEFORE = "base_model.model."
@@ -106,7 +107,7 @@ class _Adapters(NamedTuple):
     stored name."""
 
     folder: Path
-    table: Mapping[str, Any]
+    table: JsonObject
     tensors: Mapping[str, tuple[str, StoredTensor]]
 
     @property
@@ -249,7 +250,7 @@ def _rank_and_alpha(adapters: _Adapters) -> tuple[int, float]:
     return rank, alpha
 
 
-def _of_module(table: Mapping[str, Any], patterns: str, otherwise: str, module: str) -> Any:
+def _of_module(table: JsonObject, patterns: str, otherwise: str, module: str) -> Any:
     """What one of two keys says of a module, as PEFT matches it."""
     matching = (value for key, value in table.get(patterns, {}).items() if re.match(rf"(.*\.)?({key})$", module))
     return next(matching, table[otherwise])
@@ -263,15 +264,7 @@ def load(model: gpt.GPT, folder: Path, initial: str = "the model") -> None:
     adapters = _opened(folder)
     wanted = {_unwrapped(name): value for name, value in _places(model).items()}
     given = {name: place for name, (_, place) in adapters.tensors.items()}
-    differing = [
-        *(f"{name} is missing" for name in wanted if name not in given),
-        *(f"{printable(name)} is not known" for name in given if name not in wanted),
-        *(
-            f"{name} is {list(given[name].shape)}, here {list(wanted[name].shape)}"
-            for name in wanted
-            if name in given and given[name].shape != tuple(wanted[name].shape)
-        ),
-    ]
+    differing = [*hf.differences(given, {name: tuple(value.shape) for name, value in wanted.items()}, "here")]
     with weight_files.opened(folder / WEIGHTS) as content:
         base = (content.metadata() or {}).get(_BASE)
         if not differing and base not in (None, fingerprint(model)):

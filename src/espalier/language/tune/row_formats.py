@@ -42,7 +42,9 @@ _GOOD_OR_BAD = frozenset({"true", "false", "0", "1", "0.0", "1.0", "good", "bad"
 COLUMNS = Fields("column", frozenset())
 TURN_KEYS = Fields("key", frozenset(), unit="turn")
 TEMPLATE_KEYS = Fields("key", frozenset(), unit="conversation")
-NOTHING: Mapping[str, Any] = MappingProxyType({})
+Variables = Mapping[str, Any]
+"""Of a chat template: tools, documents and such, by name."""
+NOTHING: Variables = MappingProxyType({})
 
 Row = Mapping[str, Any]
 
@@ -67,7 +69,7 @@ class Conversation(NamedTuple):
     rejected: tuple[Turn, ...] = ()
     shared: int = 0
     masked: frozenset[int] = frozenset()
-    variables: Mapping[str, Any] = NOTHING
+    variables: Variables = NOTHING
     unused_columns: tuple[str, ...] = ()
     unused_keys: tuple[str, ...] = ()
 
@@ -101,7 +103,8 @@ def conversation(name: str, row: Row) -> Conversation:
         talk = _preference(name, row)
     else:
         messages = [*_system(row), *form.turns(row)]
-        turns, masked = tuple(map(_turn, messages)), _masked(messages)
+        turns = tuple(map(_turn, messages))
+        masked = _masked(messages)
         talk = _checked(Conversation(name, turns, masked=masked, unused_keys=tuple(_unused_keys(messages))))
     return talk._replace(variables=variables, unused_columns=columns)
 
@@ -118,7 +121,7 @@ def _check_columns(row: Row) -> None:
         raise Unusable(f"it has the weight {printable(row['weight'])}; all rows count alike")
 
 
-def _variables(row: Row) -> Mapping[str, Any]:
+def _variables(row: Row) -> Variables:
     functions = [{"type": "function", "function": part} for part in _objects(row.get("functions"), "functions")]
     tools = _objects(row.get("tools"), "tools") or functions
     documents = _objects(row.get("documents"), "documents")
@@ -352,7 +355,8 @@ def _masked(messages: Sequence[Row]) -> frozenset[int]:
 
 
 def _learned(row: Row) -> bool:
-    weight, train = row.get("weight"), row.get("train")
+    weight = row.get("weight")
+    train = row.get("train")
     if weight not in (None, 0, 1):
         raise Unusable(f"a turn has the weight {printable(weight)}; 0 and 1 are understood")
     if train is not None and not isinstance(train, bool):
@@ -407,7 +411,8 @@ _ROLE_TAGS = {
 def renaming(file: str, table: Row) -> Callable[[Row], Row]:
     """Gives rows the names that are known here, as LLaMA-Factory's table of a file says. Raises UserError for columns
     that are not understood."""
-    columns, tags = table.get("columns") or {}, table.get("tags") or {}
+    columns = table.get("columns") or {}
+    tags = table.get("tags") or {}
     known = {**(_ALPACA_NAMES if table.get("formatting", "alpaca") == "alpaca" else _SHAREGPT_NAMES), **_BOTH}
     strange = sorted(set(columns) - set(known)) or sorted(set(tags) - set(_TAGS) - set(_ROLE_TAGS))
     if strange:

@@ -52,11 +52,14 @@ class LimitReached(Exception):
 class RenderingClock(threading.local):
     """When the rendering of a thread has to end, in seconds of its processor time, and the characters it may make."""
 
-    end, steps, output = 0.0, 0, OUTPUT
+    end = 0.0
+    steps = 0
+    output = OUTPUT
 
     def start(self, conversation: Any) -> None:
         """A rendering begins, of a conversation."""
-        self.end, self.steps = time.thread_time() + SECONDS, 0
+        self.end = time.thread_time() + SECONDS
+        self.steps = 0
         self.output = OUTPUT + 2 * len(str(conversation))
 
     def check(self) -> None:
@@ -70,7 +73,8 @@ class _Counted:
     """An iterable that looks at the clock in each turn; with a length where that has one, as `loop.length` asks."""
 
     def __init__(self, clock: RenderingClock, values: Any) -> None:
-        self._clock, self._values = clock, values
+        self._clock = clock
+        self._values = values
 
     def __iter__(self) -> Iterator[Any]:
         for value in self._values:
@@ -83,7 +87,9 @@ class _Counted:
 
 def size(*values: Any) -> int:
     """Characters and parts of values, at all depths together. Raises `LimitReached` where there are too many."""
-    count, parts, waiting = 0, 0, list(values)
+    count = 0
+    parts = 0
+    waiting = list(values)
     while waiting:
         value = waiting.pop()
         parts += 1
@@ -243,7 +249,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return checked
 
     def _concatenated(self, pieces: Iterable[str]) -> str:
-        texts, count = [], 0
+        texts = []
+        count = 0
         for text in pieces:
             texts.append(text)
             count += len(text)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from espalier.kernels.linear_cross_entropy import IGNORED
 from espalier.language import generate, gpt, hf, row_files, text_sources
@@ -24,7 +24,18 @@ from espalier.language.tune.answer_loss import answer_loss, row_log_probability
 from espalier.language.tune.chat_rows import ChatTokens
 from espalier.language.tune.chat_template import FILE, ChatTemplate, open_template
 from espalier.language.tune.conversations import Turn
-from espalier.parallel.workload import Pieces, Plain, Progress, Role, Shard, Skeleton, Sums, to_device
+from espalier.parallel.workload import (
+    Averages,
+    Pieces,
+    Plain,
+    Progress,
+    Role,
+    Shard,
+    Skeleton,
+    SummedLoss,
+    Sums,
+    to_device,
+)
 from espalier.recipe import Adapters, Dpo, Lora, Recipe, Tuning, data_hash
 from espalier.recipe.cost import Work
 from espalier.recipe.errors import UserError
@@ -56,7 +67,8 @@ class TuneWorkload(DecoderWorkload):
         super().__init__(recipe, chats.tokenizer)
         assert recipe.tune is not None
         self.tune: Tuning = recipe.tune
-        self.chats, self.pairs = chats, isinstance(recipe.tune, Dpo)
+        self.chats = chats
+        self.pairs = isinstance(recipe.tune, Dpo)
         self.global_batch = batch_of(recipe)
         self.held_rows = self._rows_of(chats.held_out)
         self.train_rows = [] if chats.train is None else self._rows_of(chats.train)
@@ -131,7 +143,8 @@ class TuneWorkload(DecoderWorkload):
 
     def batches(self, step: int, shard: Shard) -> list[TokenWindows]:
         """Rows in an order that is drawn anew for each epoch."""
-        rows, train = self._chosen(step, shard), self.chats.train
+        rows = self._chosen(step, shard)
+        train = self.chats.train
         assert train is not None
         return [self._batch(train, rows[start - shard.start : stop - shard.start], shard) for start, stop in shard.cuts]
 
@@ -140,7 +153,7 @@ class TuneWorkload(DecoderWorkload):
         assert self.chats.train is not None
         return [self.chats.train.names[chat] for row in self._chosen(step, shard) for chat in row]
 
-    def loss(self, model: gpt.GPT, batch: TokenWindows) -> tuple[Tensor, Tensor]:
+    def loss(self, model: gpt.GPT, batch: TokenWindows) -> SummedLoss:
         """Sum of cross entropies of the answers' tokens in nats, and their number; of preferences, see `dpo`."""
         if isinstance(self.tune, Dpo):
             losses = dpo.losses(model, batch, self.tune.beta).loss
@@ -172,17 +185,19 @@ class TuneWorkload(DecoderWorkload):
         answers = batch.targets[batch.targets != IGNORED].cpu()
         return {"loss": (nats, float(len(answers))), "nats_per_byte": (nats, float(self._byte_lengths[answers].sum()))}
 
-    def summary(self, totals: Mapping[str, float]) -> Mapping[str, float]:
+    def summary(self, totals: Averages) -> Averages:
         """Of answers loss, bits per byte and perplexity; of preferences what `evaluate` gives."""
         return totals if self.pairs else super().summary(totals)
 
     def sample(self, model: gpt.GPT) -> list[Artifact]:
         """An answer to the first held-out question, or to `track.sample`."""
-        held_out, asked = self.chats.held_out, self.recipe.track.sample
+        held_out = self.chats.held_out
+        asked = self.recipe.track.sample
         if isinstance(asked, str):
             start = self.prompt([("user", asked)])
         else:
-            tokens, answers = held_out.tokens[: held_out.starts[1]], held_out.answers[: held_out.starts[1]]
+            tokens = held_out.tokens[: held_out.starts[1]]
+            answers = held_out.answers[: held_out.starts[1]]
             start = tokens[: int(np.flatnonzero(answers)[0])].tolist()
         made = list(generate.generate(model, start, tokens=100, stop=self.endings[0][-1]))
         return [Text(self.tokenizer.decode([*start, *made]))]
@@ -312,14 +327,16 @@ def _notes(chats: ReadChats, train: ChatTokens) -> list[str]:
 
 def preview(tokenizer: Tokenizer, chats: ChatTokens) -> list[str]:
     """The first conversation, the longest, and the one with the most unused keys, with their answers between marks."""
-    longest, strangest = int(np.argmax(chats.lengths)), int(np.argmax(chats.unused or [0]))
+    longest = int(np.argmax(chats.lengths))
+    strangest = int(np.argmax(chats.unused or [0]))
     labels = {strangest: "the one with the most that is not used", longest: "the longest", 0: "this one"}
     return [f"{labels[number]}: {shown(tokenizer, chats, number)}" for number in dict.fromkeys([0, longest, strangest])]
 
 
 def shown(tokenizer: Tokenizer, chats: ChatTokens, number: int, most: int = 1000) -> str:
     """A conversation with its special tokens, and its answers between ⟦ and ⟧."""
-    start, stop = int(chats.starts[number]), int(chats.starts[number + 1])
+    start = int(chats.starts[number])
+    stop = int(chats.starts[number + 1])
     special = _special_tokens(tokenizer, {int(token) for token in chats.tokens[start:stop]})
     text = ""
     for answer, group in groupby(range(start, stop), lambda place: bool(chats.answers[place])):
@@ -354,7 +371,8 @@ def plain(model: gpt.GPT) -> gpt.GPT:
             parent, _, child = name.rpartition(".")
             whole = nn.Linear(layer.in_features, layer.out_features, bias=False, device="meta")
             matrix = layer.merged() if isinstance(layer, lora.LoraLinear) else layer.dense()
-            whole.weight, whole.bias = nn.Parameter(matrix), layer.bias
+            whole.weight = nn.Parameter(matrix)
+            whole.bias = layer.bias
             setattr(copied.get_submodule(parent), child, whole)
     for table in {copied.embedding.weight, copied.words}:
         table.data = table.data.to(copied.norm.weight.dtype)

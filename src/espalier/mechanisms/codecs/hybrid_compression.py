@@ -133,7 +133,8 @@ def measure(names: Iterable[str] = (), seconds: float = 0.2) -> dict[str, CodecR
     for name in names or sorted({*AUTO.values(), SPARSE}):
         codec_ = codec(name)
         sends, _ = wire_format.seal(codec_, values, origin[0])
-        first, rest = sends[0], sends[1] if len(sends) > 1 else None
+        first = sends[0]
+        rest = sends[1] if len(sends) > 1 else None
         ways = (
             partial(wire_format.seal, codec_, values, origin[0]),
             partial(wire_format.opened, codec_, (first, rest), values, origin),
@@ -150,7 +151,8 @@ def _usual_seconds(run: Callable[[], object], seconds: float) -> float:
     batches: list[float] = []
     end = time.perf_counter() + seconds
     while len(batches) < 3 or time.perf_counter() < end:
-        begin, calls = time.perf_counter(), 0
+        begin = time.perf_counter()
+        calls = 0
         while (took := time.perf_counter() - begin) < BATCH or not calls:
             run()
             calls += 1

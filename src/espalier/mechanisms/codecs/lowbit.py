@@ -40,7 +40,9 @@ class Lowbit:
         if bits not in kernels.BITS:
             near = min(kernels.BITS, key=lambda width: abs(width - bits))
             raise UserError(f"A lowbit codec has {bits} bits.", why="8, 4 and 1 are packed", do=f"'int{near}'")
-        self.bits, self.stochastic, self.seed = bits, stochastic, seed
+        self.bits = bits
+        self.stochastic = stochastic
+        self.seed = seed
         self.name = f"int{bits}" + (":stochastic" if stochastic else "")
         self.for_feedback = "int1" if self.name == "int1:stochastic" else self.name
 

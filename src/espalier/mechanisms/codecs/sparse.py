@@ -50,7 +50,9 @@ class Sparse:
 
     def decode(self, wire: Tensor, like: Tensor) -> Tensor:
         """Every bit. Raises RunFailed where bytes lack or a place is behind the end."""
-        data, count, width = bytes_of(wire).numpy(), like.numel(), like.element_size()
+        data = bytes_of(wire).numpy()
+        count = like.numel()
+        width = like.element_size()
         begin = _top_bytes(count)
         check_length(wire[:begin], begin, self.name)
         full = np.unpackbits(data[:begin], count=_blocks(count)).astype(bool)

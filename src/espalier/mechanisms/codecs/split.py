@@ -46,7 +46,8 @@ class Split:
 
     def decode(self, wire: Tensor, like: Tensor) -> Tensor:
         """Every bit. Raises RunFailed where the bytes are not those that were sent."""
-        width, length = like.element_size(), like.numel()
+        width = like.element_size()
+        length = like.numel()
         if wire.numel() < 8 * width:
             check_length(wire, 8 * width, self.name)
         lengths = wire[: 8 * width].clone().view(torch.int64).tolist()

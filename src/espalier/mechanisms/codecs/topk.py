@@ -46,7 +46,8 @@ class Topk:
         values = floats(tensor, self.name)
         if not bool(values.isfinite().all()):
             return None
-        values_kept, columns = [], []
+        values_kept = []
+        columns = []
         whole = values.numel() // ROW * ROW
         for rows in (values[:whole].view(-1, ROW), values[whole:].view(1, -1)):
             if rows.numel():
@@ -62,7 +63,8 @@ class Topk:
         values = torch.zeros(length)
         count = self._kept(length)
         wire = aligned(wire)
-        top_values, columns = wire[: 4 * count].view(torch.float32), wire[4 * count :].view(torch.int16).long()
+        top_values = wire[: 4 * count].view(torch.float32)
+        columns = wire[4 * count :].view(torch.int16).long()
         whole = length // ROW
         block = torch.arange(count) // self.each if self.each else columns
         places = columns + block.clamp(max=whole) * ROW

@@ -84,7 +84,8 @@ def _drawn(sampler: NeighborSampling, draws: Draws, batches: Sequence[int]) -> I
         return
     for first in range(0, len(batches), TOGETHER):
         some = batches[first : first + TOGETHER]
-        seeds, steps = [draws.seeds[at] for at in some], [draws.steps[at] for at in some]
+        seeds = [draws.seeds[at] for at in some]
+        steps = [draws.steps[at] for at in some]
         yield from zip(some, sampler.draw_together(seeds, draws.fanouts, draws.seed, steps), strict=True)
 
 

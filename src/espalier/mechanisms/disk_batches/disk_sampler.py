@@ -96,7 +96,8 @@ def stays_on_disk(graph: Graph, memory: int) -> bool:
 def disk_sampler(graph: Graph, style: Style, memory: int) -> DiskSampler:
     """A sampler of a graph whose edges are mapped from files, with `memory` bytes of buffers."""
     files = [mapped_file(array) for array in (graph.indptr, graph.indices, graph.weights, graph.edge_features)]
-    queue, each = IoQueue(), max(1 << 16, memory // len(files))
+    queue = IoQueue()
+    each = max(1 << 16, memory // len(files))
     opened = [None if file is None else _open(file, queue, each) for file in files]
     indptr, indices, weights, edge_features = opened
     assert indptr is not None
@@ -125,7 +126,9 @@ class DiskSampler:
     """
 
     def __init__(self, topology: Topology, style: Style, root: Array | None = None) -> None:
-        self.topology, self.style, self._root = topology, style, root
+        self.topology = topology
+        self.style = style
+        self._root = root
 
     @property
     def nodes(self) -> int:
@@ -182,7 +185,9 @@ class _Batch:
     """One batch while it is drawn. Has state: its nodes so far, seeds first, and its hops, the nearest first."""
 
     def __init__(self, seeds: Array) -> None:
-        self.nodes, self.first, self.degree = seeds, np.zeros(0, np.int64), np.zeros(0, np.int64)
+        self.nodes = seeds
+        self.first = np.zeros(0, np.int64)
+        self.degree = np.zeros(0, np.int64)
         self._hops: list[tuple[Hop, int]] = []
 
     def choose(self, fanout: int, key: int, loops: bool) -> Array:
@@ -206,7 +211,8 @@ class _Batch:
         nodes = np.empty(room, np.int64)
         nodes[:known] = self.nodes
         slots = 1 << (2 * room).bit_length()
-        keys, places = np.full(slots, -1, np.int64), np.empty(slots, np.int32)
+        keys = np.full(slots, -1, np.int64)
+        places = np.empty(slots, np.int32)
         after = int(sampler_kernels.number_hashed(sources, known, nodes, keys, places))
         self.nodes = nodes[:after].copy()
         self._hops.append((Hop(self._ptr, sources, self._edges, after), known))

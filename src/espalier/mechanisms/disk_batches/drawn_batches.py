@@ -36,7 +36,8 @@ def choose(
     of_whole, of_drawn = measured if None not in measured else (plan.step_seconds for plan in plans)
     assert of_whole is not None
     assert of_drawn is not None
-    many, by = drawn.steps * of_drawn, "measured" if None not in measured else "by estimate"
+    many = drawn.steps * of_drawn
+    by = "measured" if None not in measured else "by estimate"
     asked = f"graph.fanout={list(drawn.fanout)} train.batch_tokens={drawn.batch_tokens}"
     ranks = [units.plural(len(plan.trainers), "rank") for plan in plans]
     graph = f"on the whole graph {units.show_seconds(of_whole)} on {ranks[0]}"

@@ -83,7 +83,8 @@ class _Pieces(ABC):
     """Rows that lie in pieces, one after the other: `counts` says how many in each."""
 
     def __init__(self, sources: Sequence[Path], counts: Sequence[int], width: int, dtype: torch.dtype) -> None:
-        self.sources, self.dtype = tuple(sources), dtype
+        self.sources = tuple(sources)
+        self.dtype = dtype
         self.shape: tuple[int, ...] = (width,)
         self._starts = offsets_of(counts)
 
@@ -123,7 +124,8 @@ class FeatureFiles(_Pieces):
         """See Features. Whole pages are read, several transfers at once."""
         pieces = []
         for at, part in enumerate(self.parts):
-            first, last = max(start, int(self._starts[at])), min(stop, int(self._starts[at + 1]))
+            first = max(start, int(self._starts[at]))
+            last = min(stop, int(self._starts[at + 1]))
             if first < last:
                 begin = part.offset + (first - int(self._starts[at])) * self.row_bytes
                 pieces.append(self._read(at, begin, (last - first) * self.row_bytes))
@@ -257,7 +259,8 @@ def _file(path: Path, dtype: str | None = None, shape: Sequence[int] | None = No
     if (dtype is None or shape is None) and sidecar.exists():
         with parsing(sidecar, _ASIDE):
             header = json.loads(sidecar.read_text(encoding="utf-8"))
-            dtype, shape = dtype or header["dtype"], shape or header["shape"]
+            dtype = dtype or header["dtype"]
+            shape = shape or header["shape"]
     if dtype is None or shape is None:
         raise UserError(f"{path} is a raw file, and its dtype and shape are not known.", do=f"{sidecar.name}: {_ASIDE}")
     return _raw(path, dtype, shape)
@@ -272,7 +275,8 @@ def _raw(path: Path, dtype: str, shape: Sequence[int]) -> FeatureFiles:
         raise UserError(f"{path}: the dtype {dtype!r} is not known.", why=f"there are {', '.join(DTYPES)}", do=near)
     if len(shape) != 2 or min(shape) < 0 or not all(type(length) is int for length in shape):
         raise UserError(f"{path}: {list(shape)} is no shape of rows.", do="two whole numbers, [nodes, width]")
-    row, size = shape[1] * DTYPES[dtype].itemsize, path.stat().st_size
+    row = shape[1] * DTYPES[dtype].itemsize
+    size = path.stat().st_size
     if size > shape[0] * row:
         raise UserError(
             f"{path} has {size:,} bytes, more than {shape[0]:,} rows of {row} bytes.",
@@ -312,7 +316,8 @@ def _natural(path: Path) -> list[tuple[int, str]]:
 
 def _arrays(files: Sequence[Path]) -> FeatureFiles:
     """`.npy` files one after the other."""
-    parts, kinds = [], []
+    parts = []
+    kinds = []
     for path in files:
         with path.open("rb") as file:
             part, width, dtype = _header(file, path)
@@ -379,7 +384,8 @@ def _graphbolt(metadata: Path) -> Features:
         chosen = sorted(
             listed, key=lambda entry: (entry["name"] not in ("feat", "features", "x"), bool(entry.get("type")))
         )
-        name, form = chosen[0]["path"], chosen[0].get("format", "numpy")
+        name = chosen[0]["path"]
+        form = chosen[0].get("format", "numpy")
     places = [metadata.parent.parent / name, metadata.parent / name]  # DGL's paths begin at the data set's folder
     place = next((path for path in places if path.exists()), None)
     if place is None:

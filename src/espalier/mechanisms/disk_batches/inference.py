@@ -10,7 +10,7 @@ where it stood.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from espalier.graph.data import condensed_file
 from espalier.graph.data.condensed_file import CondensedLayout, CondensedRows, Foretold
-from espalier.graph.data.graph import Array
+from espalier.graph.data.graph import Array, Progress
 from espalier.graph.networks import base
 from espalier.graph.networks.base import Kept
 from espalier.graph.networks.gnn import Gnn, Layer
@@ -37,8 +37,6 @@ from espalier.recipe.units import show_size
 from espalier.store.base import Rows
 from espalier.store.direct_io import reserve
 from espalier.store.rows import RowFile, RowLayout
-
-Progress = Callable[[int, int], None]
 
 EDGE_BYTES = 100
 """Of an edge of a block, at most: its place, source and weight, and its part of the hash table of the sources."""
@@ -94,12 +92,15 @@ def _infer(
     model: Gnn, sampler: NeighborSampling, features: Rows, folder: InferenceFolder, progress: Progress | None
 ) -> RowFile:
     folder.path.mkdir(parents=True, exist_ok=True)
-    state, depth, nodes = _state(model, features, folder), len(model.layers), sampler.nodes
+    state = _state(model, features, folder)
+    depth = len(model.layers)
+    nodes = sampler.nodes
     for at in range(state.layer, depth):
         for old in range(at - 1):
             folder.layer(old).unlink(missing_ok=True)
         with nullcontext(features) if at == 0 else _results(model, at - 1, nodes, folder) as rows:
-            layer, layout = _LayerPass(model, at, sampler, rows), _layout(model, at, sampler, folder)
+            layer = _LayerPass(model, at, sampler, rows)
+            layout = _layout(model, at, sampler, folder)
             for done in layer.write(folder, state if state.layer == at else _State(state.key, at), layout):
                 if progress is not None:
                     progress(at * nodes + done, depth * nodes)
@@ -189,7 +190,8 @@ def _ranges(
         sizes = np.cumsum((sampler.degrees(ids) + 2) * (row + EDGE_BYTES))
         count = int(np.searchsorted(sizes, memory, side="right"))
         if not count:
-            degree, needed = int(sampler.degrees(ids[:1])[0]), show_size(int(sizes[0]))
+            degree = int(sampler.degrees(ids[:1])[0])
+            needed = show_size(int(sizes[0]))
             raise UserError(
                 f"store.memory = {show_size(memory)} is too small to infer node {start}.",
                 why=f"it and its {degree:,} neighbours take {needed}",
@@ -207,7 +209,8 @@ def _kept(model: Gnn, at: int) -> int | None:
 
 def _columns(model: Gnn, at: int) -> int:
     """float32 numbers of a row on disk: k values and k columns where k are kept."""
-    layer, top_k = model.layers[at], _kept(model, at)
+    layer = model.layers[at]
+    top_k = _kept(model, at)
     assert isinstance(layer, Layer)
     return layer.outputs if top_k is None else 2 * top_k
 
@@ -247,7 +250,8 @@ class _LayerPass:
                 file.truncate(state.rows * size)
             elif not state.rows:
                 reserve(file.fileno(), int(layout.offsets[-1]))
-            since, budget = 0, (self.rows.shape[0], folder.memory)
+            since = 0
+            budget = (self.rows.shape[0], folder.memory)
             for start, stop in _ranges(self.model, self.at, self.sampler, budget, state.rows):
                 results = self._results(start, stop).contiguous()
                 since += self._put(file.fileno(), results, start, layout)
@@ -281,7 +285,8 @@ class _LayerPass:
         return out.cpu().float()
 
     def _sources(self, ids: Array) -> base.Rows:
-        parameter, top_k = next(self.model.parameters()), _kept(self.model, self.at - 1)
+        parameter = next(self.model.parameters())
+        top_k = _kept(self.model, self.at - 1)
         rows = rows_of(self.rows, ids)
         if top_k is None:
             return rows.to(device=parameter.device, dtype=parameter.dtype)

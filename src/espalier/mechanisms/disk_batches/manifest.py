@@ -20,7 +20,8 @@ from espalier.recipe.errors import UserError
 from espalier.recipe.foreign_files import parsing
 from espalier.recipe.serialization import Value
 
-FILE, LOCK = "manifest.json", "lock"
+FILE = "manifest.json"
+LOCK = "lock"
 FORMAT = 2
 WAIT = 3600.0
 """Seconds in which the ranks of a run wait for the one that packs."""
@@ -58,6 +59,10 @@ NAMES = {
 }
 
 
+RowError = tuple[float, float]
+"""Of packed rows: the largest of a value, and the root of its mean square over that of the values."""
+
+
 class Packed(Value, frozen=True):
     """What packing has decided and done.
 
@@ -77,7 +82,7 @@ class Packed(Value, frozen=True):
     ranges: int
     done: int = 0
     whole: bool = False
-    error: tuple[float, float] = (0.0, 0.0)
+    error: RowError = (0.0, 0.0)
 
 
 class Manifest(Value, frozen=True):
@@ -112,7 +117,8 @@ def differences(before: Inputs, now: Inputs) -> list[str]:
     """What changed, in words."""
     changes = []
     for field, name in NAMES.items():
-        old, new = getattr(before, field), getattr(now, field)
+        old = getattr(before, field)
+        new = getattr(now, field)
         if old == new:
             continue
         if isinstance(old, Mapping) and isinstance(new, Mapping):

@@ -162,7 +162,9 @@ def stored_features(
     recipe: config.Recipe, task: NodeTask, batch: tuple[int, float], model: nn.Module
 ) -> cost.StoredFeatures:
     """What a plan is told of the features of a task's graph. `batch`: targets of the whole one, and its input nodes."""
-    store, graph, view = recipe.store, task.train.graph, task.view
+    store = recipe.store
+    graph = task.train.graph
+    view = task.view
 
     def inferred(memory: int) -> list[Foretold]:
         assert isinstance(model, Gnn)
@@ -170,10 +172,8 @@ def stored_features(
 
     assert isinstance(store, Store)
     assert recipe.graph is not None
-    row, memory = (
-        RowFormat(store.rows, graph.features.shape[1], torch.float32),
-        units.size(store.memory, "store.memory"),
-    )
+    row = RowFormat(store.rows, graph.features.shape[1], torch.float32)
+    memory = units.size(store.memory, "store.memory")
     return cost.StoredFeatures(
         cost.Draws(graph.degrees(), task.items, batch[0], recipe.graph.fanouts, batch[1]),
         row,
@@ -205,11 +205,15 @@ class RunBatches(Drawn):
 
     def __init__(self, run: GraphRun) -> None:
         super().__init__(run)
-        recipe, task = run.recipe, run.whole_task
+        recipe = run.recipe
+        task = run.whole_task
         assert isinstance(recipe.store, Store)
         assert recipe.graph is not None
-        self.store, self.fanouts, self.seed = recipe.store, recipe.graph.fanouts, recipe.train.seed
-        self.pool_steps, self.steps = -(-task.items // run.global_batch), recipe.train.steps or 0
+        self.store = recipe.store
+        self.fanouts = recipe.graph.fanouts
+        self.seed = recipe.train.seed
+        self.pool_steps = -(-task.items // run.global_batch)
+        self.steps = recipe.train.steps or 0
         self.memory = units.size(recipe.store.memory, "store.memory")
         task.inference = self.infer
         self.meters = {"store": self.moved}
@@ -219,7 +223,8 @@ class RunBatches(Drawn):
             if topology.stays_on_disk(view.graph, self.memory):
                 view.sampler = topology.disk_sampler(view.graph, view.style, self.memory // 8)
         self._cuts: dict[Shard, tuple[int, int]] = {}
-        self._each, self._next = 0, -1
+        self._each = 0
+        self._next = -1
         self._moved: dict[str, int] = {}
         self._batches: PackedBatches | None = None
         self._reader = threading.Lock()  # the trainer reads ahead in a thread of its own
@@ -323,7 +328,8 @@ class RunBatches(Drawn):
     @torch.no_grad()
     def _around(self, model: Gnn, ids: Array) -> Tensor:
         """Logits of few nodes: of their whole neighbourhood alone."""
-        view, parameter = self.task.view, next(model.parameters())
+        view = self.task.view
+        parameter = next(model.parameters())
         drawn = view.sampler.draw(ids, (ALL,) * view.depth)
         x = feature_files.rows_of(open_rows(view.graph), drawn.nodes)
         blocks = [to_device(block, parameter.device, parameter.dtype) for block in drawn.blocks]
@@ -332,7 +338,8 @@ class RunBatches(Drawn):
     def _layer_by_layer(self, model: Gnn) -> Rows:
         """In a folder of the graph and the network: what was killed goes on there, and what is done is read there. One
         process at a time infers; the others wait for it."""
-        view, features = self.task.view, open_rows(self.task.view.graph)
+        view = self.task.view
+        features = open_rows(self.task.view.graph)
         of = repr((view.graph.origin, self.seed, model.options))
         folder = set_folders(self.store.path, f"inference-{xxhash.xxh3_64_hexdigest(of.encode())}")[0]
         identity = f"{manifest.graph_hash(view.graph)} {feature_files.identity(features)}"
@@ -353,7 +360,8 @@ class RunBatches(Drawn):
         assert self.features is not None
         if self._batches is None or self._next != step:
             self._stop()
-            entries, last = self._entries(step, shard), (self.steps - 1) // self.pool_steps
+            entries = self._entries(step, shard)
+            last = (self.steps - 1) // self.pool_steps
             self._batches = PackedBatches(self.features, self.features.order(entries, last))
         batches = [next(self._batches) for _ in range(self._cuts[shard][1])]
         self._next = step + 1
@@ -364,7 +372,8 @@ class RunBatches(Drawn):
     def moved(self) -> dict[str, int]:
         """Bytes read from each tier since this was asked last."""
         total = self.features.stats.bytes() if self.features is not None else dict.fromkeys(TIERS, 0)
-        before, self._moved = self._moved, total
+        before = self._moved
+        self._moved = total
         return {tier: total[tier] - before.get(tier, 0) for tier in TIERS}
 
     def table(self) -> Table:
@@ -385,7 +394,8 @@ class RunBatches(Drawn):
     def _stop(self) -> None:
         if self._batches is not None:
             self._batches.close()
-        self._batches, self._next = None, -1
+        self._batches = None
+        self._next = -1
 
     def close(self) -> None:
         """Ends reading and closes the packed set."""
@@ -463,7 +473,8 @@ class MiniBatches(Closing):
     def _made(self, work: ReadBatch) -> MiniBatch:
         assert work.sampled is not None
         assert work.features is not None
-        seeds, blocks = work.sampled.seeds, work.sampled.blocks
+        seeds = work.sampled.seeds
+        blocks = work.sampled.blocks
         labels = None if self.labels is None else self.labels[seeds]
         packed, batch = self.features.place(work.index)
         nodes = torch.from_numpy(packed.pool.nodes(batch))

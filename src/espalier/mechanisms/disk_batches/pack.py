@@ -31,7 +31,7 @@ from espalier.mechanisms.disk_batches import features, manifest
 from espalier.mechanisms.disk_batches import row_placement as access
 from espalier.mechanisms.disk_batches.batch_pool import Draws, Pool
 from espalier.mechanisms.disk_batches.features import Features
-from espalier.mechanisms.disk_batches.manifest import Inputs, Manifest, Packed
+from espalier.mechanisms.disk_batches.manifest import Inputs, Manifest, Packed, RowError
 from espalier.mechanisms.disk_batches.row_format import Kind, RowFormat
 from espalier.mechanisms.disk_batches.row_placement import AccessPlan, AccessSplit, Limits, Splitter
 from espalier.parallel.workload import Progress
@@ -44,7 +44,8 @@ from espalier.store.extent_filler import ExtentFiller
 from espalier.store.extents import DamagedExtent, Extent, ExtentFile, ExtentWriter
 from espalier.store.io_queue import IoQueue
 
-PLAN, ROWS = "plan.extents", "rows.extents"
+PLAN = "plan.extents"
+ROWS = "rows.extents"
 HOT_ROWS = "hot.rows"
 """Hot rows of a striped set, in one file."""
 BUFFER = 256 << 20
@@ -106,7 +107,8 @@ class PackRequest:
 
     def ranges(self) -> Array:
         """int64 [ranges + 1]: the first node of each range that is read at once."""
-        nodes, row = len(self.features), self.features.row_bytes
+        nodes = len(self.features)
+        row = self.features.row_bytes
         share = 4 if self.row.stored == self.features.dtype else 5  # two ranges, what is encoded, pieces on their way
         count = max(1, self.buffer // share // max(1, row))
         return np.array([*range(0, nodes, count), nodes], np.int64)
@@ -118,7 +120,8 @@ def pack(request: PackRequest, progress: Progress | None = None) -> PackedSet:
     Raises UserError: the folder holds a set of other inputs, another run packs into it, it is read-only, the disk is
     full (with the bytes that are missing; call again after making room), budgets too small.
     """
-    folder, wanted = request.folders[0], request.inputs()
+    folder = request.folders[0]
+    wanted = request.inputs()
     with cache_dir.writing(folder, "name another store.path"), manifest.locked(request.folders, request.waits):
         stored = manifest.read(folder)
         if stored is None:  # a pool that lies there is of unknown inputs
@@ -142,7 +145,9 @@ def _planned(request: PackRequest, stored: Manifest, drawn: Pool) -> Manifest:
     """The manifest with an access plan, which lies in the container of plans then."""
     if stored.packed is not None:
         return stored
-    folder, ranges, row = request.folders[0], request.ranges(), request.row
+    folder = request.folders[0]
+    ranges = request.ranges()
+    row = request.row
     memory = request.memory(drawn) if callable(request.memory) else request.memory
     hot = memory if isinstance(memory, np.ndarray) else memory // max(1, row.row_bytes)
     limits = Limits(hot, stored.inputs.disk_rows, row.row_bytes, ranges, request.draws.seed)
@@ -230,7 +235,9 @@ def _target(plan: ExtentFile, name: str, bounds: Array) -> _Target:
 
 
 def _pack_rows(request: PackRequest, stored: Manifest, progress: Progress | None) -> None:
-    about, row, ranges = stored.packed, request.row, request.ranges()
+    about = stored.packed
+    row = request.row
+    ranges = request.ranges()
     assert about is not None
     with ExtentFile(request.folders[0] / PLAN) as plan:
         targets = _targets(plan, about)
@@ -270,7 +277,8 @@ def _reads_ahead(
     request: PackRequest, targets: Sequence[_Target], about: Packed, thread: ThreadPoolExecutor
 ) -> Iterator[tuple[int, Tensor]]:
     """The ranges of which a batch uses a row, packed ones left out, with their rows. The next is read meanwhile."""
-    bounds, features = request.ranges(), request.features
+    bounds = request.ranges()
+    features = request.features
     used = np.flatnonzero(np.sum([np.diff(target.bounds) for target in targets], axis=0))
     wanted = used[used >= about.done].tolist()
 
@@ -280,7 +288,8 @@ def _reads_ahead(
     following = thread.submit(read, wanted[0]) if wanted else None
     for at, after in zip(wanted, [*wanted[1:], None], strict=False):
         assert following is not None
-        rows, following = following.result(), None if after is None else thread.submit(read, after)
+        rows = following.result()
+        following = None if after is None else thread.submit(read, after)
         yield at, rows
 
 
@@ -288,13 +297,14 @@ def _deal(
     request: PackRequest,
     into: tuple[Sequence[_Target], ExtentFiller],
     part: tuple[int, Tensor],
-    error: tuple[float, float],
-) -> tuple[float, float]:
+    error: RowError,
+) -> RowError:
     """Appends the rows of a range wherever they belong; the error so far."""
     (targets, filler), (at, rows), row = into, part, request.row
     start = int(request.ranges()[at])
     encoded, error = _encoded(row, rows, (error, start))
-    unit, step = _unit(row.row_bytes), max(1, (DEALT - PAGE) // max(1, row.row_bytes))
+    unit = _unit(row.row_bytes)
+    step = max(1, (DEALT - PAGE) // max(1, row.row_bytes))
     table = encoded.view(unit).numpy()
     for target in targets:
         ids = target.nodes(int(target.bounds[at]), int(target.bounds[at + 1])) - start
@@ -308,9 +318,7 @@ def _deal(
     return error
 
 
-def _encoded(
-    row: RowFormat, rows: Tensor, before: tuple[tuple[float, float], int]
-) -> tuple[Tensor, tuple[float, float]]:
+def _encoded(row: RowFormat, rows: Tensor, before: tuple[RowError, int]) -> tuple[Tensor, RowError]:
     """uint8 [rows, row bytes], and (largest error of a value, relative root mean square) of all rows up to these.
     `before`: of those in front, and how many they are."""
     error, start = before
@@ -331,9 +339,7 @@ def _unit(row_bytes: int) -> torch.dtype:
     return next((dtype for size, dtype in units.items() if row_bytes % size == 0), torch.uint8)
 
 
-def _error(
-    row: RowFormat, rows: Tensor, encoded: Tensor, before: tuple[tuple[float, float], int]
-) -> tuple[float, float]:
+def _error(row: RowFormat, rows: Tensor, encoded: Tensor, before: tuple[RowError, int]) -> RowError:
     """(largest error of a value, relative root mean square) of all rows up to these. `before`: of those in front, and
     how many they are."""
     (most, share), count = before
@@ -367,7 +373,8 @@ class PackedSet:
                 why="packing was not begun there, or was interrupted",
                 do="pack again with the same settings: it goes on where it stopped",
             )
-        self.manifest, self.about = stored, stored.packed
+        self.manifest = stored
+        self.about = stored.packed
         remedy = manifest.repack(folders[0])
         self.pool = Pool(folders[0], remedy)
         self.plan = ExtentFile(folders[0] / PLAN, remedy)
@@ -399,9 +406,11 @@ class PackedSet:
     def load_hot(self) -> Tensor:
         """uint8 [hot rows, row bytes]: the rows that stay in memory, the most used first; checked. Read in pieces, so
         that they are held once."""
-        extent, order = self.rows.extent("hot"), torch.from_numpy(self._hot_order)
+        extent = self.rows.extent("hot")
+        order = torch.from_numpy(self._hot_order)
         table = torch.empty(len(order), self.row.row_bytes, dtype=torch.uint8)
-        digest, size = xxhash.xxh3_64(), self.row.row_bytes
+        digest = xxhash.xxh3_64()
+        size = self.row.row_bytes
         assert extent.bytes == table.nbytes, "another set keeps these rows"
         count = max(1, LOADED // max(1, size))
         for at in range(0, len(order), count):
@@ -419,7 +428,9 @@ class PackedSet:
         All processes of a machine that map them hold them once. Those of a set on several disks are written to one
         file first, in its first folder.
         """
-        extent, path, start = self.rows.extent("hot"), self.rows.path, 0
+        extent = self.rows.extent("hot")
+        path = self.rows.path
+        start = 0
         if len(self.folders) == 1:
             start = extent.offset
         else:

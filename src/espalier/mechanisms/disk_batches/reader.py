@@ -166,7 +166,8 @@ class _Lease:
     """Owns the memory of an array; NumPy and torch keep it as long as they need that."""
 
     def __init__(self, memory: Tensor, unused: list[Tensor]) -> None:
-        self._memory, self._unused = memory, unused
+        self._memory = memory
+        self._unused = unused
         self.__array_interface__ = {
             "shape": (memory.nbytes,),
             "typestr": "|u1",
@@ -206,7 +207,9 @@ class TieredFeatures(Closing):
         self._splits: dict[int, tuple[AccessSplit, Array]] = {}
         self._open = ExitStack()
         self._queue: IoQueue | None = None
-        self._cache, self._free, self._buffers = PageCache(0), BoundedQueue(options.buffers), FeatureBuffers(0)
+        self._cache = PageCache(0)
+        self._free = BoundedQueue(options.buffers)
+        self._buffers = FeatureBuffers(0)
 
     def order(self, entries: Iterable[tuple[int, int]], last: int | None = None) -> Iterator[int]:
         """What `place` is asked for each (epoch, batch); `last`: the last epoch that will be read, None: not known."""
@@ -254,7 +257,8 @@ class TieredFeatures(Closing):
     def features(self, work: ReadBatch) -> ReadBatch:
         """Reads the batch's own extent and the pages of its disk cache."""
         self._opened()
-        parts, at = self._parts(work), 0
+        parts = self._parts(work)
+        at = 0
         sizes = [part.tier.buffer_bytes(part.slots) for part in parts]
         work.buffer = self._free.get()
         assert work.buffer is not None
@@ -280,7 +284,8 @@ class TieredFeatures(Closing):
 
     def assemble(self, work: ReadBatch) -> ReadBatch:
         """Puts all rows in their places, those of the device on the device."""
-        row, device = self.packed.row, self.options.device
+        row = self.packed.row
+        device = self.options.device
         x = self._buffers.matrix(sum(len(part.places) for part, _ in work.fetched), row.width)
         near, *others = work.fetched
         for part, fetched in others:
@@ -297,7 +302,8 @@ class TieredFeatures(Closing):
         assert work.split is not None
         assert self._queue is not None
         split, (packed, batch) = work.split, self.place(work.index)
-        slots, places = _wide(split.hot_slots), _wide(split.hot_at)
+        slots = _wide(split.hot_slots)
+        places = _wide(split.hot_at)
         near = slots < self.near
         cold = ExtentTier(packed.rows, f"cold/{batch}", self.row_bytes, self._queue)
         segment = f"segment/{packed.segment_of(batch)}"
@@ -331,12 +337,15 @@ class TieredFeatures(Closing):
         """Takes the memory that batches are read into, and starts the threads that read."""
         if self._queue is not None:
             return
-        options, width, largest = self.options, self.packed.row.width, LargestBatch.of(self.packed.pool)
+        options = self.options
+        width = self.packed.row.width
+        largest = LargestBatch.of(self.packed.pool)
         size = PAGE * int(self.packed.pages[:, 1].max(initial=0))
         for what, taken in options.sizes(largest, size, width).items():
             self._open.enter_context(self.budget.take(taken, what))
         self._queue = self._open.enter_context(IoQueue())
-        self._free, self._cache = BoundedQueue(options.buffers), PageCache(options.cache_pages)
+        self._free = BoundedQueue(options.buffers)
+        self._cache = PageCache(options.cache_pages)
         self._near.rows = self._near.rows.to(options.device)
         self._buffers = FeatureBuffers(4 * largest.inputs * width)
         for _ in range(options.buffers):
@@ -354,7 +363,9 @@ class TieredFeatures(Closing):
         """Ends its threads and gives its buffers back; nothing may be read meanwhile."""
         self.interrupt()
         self._open.close()
-        self._queue, self._cache, self._buffers = None, PageCache(0), FeatureBuffers(0)
+        self._queue = None
+        self._cache = PageCache(0)
+        self._buffers = FeatureBuffers(0)
 
 
 def _wide(numbers: Array) -> Array:

@@ -57,7 +57,8 @@ class ResampleSchedule:
 
     def sources(self, epoch: int) -> Array:
         """int64 [batches]: the epoch for which each batch of `epoch` was drawn."""
-        turns, places = self._turns(epoch), np.arange(self.batches)
+        turns = self._turns(epoch)
+        places = np.arange(self.batches)
         last = places + (turns[-1] - 1 - places) // max(1, self.batches) * self.batches  # below 0: not replaced yet
         sources = np.zeros(self.batches, np.int64)
         sources[self._order] = np.where(last < 0, 0, np.searchsorted(turns, last, side="right"))
@@ -74,7 +75,8 @@ class ResampleSchedule:
     def dealt(self, seeds: Sequence[Array], epoch: int) -> list[Array]:
         """The seeds of all batches in `epoch`, after those of the epoch before: what the replaced batches ask for is
         dealt out among them again."""
-        dealt, places = list(seeds), self.fresh(epoch)
+        dealt = list(seeds)
+        places = self.fresh(epoch)
         if len(places):
             joined = np.concatenate([seeds[at] for at in places])
             shuffled = np.random.default_rng([self.seed, 0x5EED, epoch]).permutation(joined)
@@ -94,7 +96,8 @@ class RollingPool(Closing):
     """
 
     def __init__(self, request: PackRequest, share: float, progress: Progress | None = None, ranks: int = 1) -> None:
-        self.request, self._ranks = request, ranks
+        self.request = request
+        self._ranks = ranks
         self._behind = -(-AHEAD * ranks // max(1, len(request.draws.seeds)))
         self.schedule = ResampleSchedule(len(request.draws.seeds), share, request.draws.seed)
         self.first = pack(request, progress)
@@ -108,7 +111,8 @@ class RollingPool(Closing):
     def begin(self, epoch: int, following: bool = True) -> None:
         """Opens the sets of `epoch`, waiting for what is still being packed, and begins to pack those of the epoch
         `following`. Sets of batches that may still be on their way to training stay open."""
-        packing, self._packing = self._packing, None
+        packing = self._packing
+        self._packing = None
         if packing is not None:
             packing.result()
         first = max(0, epoch - self._behind)
@@ -146,7 +150,8 @@ class RollingPool(Closing):
 
     def _drawn(self, epoch: int) -> Draws:
         """The batches drawn anew for `epoch`, at steps of their own."""
-        first, fresh = self.request.draws, self.schedule.fresh(epoch)
+        first = self.request.draws
+        fresh = self.schedule.fresh(epoch)
         at, seeds = self._seeds if self._seeds[0] <= epoch else (0, list(first.seeds))
         for number in range(at + 1, epoch + 1):
             seeds = self.schedule.dealt(seeds, number)

@@ -86,7 +86,8 @@ class RowFormat:
         scale = values.abs().amax(1, keepdim=True) / self.levels if self.width else values.new_zeros(len(values), 1)
         out = torch.zeros(len(rows), self.row_bytes, dtype=torch.uint8)
         out[:, :_SCALE] = scale.view(torch.uint8)
-        levels, tiny = self.levels, torch.finfo(torch.float32).tiny
+        levels = self.levels
+        tiny = torch.finfo(torch.float32).tiny
         codes = (values / scale.clamp_min(tiny)).round_().clamp_(-levels, levels)
         packed = codes.to(torch.int8)
         if self.kind == "int4":

@@ -109,11 +109,13 @@ class Splitter:
     """Splits batches of one plan. Has state: tables of the nodes' places, one filled for a segment at a time."""
 
     def __init__(self, hot: Array, segments: Sequence[Array], length: int, nodes: int) -> None:
-        self.segments, self.length = segments, length
+        self.segments = segments
+        self.length = length
         self._place = np.full(nodes, -1, np.int32)  # slot of a hot row; -2 - slot of a shared row; -1
         self._place[hot] = np.arange(len(hot), dtype=np.int32)
         self._filled = -1
-        self._met, self._at = np.zeros(nodes, bool), np.zeros(nodes, np.int32)
+        self._met = np.zeros(nodes, bool)
+        self._at = np.zeros(nodes, np.int32)
 
     def split(self, batch: int, nodes: Array) -> AccessSplit:
         """The levels of the rows of `nodes`, the input nodes of that batch."""
@@ -176,7 +178,8 @@ class DiskCache(NamedTuple):
 
 def _cached(batches: Sequence[Array], tables: tuple[Array, Array], limits: Limits) -> DiskCache:
     """The disk cache for the rows of `batches`. `tables`: uint8 zeros and int32 -1 [nodes], the same afterwards."""
-    ids, place = _used_twice(batches, tables), tables[1]
+    ids = _used_twice(batches, tables)
+    place = tables[1]
     place[ids] = np.arange(len(ids), dtype=np.int32)
     inside = [place[ids] for ids in batches]
     place[ids] = -1
@@ -263,7 +266,8 @@ def page_reads(slots: Array, row_bytes: int) -> int:
     """Pages that hold the rows at `slots` (ascending, each once) of a dense file, whatever the size of a row."""
     if not len(slots) or not row_bytes:
         return 0
-    first, last = slots * row_bytes // PAGE, ((slots + 1) * row_bytes - 1) // PAGE
+    first = slots * row_bytes // PAGE
+    last = ((slots + 1) * row_bytes - 1) // PAGE
     return int((last - first + 1).sum()) - int((first[1:] == last[:-1]).sum())
 
 
@@ -276,7 +280,9 @@ def page_order(uses: Sequence[Array], ids: Array, limits: Limits) -> tuple[Array
     """
     rows = len(ids)
     group = np.searchsorted(limits.ranges, ids, side="right")
-    best, name, least = np.arange(rows), "ids", _reads(np.arange(rows), uses, limits)
+    best = np.arange(rows)
+    name = "ids"
+    least = _reads(np.arange(rows), uses, limits)
     candidates: dict[str, Callable[[], Array]] = {"minhash": lambda: _minhash(uses, rows, limits.seed)}
     if sum(map(len, uses)) <= RCM_ENTRIES:
         candidates["rcm++"] = lambda: _rcm(uses, rows)
@@ -286,7 +292,9 @@ def page_order(uses: Sequence[Array], ids: Array, limits: Limits) -> tuple[Array
         order = np.lexsort((keys(), group))
         reads = _reads(order, uses, limits)
         if reads < least:
-            best, name, least = order, other, reads
+            best = order
+            name = other
+            least = reads
     return best, name
 
 
@@ -303,7 +311,8 @@ def _inverse(order: Array) -> Array:
 
 def _minhash(uses: Sequence[Array], rows: int, seed: int) -> Array:
     """int64 [rows]: two MinHash values of the set of batches that use a row; equal with its Jaccard similarity."""
-    random, batches = np.random.default_rng([seed, len(uses), rows]), len(uses)
+    random = np.random.default_rng([seed, len(uses), rows])
+    batches = len(uses)
     key = np.zeros(rows, np.int64)
     for _ in range(2):
         least = np.full(rows, batches, np.int64)

@@ -48,20 +48,25 @@ class ExpertParallel(Filled):
     seam: Seam = "route"
 
     def __init__(self, expert_map: ExpertMap, codec: str = "exact") -> None:
-        self.expert_map, self.codec = expert_map, codec
+        self.expert_map = expert_map
+        self.codec = codec
 
     def wrap(self, context: Build) -> None:
         """Frees the others' experts; the model was built whole, so initial weights are the same whatever the map.
         Raises UserError where the plan's map is not of this model."""
-        model, mesh = context.model, context.mesh
+        model = context.model
+        mesh = context.mesh
         assert model is not None
         assert mesh.replica is not None, "an expert group has several ranks"
         cut = context.cut = context.cut or ModelCut(mesh.replica)
-        everyone, same = mesh.mesh.same_parameters(mesh.rank), mesh.mesh.same_experts(mesh.rank)
+        everyone = mesh.mesh.same_parameters(mesh.rank)
+        same = mesh.mesh.same_experts(mesh.rank)
         ranks = mesh.mesh.expert_group(mesh.rank)
-        local_experts, group = self.expert_map.ranks[ranks.index(mesh.rank)], mesh.of(ranks)
+        local_experts = self.expert_map.ranks[ranks.index(mesh.rank)]
+        group = mesh.of(ranks)
         assert group is not None
-        self.links, self.group = links(group), group
+        self.links = links(group)
+        self.group = group
         places = fields_of(model, self.seam)
         for module, _ in places:
             keep(module, local_experts, self.expert_map.count)
@@ -97,8 +102,11 @@ class LoadMeter:
     def __init__(
         self, routes: Sequence[ExpertGroup], local_experts: Sequence[int], count: int, group: dist.ProcessGroup
     ) -> None:
-        self._routes, self._own, self._group = [route.route for route in routes], local_experts, group
-        self._before, self._found = torch.zeros(count + 1, dtype=torch.float64), torch.zeros(0)
+        self._routes = [route.route for route in routes]
+        self._own = local_experts
+        self._group = group
+        self._before = torch.zeros(count + 1, dtype=torch.float64)
+        self._found = torch.zeros(0)
 
     def load(self) -> dict[str, float]:
         """Rows that each expert got, in all layers."""
@@ -128,7 +136,9 @@ class ExpertGroup:
     """
 
     def __init__(self, route: FlashMoE, nothing: Tensor, experts: list[nn.Module]) -> None:
-        self.route, self.experts, self._rows = route, experts, nothing
+        self.route = route
+        self.experts = experts
+        self._rows = nothing
 
     def __call__(self, x: Any, chosen: Any, weights: Any, experts: list[nn.Module]) -> Any:
         self._rows = x.detach()[:0]

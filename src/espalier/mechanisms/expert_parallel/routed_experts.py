@@ -31,7 +31,9 @@ class RoutedExperts(nn.Module):
 
     def __init__(self, experts: Iterable[nn.Module], expert_map: ExpertMap, path: Callable[..., Any]) -> None:
         super().__init__()
-        self.experts, self.count, self._path = nn.ModuleList(experts), expert_map.count, path
+        self.experts = nn.ModuleList(experts)
+        self.count = expert_map.count
+        self._path = path
 
     def forward(
         self,

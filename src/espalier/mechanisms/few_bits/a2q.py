@@ -131,7 +131,8 @@ def _in_one_pass(
     from espalier.mechanisms.few_bits import row_steps_cpu
 
     pairs = step.flatten().contiguous(), largest_code(bits, rule.signed).flatten().contiguous()
-    by_row, out = step.shape == (len(x), 1), torch.empty_like(x, memory_format=torch.contiguous_format)
+    by_row = step.shape == (len(x), 1)
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
     sums = np.zeros((2, 1 if by_row else row_steps_cpu.BLOCKS, step.numel()), np.float32)
     summed = (upstream is None) == (rule.local != 0)
     added = (len(x) if upstream is not None else rule.owned or len(x)) if summed else 0
@@ -185,7 +186,8 @@ def rounding_gradients(
     dx = upstream if rule.ste == "pass" else upstream * inside
     if rule.local:
         return dx, None, None
-    code, largest = codes_of(x, step, bits, rule.signed), largest_code(bits, rule.signed)
+    code = codes_of(x, step, bits, rule.signed)
+    largest = largest_code(bits, rule.signed)
     dstep = upstream * torch.where(inside, code - x / step, code)
     sign = x.sign() if rule.signed else (x > 0).to(x.dtype)
     dbits = upstream * torch.where(inside, 0, sign * (largest + 1) * math.log(2) * step)
@@ -217,7 +219,9 @@ def fitted(x: Tensor, logarithm: Tensor, bits: Tensor, signed: bool, gain: float
     """log2 of the step of each row of `x / gain` that has the least squared error, among those in OFFSETS of the
     learned one. In so many PARTS of an octave, so that few steps are to be told apart in a package."""
     middle = (PARTS * logarithm).round() / PARTS
-    best, least, x = middle, None, x if gain == 1 else x / gain
+    best = middle
+    least = None
+    x = x if gain == 1 else x / gain
     for offset in OFFSETS:
         step = _Step.apply(middle + offset)[:, None].to(x.dtype)
         error = (codes_of(x, step, bits[:, None].to(x.dtype), signed) * step - x).square().sum(1)
@@ -235,7 +239,8 @@ def fitted_by_rows(x: Tensor, logarithm: Tensor, bits: Tensor, signed: bool, gai
 
     middle = ((PARTS * logarithm).round() / PARTS).float().contiguous()
     pairs = middle.numpy(), largest_code(bits, signed).float().contiguous().numpy()
-    tables, out = (_TRIED, np.array(OFFSETS, np.float32)), torch.empty_like(middle)
+    tables = (_TRIED, np.array(OFFSETS, np.float32))
+    out = torch.empty_like(middle)
     row_steps_cpu.fit(x.contiguous(), pairs, tables, (int(signed), np.float32(gain)), out)
     return out
 
@@ -270,7 +275,9 @@ class Unchanged:
             return make(x, *pairs)
         same = self.of and self.of[0]() is x and self.of[1:] == (x._version, tag)
         if not same:
-            self.of, self.pairs, self.made = (weakref.ref(x), x._version, tag), (), ()
+            self.of = (weakref.ref(x), x._version, tag)
+            self.pairs = ()
+            self.made = ()
             return make(x, *pairs)
         if not self.made or self.versions != [result._version for result in self.made]:
             changed = torch.arange(len(x))
@@ -305,12 +312,16 @@ class FeatureQuantizer(nn.Module):
 
     def __init__(self, allocator: BitAllocator, columns: int, rule: Rule) -> None:
         super().__init__()
-        self.allocator, self.columns, self.rule = allocator, columns, rule
-        self.gain, self.share = 1.0, 1.0
+        self.allocator = allocator
+        self.columns = columns
+        self.rule = rule
+        self.gain = 1.0
+        self.share = 1.0
         self.beginning: Total | None = None
         self.shift: Any = float
         self.last = torch.zeros(0)
-        self.kept_steps, self.kept_values = Unchanged(), Unchanged()
+        self.kept_steps = Unchanged()
+        self.kept_values = Unchanged()
 
     @property
     def layer(self) -> Layer:
@@ -323,12 +334,15 @@ class FeatureQuantizer(nn.Module):
 
     def _pairs(self, x: Tensor, index: RowIndex) -> tuple[Tensor, Tensor, Tensor | None]:
         at = self.allocator.entries_of(x, index, self.rule.signed)
-        bits, logarithm = self.allocator.bits, self.allocator.logarithm
+        bits = self.allocator.bits
+        logarithm = self.allocator.logarithm
         shifted = bits.abs() - self.shift()
         bits = shifted + (shifted.clamp(min=1) - shifted).detach()  # what has no bits may get some again
         if at is not None:
-            bits, logarithm = bits[at], logarithm[at]
-        learns, shown = index.shown, self.allocator.shown
+            bits = bits[at]
+            logarithm = logarithm[at]
+        learns = index.shown
+        shown = self.allocator.shown
         if learns is None and shown is not None:
             learns = (shown if at is None else shown[at]) > 0
         if self.training and learns is not None:
@@ -393,7 +407,9 @@ class ColumnQuantizer(nn.Module):
         if not 2 <= bits <= MOST:
             raise UserError(f"{bits} bits of signed codes are not possible.", do=f"2 to {MOST}")
         self.raw_step = nn.Parameter(torch.full((columns,), -3 / STEP_RATE))
-        self.bits, self.local, self.dim = bits, local, dim
+        self.bits = bits
+        self.local = local
+        self.dim = dim
         self.share = 1.0
         self.beginning: Total | None = None
 

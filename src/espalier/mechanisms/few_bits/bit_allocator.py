@@ -175,10 +175,12 @@ class BitAllocator(nn.Module):
         not count, nor zeros where most values are (SPARSE); `total` adds up over ranks."""
         at, (sizes, columns) = self.entries_of(x, index, signed), _sizes(x, index, total)
         at = torch.arange(len(x), device=x.device) if at is None else at
-        at, sizes = at[: index.owned or None], sizes[: index.owned or None]
+        at = at[: index.owned or None]
+        sizes = sizes[: index.owned or None]
         if index.shown is not None:
             sizes = torch.where(index.shown[: index.owned or None], sizes, 0)
-        at, sizes = at[sizes > 0], sizes[sizes > 0].to(self.counts.dtype)
+        at = at[sizes > 0]
+        sizes = sizes[sizes > 0].to(self.counts.dtype)
         zeros = self.counts.new_zeros(len(self.counts))
         sums, counts = (total(zeros.index_add(0, at, values)) for values in (sizes, torch.ones_like(sizes)))
         layer = total(torch.stack([sizes.sum(), sizes.new_tensor(len(sizes))]))
@@ -284,7 +286,8 @@ class DegreeBits(BitAllocator):
         if len(known) in (0, len(self.counts)):
             return at
         above = torch.searchsorted(known, torch.arange(len(self.counts), device=known.device)).clamp(max=len(known) - 1)
-        below, entries = (above - 1).clamp(min=0), torch.arange(len(self.counts), device=known.device)
+        below = (above - 1).clamp(min=0)
+        entries = torch.arange(len(self.counts), device=known.device)
         nearer = (known[above] - entries).abs() < (entries - known[below]).abs()
         return torch.where(nearer, known[above], known[below])[at]
 
@@ -328,7 +331,8 @@ def nearest(x: Float[Tensor, "rows columns"], bits: Tensor, steps: Tensor, signe
     """
     ranges = steps * largest_code(bits, signed)
     order = torch.argsort(ranges, stable=True)
-    ascending, wanted = ranges[order], x.detach().abs().amax(1)
+    ascending = ranges[order]
+    wanted = x.detach().abs().amax(1)
     above = torch.searchsorted(ascending, wanted).clamp(max=len(ascending) - 1)
     below = (above - 1).clamp(min=0)
     nearer = (ascending[above] - wanted).abs() < (wanted - ascending[below]).abs()
@@ -366,7 +370,8 @@ class MemoryTarget:
     weight = 1.0
 
     def __init__(self, layers: Sequence[Layer], target: int | None = None, checked: bool = True) -> None:
-        self.layers, self.asked = [layer for layer in layers if layer.allocator.learned], target
+        self.layers = [layer for layer in layers if layer.allocator.learned]
+        self.asked = target
         if checked and self.layers and self.target < self.least:
             raise UserError(
                 f"quant.target is {self.target:,} bytes, and one bit for each of {round(self.rows):,} rows takes "
@@ -444,7 +449,8 @@ class MemoryTarget:
 
     def bisected(self) -> float:
         """The least shift, plainly."""
-        low, high = 0.0, MOST + 1.0
+        low = 0.0
+        high = MOST + 1.0
         if self.bytes_at() <= self.target:
             return low
         for _ in range(30):

@@ -90,11 +90,15 @@ def row_stats(workload: GraphWorkload, model: Gnn) -> list[RowStats]:
         if packed is not None:
             assert packed.rows == len(values) == workload.graph.nodes
             codes, widths, _ = packed.decoded()
-            nonzeros, bits, size = _nonzeros(codes), widths.numpy().astype(np.int64), packed.nbytes
+            nonzeros = _nonzeros(codes)
+            bits = widths.numpy().astype(np.int64)
+            size = packed.nbytes
         elif binary:
-            bits, size = np.full(len(values), 1), packed_input(values.numpy())[0].nbytes + 4 * len(values)
+            bits = np.full(len(values), 1)
+            size = packed_input(values.numpy())[0].nbytes + 4 * len(values)
         else:
-            bits, size = np.full(len(values), 32), values.nbytes
+            bits = np.full(len(values), 32)
+            size = values.nbytes
         rows.append(RowStats(nonzeros, bits, float(size), hidden, summed))
     return rows
 
@@ -117,7 +121,8 @@ def _nonzeros(rows: torch.Tensor) -> np.ndarray:
 def _aggregated(layer: Layer) -> Iterator[list[torch.Tensor]]:
     """What the layer's aggregation gives within, where it sums its rows first."""
     sums: list[torch.Tensor] = []
-    plain, first = layer.aggregate, layer.aggregated_first
+    plain = layer.aggregate
+    first = layer.aggregated_first
 
     def aggregate(block: MessageBlock, rows: Rows, start: torch.Tensor | None = None) -> torch.Tensor:
         made = plain(block, rows, start)
@@ -140,12 +145,14 @@ def parts(workload: GraphWorkload, model: nn.Module) -> dict[str, Counts]:
             why="operations are counted in layers that pass messages and come with the package",
             do="espalier.kernels.counts.Counter(model) around a call",
         )
-    options, graph = workload.recipe.options(Quant), workload.graph
+    options = workload.recipe.options(Quant)
+    graph = workload.graph
     counted: dict[str, Counts] = {}
     for at, (layer, rows) in enumerate(zip(model.layers, row_stats(workload, model), strict=True)):
         assert isinstance(layer, Layer)
         product, aggregation = _layer(layer, rows, options, graph)
-        counted[f"layers.{at} product"], counted[f"layers.{at} aggregation"] = product, aggregation
+        counted[f"layers.{at} product"] = product
+        counted[f"layers.{at} aggregation"] = aggregation
     return counted
 
 
@@ -192,7 +199,8 @@ def network(workload: GraphWorkload, model: Gnn) -> Network:
     from espalier.sparse.partition import clusters
     from espalier_accelerators.simulator import LayerShape, Network
 
-    options, graph = workload.recipe.options(Quant), workload.graph
+    options = workload.recipe.options(Quant)
+    graph = workload.graph
     if any(isinstance(layer, GraphAttention) for layer in model.layers):
         raise UserError(
             "Accelerators are not simulated for GAT.",
@@ -202,13 +210,16 @@ def network(workload: GraphWorkload, model: Gnn) -> Network:
     layers: list[LayerShape] = []
     for layer, rows in zip(model.layers, row_stats(workload, model), strict=True):
         assert isinstance(layer, Layer)
-        bits, adds_own = message_bits(rows, options), isinstance(layer, Mean)
+        bits = message_bits(rows, options)
+        adds_own = isinstance(layer, Mean)
         layers.append(LayerShape(layer.inputs, layer.outputs, rows.nonzeros, rows.bits, bits, rows.size, adds_own))
         if rows.hidden is not None:
-            inner, full = layer.outputs, np.full(graph.nodes, 32)
+            inner = layer.outputs
+            full = np.full(graph.nodes, 32)
             size = 4.0 * graph.nodes * inner
             layers.append(LayerShape(inner, inner, rows.hidden, full, bits, size, aggregates=False))
-    indptr, indices = np.asarray(graph.indptr), np.asarray(graph.indices)
+    indptr = np.asarray(graph.indptr)
+    indices = np.asarray(graph.indices)
     if any(isinstance(layer, Isomorphism) or layer.loops for layer in model.layers):
         indices = np.insert(indices, indptr[1:], np.arange(graph.nodes))
         indptr = indptr + np.arange(graph.nodes + 1)

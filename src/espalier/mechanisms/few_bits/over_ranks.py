@@ -24,7 +24,8 @@ class RoundedParts(Mechanism):
 
     def wrap(self, context: Build) -> None:
         """Steps of a network whose graph is in parts begin now, by all of them together."""
-        run, model = cast("GraphRun", context.workload), context.model
+        run = cast("GraphRun", context.workload)
+        model = context.model
         assert model is not None
         part = run.batching.part
         equipped(model).over_ranks(part.rows)

@@ -38,8 +38,11 @@ from espalier.recipe.units import show_size
 if TYPE_CHECKING:
     from espalier.graph.data.graph import Array
 
-PACKED, REST = "packed.pkg", "model.safetensors"
-_INPUT, _SCALE, _MATRIX = "layers.0.rows", "layers.0.scale", ".parametrizations.weight.original"
+PACKED = "packed.pkg"
+REST = "model.safetensors"
+_INPUT = "layers.0.rows"
+_SCALE = "layers.0.scale"
+_MATRIX = ".parametrizations.weight.original"
 
 
 def write(workload: Workload, model: nn.Module, folder: Path) -> str:
@@ -140,13 +143,15 @@ def _by_node(model: nn.Module) -> dict[str, FeatureQuantizer]:
 
 def _packed_pairs(model: nn.Module, matrices: Mapping[str, PackedRows]) -> dict[str, Tensor]:
     """Pairs of nodes, from the rows of the package. `model` then rounds each row as it is there."""
-    quantizers, pairs = quantization.equipped(model), dict[str, Tensor]()
+    quantizers = quantization.equipped(model)
+    pairs = dict[str, Tensor]()
     for start, quantizer in _by_node(model).items():
         allocator = quantizer.allocator
         if isinstance(allocator, NodeBits):
             rows = matrices[quantizers.name(quantizer)].decoded()
             allocator.take(rows.widths, rows.steps, quantizer.rule.signed)
-            quantizer.shift, quantizers.target = float, None
+            quantizer.shift = float
+            quantizers.target = None
             pairs |= {start + name: value for name, value in allocator.state_dict().items()}
     return pairs
 
@@ -168,7 +173,8 @@ def packed_input(features: Array) -> tuple[PackedRows, Tensor]:
     """Features of which each row has one value but 0, as one bit each, and float32 [rows] of that value. Raises
     UserError for others."""
     rows = torch.from_numpy(np.ascontiguousarray(features, np.float32))
-    codes, scale = (rows != 0).to(torch.uint8), rows.amax(1)
+    codes = (rows != 0).to(torch.uint8)
+    scale = rows.amax(1)
     if not torch.equal(codes * scale[:, None], rows):
         row = int((codes * scale[:, None] != rows).any(1).nonzero()[0])
         raise UserError(

@@ -43,6 +43,7 @@ from espalier.mechanisms.few_bits.mega.package import PackedRows, encode
 from espalier.mechanisms.few_bits.options import Quant
 from espalier.mechanisms.few_bits.packed_spmm import PackedMatrix, packed_matmul
 from espalier.mechanisms.few_bits.quantized_graph import QuantizedGraph
+from espalier.parallel.workload import SummedLoss
 from espalier.recipe import units
 from espalier.store.artifacts import Curve, Table
 
@@ -70,15 +71,20 @@ class Quantization:
     """
 
     def __init__(self, options: Quant, graph: QuantizedGraph) -> None:
-        self.options, self.graph = options, graph
+        self.options = options
+        self.graph = graph
         self.features: list[FeatureQuantizer] = []
         self.columns: list[ColumnQuantizer] = []
         self.target: MemoryTarget | None = None
-        self.packed, self.first, self.by_layer = False, 0, False
+        self.packed = False
+        self.first = 0
+        self.by_layer = False
         self.part: Halo | None = None
         self.entry: FeatureQuantizer | None = None
         self.ids: Tensor | None = None
-        self.now, self.rows, self.owned = RowIndex(), 0, 0
+        self.now = RowIndex()
+        self.rows = 0
+        self.owned = 0
         self.stored: dict[str, PackedRows] = {}
         self.pieces: tuple[FeatureQuantizer | None, Tensor] = (None, torch.zeros(0))
         self.degrees = None if graph.whole else graph.degrees()
@@ -142,7 +148,8 @@ class Quantization:
         """Features of a forward pass that begins, as they are stored; as they are, where layers see to it."""
         if self.by_layer:
             return features
-        self.now, self.rows = self.index(block), len(features)
+        self.now = self.index(block)
+        self.rows = len(features)
         if self.ids is not None and (block.halo is not None or block.tokens is not None):
             self.now = self._of(self.ids, self.owned)
         return features if self.entry is None else self.rounded(self.entry, features, self.now)
@@ -178,7 +185,8 @@ class Quantization:
         """Rows of the passes of this rank, of which all ranks together see every node in every step: those of layers
         are rounded by the rank that owns them, before they cross."""
         if rows.halo is None:
-            self.ids, self.owned = rows.ids, rows.owned
+            self.ids = rows.ids
+            self.owned = rows.owned
         self.part = rows.halo
         for feature in self.features:
             if isinstance(feature.allocator, NodeBits):
@@ -187,7 +195,7 @@ class Quantization:
         for column in self.columns:
             column.share = rows.share
 
-    def loss(self, task_loss: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    def loss(self, task_loss: SummedLoss) -> SummedLoss:
         """(sum, weight) with the gradient of the target's penalty; the value stays that of the task."""
         if self.target is None or not self.target.layers:
             return task_loss
@@ -229,12 +237,14 @@ class _Aggregate(nn.Module):
 
     def __init__(self, layer: Layer, quantizers: Quantization) -> None:
         super().__init__()
-        options, self.quantizers = quantizers.options, quantizers
+        options = quantizers.options
+        self.quantizers = quantizers
         self.symmetric = layer.scale == "symmetric"
         columns = layer.outputs
         if isinstance(layer, GraphAttention):
             columns = layer.heads * layer.columns
-        self.plain, self.attention = layer.aggregate, layer.attend
+        self.plain = layer.aggregate
+        self.attention = layer.attend
         self.first = layer.inputs <= layer.outputs and not isinstance(layer, GraphAttention)
         messages = options.messages and not self.first
         self.messages = ColumnQuantizer(columns, options.messages, local=True) if messages else None
@@ -318,7 +328,8 @@ def _forms_without(block: MessageBlock, side: str) -> Forms:
     """Forms of the block without its scale `left` or `right`: its compressed matrix too, where it has one."""
 
     def make() -> Forms:
-        made, compressed = Forms(), block.forms.known.get("compressed")
+        made = Forms()
+        compressed = block.forms.known.get("compressed")
         if compressed is not None:
             made.known["compressed"] = replace(compressed, scale=compressed.scale._replace(**{side: None}))
         return made
@@ -339,8 +350,11 @@ def _source_scale(block: MessageBlock, root: Tensor | None) -> tuple[Tensor | No
 
 def equip_layers(model: Gnn, quantizers: Quantization) -> None:
     """Puts quantizers round the layers of `model`. The kernels of its seam have to be there already."""
-    options, graph, quantizers.by_layer = quantizers.options, quantizers.graph, True
-    dropout, elu = model.options.dropout or 0.0, model.options.activation in ("elu", "maxk")
+    options = quantizers.options
+    graph = quantizers.graph
+    quantizers.by_layer = True
+    dropout = model.options.dropout or 0.0
+    elu = model.options.activation in ("elu", "maxk")
     for at, layer in enumerate(model.layers):
         assert isinstance(layer, Layer)
         signed = graph.input_signed if at == 0 else elu
@@ -356,7 +370,8 @@ def equip_layers(model: Gnn, quantizers: Quantization) -> None:
             aggregate = _Aggregate(layer, quantizers)
             quantizers.columns += [column for column in (aggregate.messages, aggregate.sums) if column is not None]
             layer.add_module("quantized", aggregate)
-            layer.aggregate, layer.attend = aggregate.forward, aggregate.attend
+            layer.aggregate = aggregate.forward
+            layer.attend = aggregate.attend
 
 
 def _before(quantizers: Quantization) -> Any:
@@ -370,8 +385,11 @@ def _before(quantizers: Quantization) -> Any:
         else:
             values, vars(module)["learned"] = quantizer.rounded(values, index)
         if not quantizers.packed and not isinstance(rows, Kept) and _sums_read_rows(module):
-            bits, signed, logarithm = _code_bits(quantizer), quantizer.rule.signed, quantizer.last
-            gain, kind = quantizer.factor, logarithm.dtype
+            bits = _code_bits(quantizer)
+            signed = quantizer.rule.signed
+            logarithm = quantizer.last
+            gain = quantizer.factor
+            kind = logarithm.dtype
             block = _coded(block, Coding(bits, step_codes(logarithm), True, signed, gain, kind, values.dtype))
         return block, rows._replace(values=values) if isinstance(rows, Kept) else values
 
@@ -427,7 +445,8 @@ def stored_bytes(quantizers: Quantization) -> StoredBytes:
     codes = pairs = values = 0.0
     shift = 0.0 if quantizers.target is None else quantizers.target.shift()
     for feature in quantizers.features:
-        allocator, rows = feature.allocator, float(feature.allocator.counts.sum())
+        allocator = feature.allocator
+        rows = float(feature.allocator.counts.sum())
         codes += MemoryTarget.bytes_of(feature.layer, shift)
         pairs += (12 * len(allocator.counts) + allocator.side * rows) / 8
         values += rows * feature.columns
@@ -436,7 +455,8 @@ def stored_bytes(quantizers: Quantization) -> StoredBytes:
 
 def sentence(quantizers: Quantization) -> str:
     """What a plan says."""
-    options, target = quantizers.options, quantizers.target
+    options = quantizers.options
+    target = quantizers.target
     kind = type(options).__struct_config__.tag
     counted = stored_bytes(quantizers)
     parts = [f"{name} {bits} bits" for name, bits in _components(options, bool(quantizers.columns))]
@@ -477,11 +497,14 @@ class Packed(NamedTuple):
 @contextmanager
 def packing(quantizers: Quantization) -> Iterator[dict[str, PackedRows]]:
     """Rows that layers read within are packed (see `Quantization.stored`, which is what is given)."""
-    quantizers.packed, quantizers.stored = True, {}
+    quantizers.packed = True
+    quantizers.stored = {}
     try:
         yield quantizers.stored
     finally:
-        quantizers.packed, quantizers.stored, quantizers.pieces = False, {}, (None, torch.zeros(0))
+        quantizers.packed = False
+        quantizers.stored = {}
+        quantizers.pieces = (None, torch.zeros(0))
 
 
 def packed(quantization: Quantization, score: Callable[[], float], figure: str = "accuracy") -> Packed:

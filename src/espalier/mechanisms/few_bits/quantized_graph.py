@@ -48,7 +48,8 @@ class QuantizedGraph:
 
     def allocator(self, options: Quant, bits: float) -> BitAllocator:
         """By the kind of the options; learned widths begin higher for higher degrees (a bank's for larger values)."""
-        nodes, degrees = self.trained or self.graph.nodes, self.degrees(training=True)
+        nodes = self.trained or self.graph.nodes
+        degrees = self.degrees(training=True)
         places = None if self.places is None else torch.from_numpy(self.places)
         allocator: BitAllocator
         match options:

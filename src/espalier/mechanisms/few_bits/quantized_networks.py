@@ -103,7 +103,8 @@ def _column(quantizers: Quantization, columns: int, bits: int) -> ColumnQuantize
 
 def _read(quantizers: Quantization, quantizer: FeatureQuantizer, module: nn.Module, inputs: tuple[Tensor]) -> Tensor:
     """Rows of nodes, as they are stored; of virtual tokens behind them, as they are."""
-    nodes, virtual = inputs[0][: quantizers.rows], inputs[0][quantizers.rows :]
+    nodes = inputs[0][: quantizers.rows]
+    virtual = inputs[0][quantizers.rows :]
     values = quantizers.rounded(quantizer, nodes, quantizers.now)
     return torch.cat([values, virtual]) if len(virtual) else values
 
@@ -116,7 +117,8 @@ def _by_column(
     out: Tensor | None = None,
 ) -> Tensor:
     """What a layer reads, or, after it, what it makes. All virtual tokens, behind the nodes, teach."""
-    rows, shown = inputs[0] if out is None else out, quantizers.now.shown
+    rows = inputs[0] if out is None else out
+    shown = quantizers.now.shown
     if shown is not None:
         shown = torch.cat([shown, shown.new_ones(max(0, len(rows) - len(shown)))])[: len(rows)]
     return quantizer(rows, shown=shown)
@@ -128,10 +130,12 @@ def _by_column(
 def _at_messages(model: nn.Module, quantizers: Quantization) -> None:
     graph = quantizers.graph.graph
     if graph.partition is None:
-        columns, block = graph.features.shape[1], whole(graph, Style(loops=False, scale="none"))
+        columns = graph.features.shape[1]
+        block = whole(graph, Style(loops=False, scale="none"))
     else:
         part = partition_folder.any_part(graph.partition.folder)
-        columns, block = part.features.shape[1], part.block
+        columns = part.features.shape[1]
+        block = part.block
     widths = foreign_network.row_widths(model, columns, block)
     parts = nn.ModuleList()
     model.add_module("quantizers", parts)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.utils import parametrize
 
 from espalier.graph.data.graph import Signs
@@ -24,7 +24,7 @@ from espalier.mechanisms.few_bits import a2q, quantization, quantized_networks
 from espalier.mechanisms.few_bits.cost import cost
 from espalier.mechanisms.few_bits.options import Quant
 from espalier.mechanisms.few_bits.quantized_graph import QuantizedGraph
-from espalier.parallel.workload import Shard
+from espalier.parallel.workload import Shard, SummedLoss
 from espalier.recipe.cost import VALUE_BYTES, Work
 
 if TYPE_CHECKING:
@@ -52,12 +52,16 @@ class QuantizedRounding(Rounding):
     @cached_property
     def graph(self) -> QuantizedGraph:
         """What quantizers are told."""
-        run, task = self.run, self.run.task
+        run = self.run
+        task = self.run.task
         nodes, places = run.trained or (None, None)
-        hidden, seen = None, None
+        hidden = None
+        seen = None
         if isinstance(task, NodeTask) and task.train is not task.view:
-            hidden, seen = np.concatenate([task.parts.validation, task.parts.test]), task.train.graph
-        classified, stored = isinstance(task, GraphTask), run.recipe.store is not None
+            hidden = np.concatenate([task.parts.validation, task.parts.test])
+            seen = task.train.graph
+        classified = isinstance(task, GraphTask)
+        stored = run.recipe.store is not None
         return QuantizedGraph(run.network.told(run), classified, nodes, places, stored, hidden, seen, run.signs)
 
     @property
@@ -71,7 +75,8 @@ class QuantizedRounding(Rounding):
 
     def equip(self, model: nn.Module) -> None:
         """Kernels, quantizers round them, and steps that fit the first targets."""
-        run, batch = self.run, None
+        run = self.run
+        batch = None
         if run.graph.partition is None:
             batch = run.task.batch(run.task.ids(np.arange(min(run.global_batch, quantization.PROBED))), 0)
         quantized_networks.built(model, self.options, self.graph, batch)
@@ -88,13 +93,14 @@ class QuantizedRounding(Rounding):
         known = (batch.labels >= 0) if batch.labels.ndim == 1 else ~batch.labels.isnan()
         quantization.equipped(model).share(float(known.sum()) / self.run.nominal_weight)
 
-    def loss(self, model: nn.Module, outcome: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    def loss(self, model: nn.Module, outcome: SummedLoss) -> SummedLoss:
         """With the penalty of a target."""
         return quantization.equipped(model).loss(outcome)
 
     def artifacts(self, model: nn.Module) -> Sequence[Artifact]:
         """Bits by degree, bytes, and accuracy against them where few inferences take little."""
-        quantizers, run = quantization.equipped(model), self.run
+        quantizers = quantization.equipped(model)
+        run = self.run
         widest = max((feature.columns for feature in quantizers.features), default=0)
         small = isinstance(run.task, NodeTask) and run.recipe.store is None and self._passes(widest)
         figure = answers.score_name(run.graph)
@@ -125,11 +131,13 @@ class QuantizedRounding(Rounding):
 def quantized_work(work: Work, network: nn.Module, reach: Sequence[Reach], times: Any, precision: str) -> Work:
     """`work` of a network that `quantization.equip` was called with: its quantizers' time and memory come on top. A
     network that is not a `Gnn` is one layer, which passes over the first of `reach`."""
-    size, extra = max(4, VALUE_BYTES[precision]), []
+    size = max(4, VALUE_BYTES[precision])
+    extra = []
     back = 2 * work.moved if work.moved_back is None else work.moved_back
     layers: list[Any] = list(network.layers) if isinstance(network, Gnn) else [network]
     for layer, reached in zip(layers, reach, strict=True):
-        sources, targets = reached.sources * times, reached.targets * times
+        sources = reached.sources * times
+        targets = reached.targets * times
         for name, part in layer.named_modules():
             if isinstance(part, a2q.FeatureQuantizer):
                 extra.append(cost(sources * part.columns, size, part.allocator.fits))

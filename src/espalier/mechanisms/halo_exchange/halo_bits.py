@@ -38,8 +38,10 @@ class Links(NamedTuple):
 
     def busy(self, sent: Any) -> tuple[Any, ...]:
         """Seconds out of and into each machine, then each rank for those inside its machine."""
-        times, machines = sent / self.bandwidth, np.arange(self.nodes.max() + 1)[:, None] == self.nodes
-        between, inside = times * self.far, times * ~self.far
+        times = sent / self.bandwidth
+        machines = np.arange(self.nodes.max() + 1)[:, None] == self.nodes
+        between = times * self.far
+        inside = times * ~self.far
         return machines @ between.sum(1), machines @ between.sum(0), inside.sum(1), inside.sum(0)
 
 
@@ -66,7 +68,8 @@ def allotted(
         counts: rows [ranks, ranks] of each crossing; sent: their bytes with so many bits.
         seconds: that the busiest link may take for all crossings together. Where 1 bit takes longer, it is 1 bit.
     """
-    ranks, layers = len(links.nodes), 1 + max((layer for layer, _ in counts), default=0)
+    ranks = len(links.nodes)
+    layers = 1 + max((layer for layer, _ in counts), default=0)
     allotment = {key: np.ones((ranks, ranks), int) for key in counts}
     at = {key: {bits: np.asarray(sent(key, bits), float) for bits in (*LEVELS, WHOLE)} for key in counts}
     busy = links.busy(sum((at[key][1] for key in counts), np.zeros((ranks, ranks))))

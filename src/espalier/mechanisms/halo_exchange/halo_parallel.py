@@ -23,12 +23,14 @@ from torch import Tensor, nn
 
 from espalier.comm.base import Traffic
 from espalier.graph.networks import foreign_network
+from espalier.graph.networks.base import placement
 from espalier.graph.networks.gnn import Gnn
 from espalier.graph.parts import halo, partial_sums, partition_folder
 from espalier.graph.parts.graph_cut import Cutting, open_part
 from espalier.graph.sampling.batch_strategy import OVER_RANKS, HeldRows, OverRanks, all_rows
 from espalier.graph.sampling.subgraphs import SubgraphBatch, forward
 from espalier.mechanisms.halo_exchange import quantized_exchange as sylvie
+from espalier.mechanisms.halo_exchange.halo_bits import Key
 from espalier.mechanisms.halo_exchange.options import HaloOptions
 from espalier.mechanisms.halo_exchange.quantized_exchange import (
     WHOLE,
@@ -40,8 +42,7 @@ from espalier.mechanisms.halo_exchange.quantized_exchange import (
     step_bytes,
 )
 from espalier.mechanisms.halo_exchange.state import HaloExchangeState
-from espalier.parallel.mesh import REPLICA
-from espalier.parallel.workload import to_device
+from espalier.parallel.workload import SummedLoss, to_device
 from espalier.recipe import Network, cache_dir
 from espalier.recipe.cost import VALUE_BYTES
 from espalier.recipe.errors import PeerLost, UserError
@@ -95,18 +96,23 @@ class RankPart:
         self.nodes = part.halo.nodes
         if foreign is not None and foreign.deep:
             deep = foreign_network.deepened(part.halo, task.train.block)
-            self.features, first, self.nodes = task.train.features[deep.nodes].to(**placed), deep.block, deep.nodes
+            self.features = task.train.features[deep.nodes].to(**placed)
+            first = deep.block
+            self.nodes = deep.nodes
         else:
             self.features, (first, *_) = part._replace(features=part.features.to(**placed)).inputs(depth)
         first = to_device(first, **placed)
         plain = options.bits == WHOLE and options.synchronize == 1
         travelling = part.halo if plain else replace(part.halo, transport=self.transport)
-        self.blocks, self.exact = travelling.by_layer(first, depth), part.halo.by_layer(first, depth)
+        self.blocks = travelling.by_layer(first, depth)
+        self.exact = part.halo.by_layer(first, depth)
         if foreign is not None:
-            self.blocks, self.exact = (first._replace(halo=travelling),), (first._replace(halo=part.halo),)
+            self.blocks = (first._replace(halo=travelling),)
+            self.exact = (first._replace(halo=part.halo),)
         owned = part.halo.owned.cpu().numpy()
         trained = np.isin(owned, task.parts.train)
-        self.owned, chosen = owned, torch.from_numpy(np.flatnonzero(trained)).to(placed["device"])
+        self.owned = owned
+        chosen = torch.from_numpy(np.flatnonzero(trained)).to(placed["device"])
         labels = task.labels[owned[trained]].to(placed["device"])
         self._batch = SubgraphBatch(self.features, self.blocks, labels, chosen=chosen)
         self.group = part.halo.group
@@ -118,7 +124,7 @@ class RankPart:
         """All of the part: the same for every step."""
         return self._batch._replace(step=step)
 
-    def loss(self, model: nn.Module, batch: SubgraphBatch) -> tuple[Tensor, Tensor]:
+    def loss(self, model: nn.Module, batch: SubgraphBatch) -> SummedLoss:
         """See `Workload.loss`, of the rank's own training nodes."""
         if self.decisions is not None:
             self.decisions.turn(batch.step)
@@ -143,18 +149,22 @@ class HaloParallel(Mechanism):
     record = "sylvie"
 
     def __init__(self, options: HaloOptions) -> None:
-        self.options, self.claim = options, OVER_RANKS if options.bits == WHOLE else FEW_BITS
+        self.options = options
+        self.claim = OVER_RANKS if options.bits == WHOLE else FEW_BITS
         self.late = options.delta or options.synchronize != 1
         if self.late:
             self.claim = replace(self.claim, changes=self.claim.changes | {LATE})
 
     def wrap(self, context: Build) -> None:
         """Opens this rank's part, which is cut first where it is not there; all ranks do it together."""
-        run, mesh, model = cast("GraphRun", context.workload), context.mesh, context.model
+        run = cast("GraphRun", context.workload)
+        mesh = context.mesh
+        model = context.model
         assert model is not None
-        task, group = run.whole_task, mesh.replica
+        task = run.whole_task
+        group = mesh.replica
         assert group is not None, "parts are of several ranks"
-        members = mesh.mesh.members(mesh.rank, *REPLICA)
+        members = mesh.replica_ranks
         ranks = [context.plan.ranks[rank] for rank in members]
         nodes = [rank.node for rank in ranks]
         cutting = Cutting(task.train.graph, task.train.style, run.network.takes_sums(model))
@@ -164,8 +174,7 @@ class HaloParallel(Mechanism):
         how_cut = [parts, self.options, context.plan.state(HaloExchangeState), context.plan.exchanges]
         self.name = f"late rows of rank {group.rank()} of {group.size()} ({cache_dir.hashed(how_cut)})"
         foreign = run.network.over_parts(model, task.train, part)
-        parameter = next(model.parameters())
-        placed = {"device": parameter.device, "dtype": parameter.dtype}
+        placed = placement(model)
         how = crossings(self.options, context.plan, members, group.rank())._replace(foreign=foreign)
         made = run.batching.part = RankPart(part, task, how, placed, context.recipe.train.seed)
         if task.train.graph.partition is None:
@@ -196,7 +205,9 @@ class PeerBits:
     """
 
     def __init__(self, exchanges: Sequence[Exchange], nodes: Sequence[int], rank: int) -> None:
-        self.exchanges, self.nodes, self.rank = tuple(exchanges), nodes, rank
+        self.exchanges = tuple(exchanges)
+        self.nodes = nodes
+        self.rank = rank
         self._known: dict[halo.Crossing, tuple[list[int], list[int]]] = {}
 
     def __call__(self, crossing: halo.Crossing) -> tuple[list[int], list[int]]:
@@ -352,20 +363,19 @@ class Halos:
             )
         self.cutting.write(folder, self.cutting.parts(shares), len(shares))
 
-    def step_bytes(
-        self, shares: Sequence[int], size: int, by_peer: Mapping[tuple[int, bool], Any] | None = None
-    ) -> Array:
+    def step_bytes(self, shares: Sequence[int], size: int, by_peer: Mapping[Key, Any] | None = None) -> Array:
         """float [ranks, ranks]: see `sylvie.step_bytes`."""
         return step_bytes(self.network, self.rows(shares), self.options, size, by_peer)
 
-    def crossing_bytes(self, shares: Sequence[int], size: int, key: tuple[int, bool], bits: int) -> Array:
+    def crossing_bytes(self, shares: Sequence[int], size: int, key: Key, bits: int) -> Array:
         """float [ranks, ranks]: see `sylvie.crossing_bytes`."""
         return crossing_bytes(self.network, self.rows(shares), self.options, key, sylvie.Values(bits, size))
 
-    def counts(self, shares: Sequence[int]) -> dict[tuple[int, bool], Array]:
+    def counts(self, shares: Sequence[int]) -> dict[Key, Array]:
         """int64 [ranks, ranks]: rows that rank i sends rank j, of each layer and direction, but those that
         cross as codes."""
-        rows, codes = self.rows(shares), self._codes()
+        rows = self.rows(shares)
+        codes = self._codes()
         every = [key for key in sylvie.crossings(self.network) if key.backward or key.layer not in codes]
         return {key: rows.T if key.backward else rows for key in every}
 
@@ -388,7 +398,8 @@ class PartBatching(OverRanks):
     """A part of the graph on each rank, whose layers read rows of other parts."""
 
     def halos(self) -> Halos:
-        options, view = self.run.recipe.graph, self.run.whole_task.train
+        options = self.run.recipe.graph
+        view = self.run.whole_task.train
         assert options is not None
         assert isinstance(options.halo, HaloOptions)
         network = self.run.network.crossing(self.run)
@@ -406,7 +417,8 @@ class PartBatching(OverRanks):
 
     def _sampled(self, layers: int) -> GraphRun:
         """The same network on drawn batches of the same graph, which ranks share."""
-        recipe, changed = self.run.recipe, msgspec.structs.replace
+        recipe = self.run.recipe
+        changed = msgspec.structs.replace
         few = min(recipe.train.batch_tokens or SAMPLED, self.task.items)
         assert recipe.graph is not None
         drawn = changed(recipe.graph, halo=None, fanout=(FANOUT,) * layers)

@@ -34,7 +34,8 @@ class HaloOptions(GraphParts, frozen=True):
 
     def check(self, recipe: RecipeBase) -> None:
         """Raises UserError for options that contradict each other, the network, or what is asked of the graph."""
-        graph, model = recipe.graph, recipe.model
+        graph = recipe.graph
+        model = recipe.model
         assert graph is not None
         if graph.task != "node" or graph.fanouts:
             raise UserError(

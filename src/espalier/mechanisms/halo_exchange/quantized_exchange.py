@@ -23,14 +23,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from espalier.checkpoint.base import StateDict
 from espalier.comm.base import Traffic, traffic
 from espalier.graph.networks.gnn import Gnn
 from espalier.graph.parts import halo
 from espalier.graph.parts.halo import Arrival, Crossing, ForeignRows, Halo, degree_shares, not_finite
 from espalier.graph.sampling.neighbor_sampler import stream
-from espalier.graph.tasks.loss_speed import LossSpeed
+from espalier.graph.tasks.loss_speed import LossTuner
 from espalier.kernels import quantize_rows as kernels
 from espalier.kernels import row_widths
+from espalier.mechanisms.halo_exchange.halo_bits import Key
 from espalier.recipe import units
 from espalier.recipe.errors import RESUME, Corrupted, UserError
 
@@ -82,12 +84,13 @@ class Every(NamedTuple):
         return Choice(self.synchronize > 0 and (step + 1) % self.synchronize == 0, self.bits)
 
 
-LEAST_BITS, MOST_BITS = 1, 8
+LEAST_BITS = 1
+MOST_BITS = 8
 BITS_RULE, LATE_RULE = "graph.halo.bits", "graph.halo.late"
 """In plans and logs: the time and execution rules of Sylvie's later version. Late: 1, rows may be; 0: none are."""
 
 
-class Adaptive:
+class Adaptive(LossTuner):
     """Bits and lateness that follow the speed at which the loss changes: a `track.decision_log.Controller`. Has state.
 
     Where the average of losses moves ever less from step to step (`loss_speed`), progress slows: bits double, and all
@@ -96,9 +99,10 @@ class Adaptive:
     """
 
     def __init__(self, bits: int, synchronize: int) -> None:
-        self.bits, self.synchronize, self.late = bits, synchronize, True
-        self.coming = 0
-        self.speed = LossSpeed()
+        super().__init__()
+        self.bits = bits
+        self.synchronize = synchronize
+        self.late = True
 
     @property
     def values(self) -> dict[str, int]:
@@ -107,31 +111,26 @@ class Adaptive:
     def next(self, step: int) -> Choice:
         return Every(self.bits, self.synchronize if self.late else 1).next(step)
 
-    def heard(self, signals: Iterable[float]) -> Adaptive:
-        """The loss of a step, over all ranks."""
-        for loss in signals:
-            self.coming = self.speed.heard(loss)
-        return self
-
     def turned(self, recorded: Mapping[str, int]) -> Adaptive:
         """The next step begins."""
-        change, self.coming = self.coming, 0
+        change = self.coming
+        self.coming = 0
         if change < 0:
-            self.bits, self.late = min(MOST_BITS, 2 * self.bits), False
+            self.bits = min(MOST_BITS, 2 * self.bits)
+            self.late = False
         elif change > 0:
-            self.bits, self.late = max(LEAST_BITS, self.bits // 2), True
+            self.bits = max(LEAST_BITS, self.bits // 2)
+            self.late = True
         self.bits, self.late = recorded.get(BITS_RULE, self.bits), bool(recorded.get(LATE_RULE, self.late))
         return self
 
-    def state_dict(self) -> dict[str, Any]:
-        """All that decisions follow from."""
-        return {"bits": self.bits, "late": self.late, "coming": self.coming, **self.speed.state_dict()}
+    def state_dict(self) -> StateDict:
+        return {"bits": self.bits, "late": self.late, **super().state_dict()}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes back what `state_dict` gave; of a checkpoint without it, nothing."""
-        self.bits, self.late = state.get("bits", self.bits), state.get("late", self.late)
-        self.coming = state.get("coming", 0)
-        self.speed.load_state_dict(state)
+    def load_state_dict(self, state: StateDict) -> None:
+        self.bits = state.get("bits", self.bits)
+        self.late = state.get("late", self.late)
+        super().load_state_dict(state)
 
 
 def sharing(columns: int) -> int:
@@ -243,7 +242,7 @@ class Sylvie:
         self.choice = Choice(True, policy.bits)
         self._flights: dict[tuple[int, bool, torch.dtype], list[_Flight]] = {}
         self._saved: dict[tuple[int, bool, torch.dtype], list[tuple[int, int, Tensor]]] = {}
-        self._sent: dict[tuple[int, bool], Tensor] = {}
+        self._sent: dict[Key, Tensor] = {}
         self._arrived: dict[tuple[int, bool, int], tuple[int, Tensor]] = {}
         self._layouts: dict[tuple[Crossing, bool, int, int, int], _Layout] = {}
         self._shares: tuple[Tensor, Tensor] | None = None
@@ -264,7 +263,7 @@ class Sylvie:
         for flight in (flight for flights in self._flights.values() for flight in flights):
             flight.wait(range(len(flight.works)))
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """What later steps read of earlier ones: messages that may still be used, and what differences are added to.
         Waits for those under way; all ranks call it after the same step."""
         self._wait()
@@ -274,7 +273,7 @@ class Sylvie:
         }
         return {"step": self.step, "saved": saved, "sent": self._sent, "arrived": self._arrived}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: StateDict) -> None:
         """Takes back what `state_dict` gave, on ranks of the same parts."""
         self.step, self._saved, self._sent, self._arrived = state.values()
 
@@ -284,7 +283,8 @@ class Sylvie:
         that are older than they may be."""
         if self.by_degree and self._shares is None and sent.is_floating_point():
             self._shares = degree_shares(halo)
-        key, peers = (*crossing, sent.dtype), range(len(halo.receives))
+        key = (*crossing, sent.dtype)
+        peers = range(len(halo.receives))
         if key not in self._flights:
             self._flights[key] = []
             for step, bits, arriving in self._saved.get(key, ()):
@@ -323,9 +323,11 @@ class Sylvie:
             if self.delta:
                 known = self._sent.setdefault((*crossing,), torch.zeros_like(rows))
                 rows = rows - known
-            first, key = 0, self._key(self.step, crossing, _rank(halo))
+            first = 0
+            key = self._key(self.step, crossing, halo.rank)
             for count in out.groups:  # rows are numbered in each message: who receives one makes its random numbers too
-                group_rows, every = slice(first, first + count), torch.arange(count)
+                group_rows = slice(first, first + count)
+                every = torch.arange(count)
                 bad = kernels.quantize_rows(
                     rows[group_rows], every, out.widths[group_rows], (out.begins[group_rows], wire), key
                 )
@@ -363,10 +365,12 @@ class Sylvie:
         counts = each_peer = halo.leaving(crossing) if leaves else halo.arriving(crossing)
         known = (alike, leaves, size, bits, sum(counts))
         if known not in self._layouts:
-            order, places = None, None
+            order = None
+            places = None
             if bits != WHOLE and self._shares is None and (together := sharing(columns)) > 1:
                 order, places = _groups(counts, together)
-                counts, columns = [-(-count // together) for count in counts], columns * together
+                counts = [-(-count // together) for count in counts]
+                columns = columns * together
             if bits != WHOLE and self.peers is not None:
                 peer_bits = self.peers(crossing)[0 if leaves else 1]
                 widths = torch.tensor(peer_bits, dtype=torch.uint8).repeat_interleave(torch.tensor(counts))
@@ -387,8 +391,10 @@ class Sylvie:
 
     def _read(self, arrived: list[list[_Flight]], received: Tensor, crossing: Crossing, ages: list[int]) -> None:
         """`arrived`: the last messages of each peer, whose rows are those of the latest, or (differences) of all."""
-        newest, flat = arrived[0][-1], received.flatten(1)
-        layout, whole = newest.layout, newest.bits == WHOLE
+        newest = arrived[0][-1]
+        flat = received.flatten(1)
+        layout = newest.layout
+        whole = newest.bits == WHOLE
         plain = received.dtype == torch.float32 and received.device.type == "cpu" and received.is_contiguous()
         columns = flat.shape[1] * (1 if layout.order is None else layout.order.shape[1])
         into = whole or (plain and layout.order is None)
@@ -415,7 +421,8 @@ class Sylvie:
 
     def _restore(self, flight: _Flight, source: tuple[Crossing, int], out: Tensor) -> None:
         """The groups of rows of a peer. Of differences each message counts once."""
-        first, layout = sum(flight.layout.groups[: source[1]]), flight.layout
+        first = sum(flight.layout.groups[: source[1]])
+        layout = flight.layout
         group_rows = slice(first, first + len(out))
         if not self.delta:
             key = self._key(flight.step, *source)
@@ -432,7 +439,8 @@ class Sylvie:
 
 def _messages(halo: Halo, out: Sequence[Tensor], into: Sequence[Tensor], crossing: Crossing) -> list[list[Any]]:
     """Begins a message to and from each peer; by peer what is to be waited for."""
-    group, tag = halo.group, 2 * crossing.layer + crossing.backward
+    group = halo.group
+    tag = 2 * crossing.layer + crossing.backward
     assert group is not None, "rows cross between ranks"
     works: list[list[Any]] = [
         [group.recv([buffer], peer, tag)] if len(buffer) else [] for peer, buffer in enumerate(into)
@@ -449,7 +457,8 @@ def _groups(counts: list[int], together: int) -> tuple[Tensor, Tensor]:
         groups = -(-count // together)
         order.append((first + torch.arange(groups * together).clamp(max=count - 1)).view(groups, together))
         places.append(slot + torch.arange(count))
-        first, slot = first + count, slot + groups * together
+        first = first + count
+        slot = slot + groups * together
     return torch.cat(order), torch.cat(places)
 
 
@@ -488,10 +497,6 @@ def _copy(layout: _Layout, rows: Tensor, wire: Tensor) -> None:
             message[STAMP:].copy_(peer_rows.contiguous().view(torch.uint8).flatten())
 
 
-def _rank(halo: Halo) -> int:
-    return 0 if halo.group is None else halo.group.rank()
-
-
 def row_bytes(columns: int, bits: Any, size: int = 4) -> Any:
     """Bytes of a boundary row of so many values of `size` bytes on the wire."""
     return np.where(np.equal(bits, WHOLE), columns * size, kernels.wire_bytes(columns, bits))
@@ -505,7 +510,7 @@ def step_bytes(
     rows: Any,
     options: HaloOptions,
     size: int = 4,
-    by_peer: Mapping[tuple[int, bool], Any] | None = None,
+    by_peer: Mapping[Key, Any] | None = None,
 ) -> Any:
     """float [ranks, ranks]: payload bytes that each rank sends each other in a step, forward and backward together: the
     ledger's row `halo`.
@@ -516,7 +521,7 @@ def step_bytes(
             `options` (of rows that have codes none, which take the bits of `[quant]` whatever is said here).
     """
     assert options.bits != "auto" or by_peer is not None, "the plan has the bits"
-    bits: dict[tuple[int, bool], Any] = dict.fromkeys(crossings(network), WHOLE if by_peer else options.bits)
+    bits: dict[Key, Any] = dict.fromkeys(crossings(network), WHOLE if by_peer else options.bits)
     bits.update(by_peer or {})
     plain = options.synchronize == 1 and all(
         (np.asarray(crossing_bits) == WHOLE).all() for crossing_bits in bits.values()
@@ -544,9 +549,7 @@ class Values(NamedTuple):
     plain: bool = False
 
 
-def crossing_bytes(
-    network: Gnn | ForeignRows, rows: Any, options: HaloOptions, key: tuple[int, bool], values: Values
-) -> Any:
+def crossing_bytes(network: Gnn | ForeignRows, rows: Any, options: HaloOptions, key: Key, values: Values) -> Any:
     """float [ranks, ranks]: of one crossing all of whose rows are sent alike; see `step_bytes`."""
     bits, size, plain = values
     at, back = key

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from espalier.checkpoint.base import StateDict
 from espalier.comm.base import check_feedback
 from espalier.comm.codecs import codec
 from espalier.mechanisms.local_rounds.membership import MemberGroup, Members
@@ -96,11 +97,11 @@ class CO2:
         """Makes all ranks one model. All call it after their last step."""
         self.engine.finish(self.rate)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """What a checkpoint of this rank needs beside its model and its optimizer; also in flight."""
         return self.engine.state_dict()
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: StateDict) -> None:
         """Takes back what `state_dict` gave, after model and optimizer took back theirs."""
         self.engine.load_state_dict(state)
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from espalier.checkpoint.base import StateDict
 from espalier.mechanisms.local_rounds.membership import MemberReport, OuterSum, PendingSum
 from espalier.optim.diloco_slowmo import OuterMethod
 from espalier.optim.outer_optimizer import OuterUpdate, Sum
@@ -42,9 +43,9 @@ class Fragment:
     age: int = 0
     own_change: Tensor | None = None
 
-    def common_state(self) -> dict[str, Any]:
+    def common_state(self) -> StateDict:
         """What is the same on all replicas; nothing is on its way any more."""
-        part: dict[str, Any] = {"x": self.x, "update": self.update.state_dict()}
+        part: StateDict = {"x": self.x, "update": self.update.state_dict()}
         if self.arrived is not None:
             part["total"] = self.arrived.total
             part["notes"] = {str(member): list(note) for member, note in self.arrived.notes.items()}
@@ -66,9 +67,9 @@ class Fragment:
             self.arrived = OuterSum(part["total"].clone(), notes, 0.0)
             self.base = part["base"].clone() if "base" in part else None
 
-    def own_state(self, live: bool) -> dict[str, Any]:
+    def own_state(self, live: bool) -> StateDict:
         """What is this replica's; `live`: with the tensors that the inner optimizer moves."""
-        part: dict[str, Any] = {"due": self.due, "age": self.age}
+        part: StateDict = {"due": self.due, "age": self.age}
         if live:
             part["live"] = [tensor.clone() for tensor in self.live]  # the common model is restored into them first
         tensors = {"own": self.own_change, "residual": self.residual}
@@ -76,7 +77,8 @@ class Fragment:
 
     def load_own(self, part: Mapping[str, Any]) -> None:
         """Takes back what `own_state` gave."""
-        self.due, self.age = part["due"], int(part["age"])
+        self.due = part["due"]
+        self.age = int(part["age"])
         if "live" in part:
             torch._foreach_copy_(self.live, part["live"])
         self.own_change = part["own"].clone() if "own" in part else None

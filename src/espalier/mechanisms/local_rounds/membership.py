@@ -180,9 +180,12 @@ class Members:
     """
 
     def __init__(self, crew: MemberGroup, codec: Codec) -> None:
-        self.crew, self.codec = crew, codec
+        self.crew = crew
+        self.codec = codec
         self.store = store_client.clone(crew.store)
-        self.epoch, self.members, self._number = 0, crew.members, 0
+        self.epoch = 0
+        self.members = crew.members
+        self._number = 0
         self._closed = False
         self._heard = 0.0  # when the store last answered, by the monotonic clock
         self._past: list[Any] = []  # groups with messages under way, which must not be taken apart
@@ -229,7 +232,8 @@ class Members:
         """The members' group of this epoch, of the ranks with this rank's shard; None where a replica is alone."""
         if len(self.members) == 1:
             return None
-        crew, place = self.crew, (self.members.index(self.crew.member), len(self.members))
+        crew = self.crew
+        place = (self.members.index(self.crew.member), len(self.members))
         limit = timedelta(seconds=crew.timeout)
         inner = ProcessGroupGloo(PrefixStore(f"shard{crew.shard}", apart(self._space())), *place, limit)
         ranks = [member * crew.shards + crew.shard for member in self.members]
@@ -248,7 +252,8 @@ class Members:
         return flight
 
     def _fly(self, flight: PendingSum) -> None:
-        coded, members = self._coded, self.members
+        coded = self._coded
+        members = self.members
         if coded is None:
             return
         flight.attempt = attempt = SumAttempt(flight.sent.clone(), _copy(flight.residual))
@@ -323,7 +328,8 @@ class Members:
             self._past.append(self._coded)
             self._coded.lane.patience = self.crew.timeout  # it may still wait for messages that will not come
             self._coded.close()
-        space, crew = self._space(), self.crew
+        space = self._space()
+        crew = self.crew
         try:
             space.set(f"left/{self.rank}", "")
             survivors = self._survivors(space)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from espalier.checkpoint.base import StateDict
 from espalier.mechanisms.local_rounds.fragment import Fragment, fragment_of, split, views_of, where
 from espalier.mechanisms.local_rounds.membership import MemberReport, Members, OuterSum
 from espalier.mechanisms.local_rounds.round_length import Length, Rounds
@@ -51,10 +52,12 @@ class OuterSync:
         rounds: Rounds,
         total: Sum | None = None,
     ) -> None:
-        self.choices, self.members = choices, members
+        self.choices = choices
+        self.members = members
         self.decisions = Decisions(Length(rounds.steps, rounds.adapt), "measured waits")
         self.decisions.replayed = self._follow
-        self.pace, self.weight = rounds.pace, rounds.weight
+        self.pace = rounds.pace
+        self.weight = rounds.weight
         self.rounds = self.clock = self.begun = 0
         self.waited = self.flown = 0.0
         self.stopping = self.leaving = False
@@ -106,7 +109,8 @@ class OuterSync:
         """
         self.clock += 1
         self._asked |= stop
-        moved, length = False, self.own_steps
+        moved = False
+        length = self.own_steps
         for index, fragment in enumerate(self.fragments):
             fragment.age += 1
             if fragment.due is not None:
@@ -124,7 +128,8 @@ class OuterSync:
 
     def _next_round(self) -> None:
         now = time.perf_counter()
-        self.waited, self._still = self._still, 0.0
+        self.waited = self._still
+        self._still = 0.0
         if self.members is not None and self.length.adapt:
             wish = self.length.wished(now - self._begun, self.waited, self.flown)
             self.length = self.length._replace(wish=self._largest(wish))
@@ -158,7 +163,8 @@ class OuterSync:
 
     def _depart(self, fragment: Fragment, rate: float) -> bool:
         """A copy leaves; with a delay of a round, what left before is used. Returns whether live tensors were set."""
-        choices, weight = self.choices, self._weight()
+        choices = self.choices
+        weight = self._weight()
         if fragment.due is not None:  # this round is shorter than the one in which it left
             self._land(fragment)
         sent = self._copy(fragment)
@@ -207,7 +213,8 @@ class OuterSync:
         sent, weight = weighted
         step = (time.perf_counter() - self._begun - self._still) / max(1, self.clock)
         note = MemberReport(weight, self.length.wish, float(self._asked), step, rate, float(self.summoned()))
-        fragment.base, fragment.age = base, 0
+        fragment.base = base
+        fragment.age = 0
         if self.members is None:
             fragment.arrived = OuterSum(sent, {0: note}, 0.0)
         else:
@@ -287,7 +294,8 @@ class OuterSync:
                 self._use(fragment)
                 self._put(fragment, self.choices.mixing)
             if fragment.age:
-                sent, weight = self._copy(fragment), self._weight()
+                sent = self._copy(fragment)
+                weight = self._weight()
                 base = fragment.x.clone() if self.choices.average == "parameters" else None
                 self._use(fragment)
                 self._launch(fragment, (sent.mul_(weight) if weight != 1.0 else sent, weight), base, rate)
@@ -313,19 +321,19 @@ class OuterSync:
             fragment.age = 0
         self.clock = 0
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Everything but the live tensors; waits for what travels, and does not use it yet."""
         return {"common": self.common_state(), "own": self.own_state(live=False)}
 
     @torch.no_grad()
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: StateDict) -> None:
         """Takes back what `state_dict` gave, on the same shards."""
         self.load_common(state["common"])
         self.load_own(state["own"])
 
-    def common_state(self) -> dict[str, Any]:
+    def common_state(self) -> StateDict:
         """What is the same on all replicas: counts, outer parameters, and what was under way, arrived."""
-        state: dict[str, Any] = {"steps": self.steps, "coming": self.length.coming, "rounds": self.rounds}
+        state: StateDict = {"steps": self.steps, "coming": self.length.coming, "rounds": self.rounds}
         for index, fragment in enumerate(self.fragments):
             self._arrive(fragment)
             state[str(index)] = fragment.common_state()
@@ -338,14 +346,15 @@ class OuterSync:
         for index, fragment in enumerate(self.fragments):
             fragment.load_common(state[str(index)])
 
-    def own_state(self, live: bool = True) -> dict[str, Any]:
+    def own_state(self, live: bool = True) -> StateDict:
         """What is this replica's: where it is in its round, its live tensors, and what codecs have kept back."""
-        state: dict[str, Any] = {"clock": self.clock, "begun": self.begun, "wish": self.length.wish}
+        state: StateDict = {"clock": self.clock, "begun": self.begun, "wish": self.length.wish}
         return state | {str(index): fragment.own_state(live) for index, fragment in enumerate(self.fragments)}
 
     def load_own(self, state: Mapping[str, Any]) -> None:
         """Takes back what `own_state` gave."""
-        self.clock, self.begun = int(state["clock"]), int(state["begun"])
+        self.clock = int(state["clock"])
+        self.begun = int(state["begun"])
         self.length = self.length._replace(wish=float(state["wish"]))
         self.on_moving()
         for index, fragment in enumerate(self.fragments):

@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import AllreduceOptions
 
-from espalier.checkpoint.base import Stateful, StatefulParts
+from espalier.checkpoint.base import StateDict, Stateful, StatefulParts
 from espalier.checkpoint.tensor_slice import Slice
 from espalier.comm.base import Traffic, traffic
 from espalier.comm.codecs import codec
@@ -69,7 +69,8 @@ class RoundsAgreement:
     ) -> None:
         self.inner, self.engine, self.sharding, self.rate = inner, engine, sharding, rate
         self.replicas = replicas
-        engine.on_moving, engine.on_moved = sharding.settle, sharding.adopt
+        engine.on_moving = sharding.settle
+        engine.on_moved = sharding.adopt
 
     def step(self, outcome: Outcome, learning_rate: float, stop: bool) -> AgreedStep:
         """See `Agreement.step`; the loss is this replica's. All stop at the end of the same round."""
@@ -136,16 +137,18 @@ class RoundsAgreement:
 # --- what survives -------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, eq=False)
 class Common:
     """The model as all replicas agreed on it last: what evaluation and export read, and others resume from. Stateful.
 
     `writes`: whether this replica writes it.
     """
 
-    def __init__(self, model: Stateful, agreement: RoundsAgreement, writes: bool) -> None:
-        self.model, self.agreement, self.writes = model, agreement, writes
+    model: Stateful
+    agreement: RoundsAgreement
+    writes: bool
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Copies."""
         with self.agreement.shown():
             return {name: self._copy(value) for name, value in self.model.state_dict().items()}
@@ -155,7 +158,7 @@ class Common:
             return replace(value, local=value.local.clone(), writes=value.writes and self.writes)
         return value.detach().clone() if isinstance(value, Tensor) else value
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: StateDict) -> None:
         """Every replica begins a round from it, unless parts loaded later say more."""
         self.model.load_state_dict(state)
         self.agreement.engine.begin()
@@ -165,9 +168,10 @@ class StatePart:
     """One half of an outer engine's state. Stateful."""
 
     def __init__(self, give: Callable[[], dict[str, Any]], take: Callable[[Mapping[str, Any]], None]) -> None:
-        self.state_dict, self._take = give, take
+        self.state_dict = give
+        self._take = take
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: StateDict) -> None:
         """Takes back what `state_dict` gave."""
         with torch.no_grad():
             self._take(state)
@@ -209,7 +213,8 @@ class OuterRounds(Mechanism):
 
         Raises UserError: what a rank owns is not cut by all ranks of its replica, so several would send the same.
         """
-        sharding, mesh = context.sharding, context.mesh
+        sharding = context.sharding
+        mesh = context.mesh
         assert sharding is not None
         timeout = units.seconds(context.recipe.comm.timeout, "comm.timeout")
         loop = engine(context.plan, mesh, [owned.tensor for owned in sharding.owned], timeout)
@@ -222,7 +227,8 @@ class OuterRounds(Mechanism):
 
     def state(self, context: Build, states: StatefulParts) -> StatefulParts:
         """The common model, each replica's optimizer, and the engine's halves."""
-        agreement, mesh = context.agreement, context.mesh
+        agreement = context.agreement
+        mesh = context.mesh
         assert isinstance(agreement, RoundsAgreement)
         replica = mesh.coordinates.replica
         ranks = mesh.mesh.replicas[replica]
@@ -240,7 +246,9 @@ def engine(plan: Plan, mesh: ProcessMesh, owned: Sequence[Tensor], timeout: floa
 
     Raises UserError: what a rank owns is not cut by all ranks of its replica, so several would send the same.
     """
-    outer, world, rank = plan.state(LocalRoundsState), mesh.mesh, mesh.rank
+    outer = plan.state(LocalRoundsState)
+    world = mesh.mesh
+    rank = mesh.rank
     replica = mesh.coordinates.replica
     ranks = world.replicas[replica]
     pipelines = len({stage.pipeline for stage in plan.stages})  # of unequal ones each holds each layer once
@@ -260,7 +268,8 @@ def engine(plan: Plan, mesh: ProcessMesh, owned: Sequence[Tensor], timeout: floa
     if len(world.replicas) > 1:
         channel: Any = mesh.channel
         everybody = tuple(range(len(world.replicas)))
-        ledger, store = getattr(channel, "ledger", None), channel.get_group_store()
+        ledger = getattr(channel, "ledger", None)
+        store = channel.get_group_store()
         crew = MemberGroup(store, replica, everybody, ranks.index(rank), len(ranks), timeout, ledger=ledger)
         members = Members(crew, codec(choices.codec))
     group = mesh.replica
@@ -298,7 +307,9 @@ class AtNodes(every_step.StepAgreement):
     common = False
 
     def begin(self, nodes: NodeSide, rounds: Rounds, rate: float) -> AtNodes:
-        self.nodes, self.rounds, self.rate = nodes, rounds, rate
+        self.nodes = nodes
+        self.rounds = rounds
+        self.rate = rate
         self.clock = self.begun = 0
         self._asked = False
         return self
@@ -322,7 +333,8 @@ class AtNodes(every_step.StepAgreement):
         return agreed._replace(stop=stopping, exposed=agreed.exposed + time.perf_counter() - begun)
 
     def _end(self, learning_rate: float) -> bool:
-        self.begun, self.clock = self._reached(self.clock), 0
+        self.begun = self._reached(self.clock)
+        self.clock = 0
         stopping = self.nodes.end_round(self.begun, learning_rate * self.rate, self._asked)
         self._asked = False
         return stopping
@@ -340,7 +352,8 @@ class AtNodes(every_step.StepAgreement):
         return self._reached(self.clock + 1)
 
     def at(self, step: int) -> None:
-        self.begun, self.clock = step, 0
+        self.begun = step
+        self.clock = 0
 
     def finish(self, learning_rate: float) -> None:
         """Makes all replicas one."""

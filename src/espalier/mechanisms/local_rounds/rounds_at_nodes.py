@@ -71,9 +71,11 @@ def _seconds(plan: Plan, request: Request, cluster: Cluster, sent: float) -> tup
     """Of a round's exchange; of a local step's reads and writes (0 where the cluster names no disk of workers); and of
     its computing."""
     on = collective_time.fleet(cluster, len(plan.trainers), plan.ranks[0].threads)
-    kind, size = on.kinds[0], optimizer_node.pushed(request)
+    kind = on.kinds[0]
+    size = optimizer_node.pushed(request)
     flight = (size + sent) / optimizer_node.rates(on, kind).link
-    disks, processes = kind.table.disks, kind.setting.processes
+    disks = kind.table.disks
+    processes = kind.setting.processes
     rate = min(disks[0].read, disks[0].write) / processes if disks else math.inf
     terms = {} if plan.predicted is None else plan.predicted.terms
     computing = sum(terms.get(name, 0.0) for name in ("forward", "backward", "recompute", "launch")) or 1.0

@@ -7,7 +7,7 @@ write what one block gives to the next to a place, and read it ahead while the b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -19,15 +19,15 @@ import torch
 from torch import Tensor, nn
 
 from espalier.mechanisms.offload.host_memory import Streams, streams_of
-from espalier.mechanisms.offload.state_file import TransferMeter, wait_for
+from espalier.mechanisms.offload.state_file import Done, TransferMeter, wait_for
 from espalier.plan.axes.offload_tiers import PENDING
 from espalier.recipe.cache_dir import writing
 from espalier.store.cost import pages
 from espalier.store.direct_io import DirectFile, aligned
 from espalier.store.io_queue import IoQueue
 
-Done = Callable[[], None]
-"""Returns when it is done, or has computation wait for it."""
+Reading = tuple[Done, Tensor]
+"""Ends when the tensor is filled."""
 
 
 class Places(Protocol):
@@ -36,7 +36,7 @@ class Places(Protocol):
     def write(self, offset: int, values: Tensor) -> Done:
         """Begins to write."""
 
-    def read(self, offset: int, size: int) -> tuple[Done, Tensor]:
+    def read(self, offset: int, size: int) -> Reading:
         """Begins to read. What is given, uint8 [size] on the device, is filled when that is done."""
 
 
@@ -44,7 +44,8 @@ class HostPlaces:
     """Pinned memory of a GPU's host. Has state: the memory, by offset."""
 
     def __init__(self, device: torch.device, streams: Streams | None = None) -> None:
-        self._device, self._streams = device, streams or streams_of(device)
+        self._device = device
+        self._streams = streams or streams_of(device)
         self._kept: dict[int, Tensor] = {}
 
     def write(self, offset: int, values: Tensor) -> Done:
@@ -56,7 +57,7 @@ class HostPlaces:
             host[: values.nbytes].view(values.dtype).view(values.shape).copy_(values, non_blocking=True)
         return partial(self._streams.wait, 1)
 
-    def read(self, offset: int, size: int) -> tuple[Done, Tensor]:
+    def read(self, offset: int, size: int) -> Reading:
         buffer = torch.empty(size, dtype=torch.uint8, device=self._device)
         with self._streams.beside(0):
             buffer.copy_(self._kept[offset], non_blocking=True)
@@ -69,8 +70,10 @@ class FilePlaces:
     def __init__(self, path: Path, device: torch.device) -> None:
         with writing(path.parent):
             path.parent.mkdir(parents=True, exist_ok=True)
-        self._file, self._queue = DirectFile(path, "create"), IoQueue()
-        self._device, self._streams = device, streams_of(device)
+        self._file = DirectFile(path, "create")
+        self._queue = IoQueue()
+        self._device = device
+        self._streams = streams_of(device)
         path.unlink()
 
     def write(self, offset: int, values: Tensor) -> Done:
@@ -78,7 +81,7 @@ class FilePlaces:
             host = values.to("cpu")
         return self._queue.write(self._file, offset, host).result
 
-    def read(self, offset: int, size: int) -> tuple[Done, Tensor]:
+    def read(self, offset: int, size: int) -> Reading:
         host = aligned(size)
         arrived = self._queue.read(self._file, offset, host)
         if self._device.type == "cpu":
@@ -107,7 +110,7 @@ class SavedActivation:
     dtype: torch.dtype
     written: Done
     before: SavedActivation | None = None
-    reading: tuple[Done, Tensor] | None = None
+    reading: Reading | None = None
 
     @property
     def bytes(self) -> int:
@@ -124,16 +127,18 @@ class ActivationStore:
     """
 
     def __init__(self, places: Places, meter: TransferMeter) -> None:
-        self._places, self._meter = places, meter
+        self._places = places
+        self._meter = meter
         self._end = 0
         self._free: dict[int, list[int]] = {}
-        self._pending: list[tuple[Done, Tensor]] = []
+        self._pending: list[Reading] = []
 
     def put(self, tensor: Tensor) -> SavedActivation:
         """Begins to write a tensor, which must not change any more."""
         while len(self._pending) >= PENDING:
             wait_for(self._pending.pop(0)[0], self._meter)
-        values, size = tensor.detach().contiguous(), pages(tensor.nbytes)
+        values = tensor.detach().contiguous()
+        size = pages(tensor.nbytes)
         place = self._free.get(size, [])
         offset = place.pop() if place else self._end
         self._end = max(self._end, offset + size)

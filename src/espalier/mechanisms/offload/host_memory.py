@@ -5,7 +5,7 @@ Copies in and out have a stream each, so that they run beside computation and be
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from espalier.kernels import accelerator
 from espalier.mechanisms.offload.optimizer import OffloadedGroup, lay_out
-from espalier.mechanisms.offload.state_file import ExtentJob, StateFile, TransferMeter, job_bytes, job_views
+from espalier.mechanisms.offload.state_file import Done, ExtentJob, StateFile, TransferMeter, job_bytes, job_views
 from espalier.optim.base import Owned, StateKinds
 from espalier.plan.axes.offload_layout import BUFFERS, CHUNK, StateExtent
 
@@ -40,13 +40,14 @@ class HostWeights:
     copied."""
 
     def __init__(self, device: torch.device, streams: Streams | None = None) -> None:
-        self.meter, self._pinned = TransferMeter("host"), accelerator.is_on(device)
+        self.meter = TransferMeter("host")
+        self._pinned = accelerator.is_on(device)
         self._streams = streams or streams_of(device)
 
     def keep(self, values: Tensor) -> Tensor:
         return torch.empty(values.shape, dtype=values.dtype, pin_memory=self._pinned).copy_(values)
 
-    def fetch(self, waiting: Tensor, out: Tensor) -> Callable[[], None]:
+    def fetch(self, waiting: Tensor, out: Tensor) -> Done:
         self.meter.read_bytes += out.nbytes
         with self._streams.beside(0):
             out.copy_(waiting, non_blocking=True)
@@ -68,7 +69,7 @@ class Streams:
     def wait(self, way: int) -> None:
         """Computation waits for the copies begun so far."""
 
-    def mark(self) -> Callable[[], None]:
+    def mark(self) -> Done:
         """What has computation wait for the copies to the device begun so far, and for none begun later."""
         return lambda: None
 
@@ -80,7 +81,8 @@ class CudaStreams(Streams):
     """A stream for each way. Has state: CUDA's."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._streams = device, [accelerator.stream(device) for _ in range(2)]
+        self._device = device
+        self._streams = [accelerator.stream(device) for _ in range(2)]
 
     def beside(self, way: int) -> AbstractContextManager[Any]:
         self._streams[way].wait_stream(accelerator.current_stream(self._device))
@@ -91,7 +93,7 @@ class CudaStreams(Streams):
     def wait(self, way: int) -> None:
         accelerator.current_stream(self._device).wait_stream(self._streams[way])
 
-    def mark(self) -> Callable[[], None]:
+    def mark(self) -> Done:
         event = self._streams[0].record_event()
         return lambda: accelerator.current_stream(self._device).wait_event(event)
 
@@ -155,13 +157,13 @@ class HostMemory:
         self._streams.finish()
         return self._row(extent, row)
 
-    def fetch(self, extent: StateExtent, row: int, out: Tensor) -> Callable[[], None]:
+    def fetch(self, extent: StateExtent, row: int, out: Tensor) -> Done:
         self._meter.read_bytes += out.nbytes
         with self._streams.beside(0):
             out.copy_(self._row(extent, row)[: out.nbytes].view(out.dtype), non_blocking=True)
         return partial(self._streams.wait, 0)
 
-    def store(self, extent: StateExtent, row: int, values: Tensor) -> Callable[[], None]:
+    def store(self, extent: StateExtent, row: int, values: Tensor) -> Done:
         self._meter.written_bytes += values.nbytes
         with self._streams.beside(1):
             self._row(extent, row)[: values.nbytes].view(values.dtype).copy_(values, non_blocking=True)
@@ -176,8 +178,12 @@ class DeviceFile:
     written. See `state_file.States`. Has state: the file's."""
 
     def __init__(self, file: StateFile, device: torch.device, streams: Streams | None = None) -> None:
-        self.extents, self.row, self.settle = file.extents, file.row, file.settle
-        self._file, self._device, self._streams = file, device, streams or streams_of(device)
+        self.extents = file.extents
+        self.row = file.row
+        self.settle = file.settle
+        self._file = file
+        self._device = device
+        self._streams = streams or streams_of(device)
 
     def walk(self, jobs: Sequence[ExtentJob]) -> Iterator[list[Tensor]]:
         """See `States.walk`; what is given lies on the device. The file reads ahead and writes behind meanwhile."""
@@ -193,7 +199,7 @@ class DeviceFile:
                     view.copy_(buffer, non_blocking=True)
             self._streams.finish()
 
-    def fetch(self, extent: StateExtent, row: int, out: Tensor) -> Callable[[], None]:
+    def fetch(self, extent: StateExtent, row: int, out: Tensor) -> Done:
         """See `States.fetch`: it is copied when it was read."""
         host = self._host(out)
         arrived = self._file.fetch(extent, row, host)
@@ -206,7 +212,7 @@ class DeviceFile:
 
         return there
 
-    def store(self, extent: StateExtent, row: int, values: Tensor) -> Callable[[], None]:
+    def store(self, extent: StateExtent, row: int, values: Tensor) -> Done:
         """See `States.store`: it is written when it was copied."""
         host = self._host(values)
         with self._streams.beside(1):

@@ -123,7 +123,8 @@ class OffloadedParameters(Mechanism):
 
         def connect(context: Build, layers: Sequence[FlatLayer]) -> LayerClient:
             fill = filler(layers, context.workload.skeleton().value)
-            mesh, peers = context.mesh, {} if context.cut is None else context.cut.peers
+            mesh = context.mesh
+            peers = {} if context.cut is None else context.cut.peers
             everyone = mesh.mesh.same_parameters(mesh.rank)
             channels = [mesh.of(peers.get(layer.tensors[0][0], everyone)) for layer in layers]
             return OffloadNode(layers, options, fill, folder, channels)
@@ -151,13 +152,16 @@ class OffloadedActivations(Mechanism):
     layers is on the device, whose schedule says when."""
 
     def __init__(self, tier: Literal["host", "disk"], window: bool) -> None:
-        self.tier, self.claim = tier, PIECES if window else ACTIVATIONS
+        self.tier = tier
+        self.claim = PIECES if window else ACTIVATIONS
 
     def wrap(self, context: Build) -> None:
         """Puts what keeps them beside forward passes."""
         assert context.model is not None
         folder, name = place(context)
-        meter, before, device = TransferMeter(self.tier), context.forward, context.device
+        meter = TransferMeter(self.tier)
+        before = context.forward
+        device = context.device
         places: Places = HostPlaces(device)
         if self.tier == "disk":
             places = FilePlaces(folder / f"{name}.activations", device)

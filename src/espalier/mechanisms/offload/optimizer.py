@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from espalier.checkpoint.base import StateDict
 from espalier.checkpoint.stored_slice import StoredSlice
 from espalier.checkpoint.tensor_slice import Slice
 from espalier.mechanisms.offload.state_file import DiskTier, ExtentJob, StateFile, States, TransferMeter
@@ -46,7 +47,8 @@ class StateFolder:
         self, folder: Path, name: str, chunk: int = CHUNK, through: Callable[[StateFile], States] = lambda file: file
     ) -> None:
         self._folder, self._name, self._count, self._through = folder, name, 0, through
-        self.meter, self.chunk = TransferMeter("disk"), chunk
+        self.meter = TransferMeter("disk")
+        self.chunk = chunk
         self.tier = DiskTier(IoQueue(WAITING), self.meter, ThreadPoolExecutor(2, "checksums"))
 
     def group(self, optimizer: torch.optim.Optimizer, owned: Sequence[Owned], kinds: StateKinds) -> OffloadedGroup:
@@ -172,7 +174,7 @@ class OffloadedGroup:
 
     # --- checkpoints -------------------------------------------------------------------------------------------------
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """`name/kind` -> tensor, or what reads and writes it piece by piece."""
         tensors: dict[str, Any] = {}
         for number, (parameter, counts) in enumerate(zip(self.owned, self._counts, strict=True)):
@@ -183,7 +185,8 @@ class OffloadedGroup:
 
     def stored(self, number: int, row: int) -> StoredSlice:
         """A row of one parameter."""
-        tensor, places = self.owned[number].tensor, self._places[number]
+        tensor = self.owned[number].tensor
+        places = self._places[number]
         local = torch.empty(tensor.numel(), dtype=tensor.dtype, device="meta")
         return StoredSlice(local, tensor.shape, 0, stored=StoredState(self.file, places, row, tensor.dtype))
 
@@ -196,7 +199,7 @@ class OffloadedGroup:
                 places[piece.number].append(_Place(extent, piece))
         return places
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: StateDict) -> None:
         """Copies `state` into the file; what was read into the file is there."""
         for key, target in self.state_dict().items():
             source = state[key]
@@ -249,7 +252,8 @@ class StoredState:
     def _parts(self, start: int, stop: int, change: bool) -> Iterator[tuple[Tensor, int, int]]:
         """(values, first, last) of each piece of elements `[start, stop)`."""
         for extent, piece in self._places:
-            first, last = max(start, piece.start), min(stop, piece.stop)
+            first = max(start, piece.start)
+            last = min(stop, piece.stop)
             if first < last:
                 row = self._file.row(extent, self._row, change)[: extent.used].view(self._dtype)
                 at = piece.at - piece.start

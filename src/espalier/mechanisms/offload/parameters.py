@@ -21,11 +21,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from espalier.checkpoint.base import StateDict
 from espalier.checkpoint.stored_slice import StoredSlice, fill_slices
 from espalier.checkpoint.tensor_slice import Slice
 from espalier.comm.base import Traffic, traffic
 from espalier.mechanisms.offload.host_memory import HostStates
 from espalier.mechanisms.offload.optimizer import OffloadedGroup, StateFolder
+from espalier.mechanisms.offload.state_file import Done
 from espalier.optim import adamw
 from espalier.optim.base import Optimizer, Owned, StateKinds
 from espalier.parallel.layer_client import Fill, step_lost
@@ -62,7 +64,7 @@ class LayerGroup(OffloadedGroup):
         parameter = self.owned[number]
         return replace(super().stored(number, row), shape=parameter.shape, start=parameter.start)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """See `OffloadedGroup.state_dict`: numbers are written by the rank with the first elements."""
         starts = {parameter.name: parameter.start for parameter in self.owned}
         return {
@@ -72,7 +74,7 @@ class LayerGroup(OffloadedGroup):
             for key, value in super().state_dict().items()
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: StateDict) -> None:
         fill_slices(self.state_dict(), state)
 
 
@@ -86,11 +88,13 @@ class TensorShare(NamedTuple):
 
 def shares(layer: FlatLayer, rank: int, ranks: int) -> list[TensorShare]:
     """Of each tensor, whole cache lines; the last ranks have less."""
-    parts, at = [], 0
+    parts = []
+    at = 0
     for _, shape in layer.tensors:
         size = prod(shape)
         each = size if ranks == 1 else -(-size // (ranks * LINE)) * LINE
-        start, stop = min(size, rank * each), min(size, (rank + 1) * each)
+        start = min(size, rank * each)
+        stop = min(size, (rank + 1) * each)
         parts.append(TensorShare(start, stop, at))
         at += stop - start
     return parts
@@ -121,7 +125,9 @@ class OffloadNode:
         folder: StateFolder | HostStates,
         channels: Sequence[dist.ProcessGroup | None] = (),
     ) -> None:
-        self.step, self._layers, self._channels = 0, layers, channels or [None] * len(layers)
+        self.step = 0
+        self._layers = layers
+        self._channels = channels or [None] * len(layers)
         counts = [1 if channel is None else channel.size() for channel in self._channels]
         self.channel = self._channels[counts.index(max(counts))]
         self.apart = [channel is not self.channel for channel in self._channels]
@@ -159,7 +165,8 @@ class OffloadNode:
             sizes = [(number + k, owned[number + k].tensor.numel()) for k in range(len(layer.tensors))]
             rows = LayerGroup.before + len(kinds.shaped)
             self._extents.append(extents(Elements(sizes, 4), rows, self._folder.chunk, offset))
-            number, offset = number + len(sizes), offset + sum(extent.bytes for extent in self._extents[-1])
+            number = number + len(sizes)
+            offset = offset + sum(extent.bytes for extent in self._extents[-1])
         every = [extent for layer_extents in self._extents for extent in layer_extents]
         self.file = self._folder.file(owned, every, fixed_rows=VALUE)
         return LayerGroup(optimizer, owned, kinds, self.file)
@@ -168,7 +175,7 @@ class OffloadNode:
         layer_extents = self._extents[layer]
         return list(zip(layer_extents, flat.split([extent.used // 4 for extent in layer_extents]), strict=True))
 
-    def _store(self, layer: int, row: int, flat: Tensor) -> list[Callable[[], None]]:
+    def _store(self, layer: int, row: int, flat: Tensor) -> list[Done]:
         return [self.file.store(extent, row, part) for extent, part in self._parts(layer, flat)]
 
     def _share(self, layer: int, flat: Tensor) -> Tensor:
@@ -270,7 +277,8 @@ class OffloadSharding(WindowSharding):
     def __init__(self, model: nn.Module, window: LayerWindow, routes: Sequence[Callable[[], None]] = ()) -> None:
         super().__init__(model, window)
         assert isinstance(window.client, OffloadNode)
-        self.together, self.routes = window.client.channel is not None, routes
+        self.together = window.client.channel is not None
+        self.routes = routes
         self._spread = [any(window.client.apart[layer] for layer in layers) for layers in window.uses]
 
     def idle(self, times: int) -> None:
@@ -297,16 +305,17 @@ class OffloadedLayers:
     """The model's parameters, where they wait, and its buffers. Stateful."""
 
     def __init__(self, sharding: OffloadSharding, node: OffloadNode) -> None:
-        self._sharding, self._node = sharding, node
+        self._sharding = sharding
+        self._node = node
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """By name; a tied parameter under all its names."""
         parameters = [parameter for layer in self._sharding.window.layers for parameter in layer.parameters]
         stored = {id(parameter): self._node.group.stored(number, VALUE) for number, parameter in enumerate(parameters)}
         tensors = self._sharding.model.state_dict(keep_vars=True)
         return {name: stored.get(id(value), value) for name, value in tensors.items()}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: StateDict) -> None:
         """Takes back what `state_dict` gave."""
         self._sharding.window.drop()
         fill_slices(self.state_dict(), state)

@@ -22,6 +22,8 @@ from espalier.recipe.errors import RESUME, RunFailed
 from espalier.store.direct_io import DirectFile, aligned, checksum, flat_bytes
 from espalier.store.io_queue import IoQueue
 
+Done = Callable[[], None]
+"""Returns when it is done, or has computation wait for it."""
 ExtentJob = Sequence[StateExtent]
 """Extents that are computed together."""
 
@@ -60,10 +62,10 @@ class States(Protocol):
     def row(self, extent: StateExtent, row: int, change: bool = False) -> Tensor:
         """uint8 [row bytes] in host memory: one row, valid until another one is asked for. `change`: it is put back."""
 
-    def fetch(self, extent: StateExtent, row: int, out: Tensor) -> Callable[[], None]:
+    def fetch(self, extent: StateExtent, row: int, out: Tensor) -> Done:
         """Begins to read the used bytes of a row; computation may use them once what is returned was called."""
 
-    def store(self, extent: StateExtent, row: int, values: Tensor) -> Callable[[], None]:
+    def store(self, extent: StateExtent, row: int, values: Tensor) -> Done:
         """Begins to write the used bytes of a row; `values` may be changed once what is returned was called."""
 
     def settle(self) -> None:
@@ -100,7 +102,8 @@ class StateFile:
         fixed_rows: int = 0,
     ) -> None:
         self.extents = list(extents)
-        self.path, self._first = path, fixed_rows
+        self.path = path
+        self._first = fixed_rows
         self._resident = {
             extent.offset: aligned(extent.bytes).view(extent.rows, extent.row_bytes)
             for extent in spread(extents, tier.resident)
@@ -152,7 +155,8 @@ class StateFile:
                 yield [self._resident[extent.offset] for extent in job]
                 continue
             for number, next_job in enumerate(moving[begun : turn + AHEAD + 1], begun):
-                at, begun = number % count, number + 1
+                at = number % count
+                begun = number + 1
                 self._wait(ring[at][1])
                 views = job_views(next_job, ring[at][0])
                 coming.append((views, self._read(next_job, views)))
@@ -163,7 +167,8 @@ class StateFile:
                 by_offset[extent.offset] if extent.offset in by_offset else self._resident[extent.offset]
                 for extent in job
             ]
-            at, turn = turn % count, turn + 1
+            at = turn % count
+            turn = turn + 1
             ring[at] = ring[at][0], self._write(moved, views)
         for _, writes in ring:
             self._wait(writes)
@@ -215,7 +220,7 @@ class StateFile:
 
     # --- parts of rows, in the background ----------------------------------------------------------------------------
 
-    def fetch(self, extent: StateExtent, row: int, out: Tensor) -> Callable[[], None]:
+    def fetch(self, extent: StateExtent, row: int, out: Tensor) -> Done:
         if (resident := self._resident.get(extent.offset)) is not None:
             flat_bytes(out).copy_(resident[row, : out.nbytes])
             return nothing
@@ -229,7 +234,7 @@ class StateFile:
 
         return arrived
 
-    def store(self, extent: StateExtent, row: int, values: Tensor) -> Callable[[], None]:
+    def store(self, extent: StateExtent, row: int, values: Tensor) -> Done:
         if (resident := self._resident.get(extent.offset)) is not None:
             resident[row, : values.nbytes].copy_(flat_bytes(values))
             return nothing
@@ -257,7 +262,8 @@ class StateFile:
             extent, row, values = self._row
             self._sums[self._place(extent, row)] = checksum(values[: extent.used])
             self._file.write_from(values, self._place(extent, row))
-        self._row, self._changed = None, False
+        self._row = None
+        self._changed = False
 
     def _place(self, extent: StateExtent, row: int = 0) -> int:
         """The byte of the file where a row begins."""
@@ -270,7 +276,9 @@ def nothing() -> None:
 
 def spread(extents: Sequence[StateExtent], size: int) -> list[StateExtent]:
     """Extents of at most `size` bytes together, evenly among all: what moves them is at work while others are read."""
-    total, seen, taken = job_bytes(extents), 0, 0
+    total = job_bytes(extents)
+    seen = 0
+    taken = 0
     chosen = []
     for extent in extents:
         seen += extent.bytes

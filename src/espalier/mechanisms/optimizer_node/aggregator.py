@@ -67,7 +67,8 @@ class Aggregator(ReductionServer):
         times: seconds of the protocol.
     """
 
-    kind, end_type = "aggregator", _SiteRound
+    kind = "aggregator"
+    end_type = _SiteRound
 
     def __init__(
         self,
@@ -114,7 +115,8 @@ class Aggregator(ReductionServer):
             self.ends.clear()
         site = {"rank": -1 - self.site, "workers": self.job.workers}
         greeting = site | {"cluster": cluster, "resume": step}
-        node, times = (address, self.token), self.times.to(self.addresses)
+        node = (address, self.token)
+        times = self.times.to(self.addresses)
         session = _SiteSession(self.name, times, node, self.job, greeting)
         session.aggregator = self
         try:
@@ -130,7 +132,8 @@ class Aggregator(ReductionServer):
     def forget(self) -> None:
         """See ReductionServer. The node has the round without this site then, and it begins anew there too."""
         super().forget()
-        session, self.session = self.session, None
+        session = self.session
+        self.session = None
         if session is not None:
             session.close()
 
@@ -148,7 +151,8 @@ class Aggregator(ReductionServer):
     def decide(self, end: _SiteRound, frame: Frame) -> None:
         """See ReductionServer. All workers decide the same."""
         if not end.decided:
-            end.decided, self._decided = True, frame.step + 1
+            end.decided = True
+            self._decided = frame.step + 1
             self._ask(frame)
 
     def progress(self) -> None:

@@ -29,7 +29,8 @@ def update(job: NodeJob, buffers: ChunkState, number: int, rate: float) -> None:
 
 
 def _adamw(job: NodeJob, buffers: ChunkState, number: int, rate: float) -> None:
-    options, chunk = job.optimizer, buffers.chunk
+    options = job.optimizer
+    chunk = buffers.chunk
     assert options.learning_rate is not None
     shapes = job.layers[chunk.layer].tensors
     for decays in (True, False):

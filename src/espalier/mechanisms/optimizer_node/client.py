@@ -92,10 +92,13 @@ class Client:
         token: str,
         times: Times | None = None,
     ) -> None:
-        self.rank, self.job, self.times = rank, job, times or Times()
+        self.rank = rank
+        self.job = job
+        self.times = times or Times()
         self.name = f"worker {rank}"
         self.ledger = Ledger()
-        self._addresses, self.token = addresses, token
+        self._addresses = addresses
+        self.token = token
         self._parts = job.parts(len(addresses))
         self._place = {
             number: (node, local)
@@ -275,10 +278,12 @@ class _NodeConnection(Session):
     """
 
     def __init__(self, client: Client, node: int, address: Address, run: wire.Greeting) -> None:
-        self.client, self.job = client, client._parts[node][1]
+        self.client = client
+        self.job = client._parts[node][1]
         addresses = client._addresses[node]
         self._standby = len(addresses) > 1
-        greeting, place = run | {"rank": client.rank, "workers": 1}, (address, client.token)
+        greeting = run | {"rank": client.rank, "workers": 1}
+        place = (address, client.token)
         super().__init__(client.name, client.times.to(addresses), place, self.job, greeting)
         self.chunks = self.job.chunks
         self.round = 0
@@ -375,7 +380,8 @@ class _NodeConnection(Session):
             key = (push.round, push.local)
             what = f"the exponents of layer {push.layer} at step {push.step}, which other workers have to push too,"
             self.wait(lambda: key in self._agreed, what)  # noqa: B023
-            agreed, at = self._agreed.pop(key), 0
+            agreed = self._agreed.pop(key)
+            at = 0
             for chunk in self.chunks[push.local]:
                 stop = at + fixed_point.blocks(chunk.elements)
                 shared = SharedExponents(agreed.values[at:stop], agreed.workers)

@@ -58,7 +58,9 @@ class LocalSteps:
     """
 
     def __init__(self, outer: Client, folder: Path, round: LocalRound) -> None:
-        self.outer, self.job, self.round = outer, replace(outer.job, outer=None), round
+        self.outer = outer
+        self.job = replace(outer.job, outer=None)
+        self.round = round
         outer.pushed_as = Traffic.OUTER_STEP
         self._chunks = self.job.chunks
         sizes = {f"{chunk.name}/outer": 4 * chunk.elements for chunk in self.job.all_chunks}
@@ -73,7 +75,8 @@ class LocalSteps:
 
     def _meet(self) -> None:
         """Begins the nodes' round. Raises UserError where this worker's files are further on."""
-        rounds, generation = self.outer.step, self._state.step
+        rounds = self.outer.step
+        generation = self._state.step
         if not self._state.written(_CLOCK):
             self.step, self.run = 0, rounds * self.round.every
             self._take(rounds)
@@ -157,7 +160,8 @@ class LocalSteps:
 
         `run`: steps of the run at the end of this round; `rate`: of the worker's last step, with its factor.
         """
-        begun, rounds = time.perf_counter(), self.outer.step
+        begun = time.perf_counter()
+        rounds = self.outer.step
         self.run = run
         self._write_clock()
         self._state.commit(2 * rounds + 1)

@@ -7,8 +7,9 @@ Workers hold no state: a run goes on from the step of the node's files, which ar
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
+from espalier.checkpoint.base import StateDict
 from espalier.mechanisms.optimizer_node.state import OptimizerNodeState
 from espalier.optim.schedules import factor
 from espalier.parallel.layer_client import StepLost
@@ -80,14 +81,14 @@ class NodeState:
     def __init__(self, sharding: NodeSharding) -> None:
         self.sharding = sharding
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """The step, and the shape of each parameter by its name."""
         self.sharding.settle()
         layers = [each.layer for each in self.sharding.window.layers]
         tensors = {name: list(shape) for layer in layers for name, shape in layer.tensors}
         return {"step": self.sharding.steps, "tensors": tensors}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: StateDict) -> None:
         """Raises UserError where the nodes' files are of another model, or of an earlier step than one that was damaged
         explains."""
         nodes = self.state_dict()

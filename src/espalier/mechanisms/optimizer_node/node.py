@@ -107,7 +107,8 @@ class OptimizerNode(ReductionServer):
         replica: `standby.Replica`, what a standby is sent, if there is one; set before `start`.
     """
 
-    kind, end_type = "optimizer node", NodeStep
+    kind = "optimizer node"
+    end_type = NodeStep
 
     def __init__(
         self,
@@ -120,7 +121,9 @@ class OptimizerNode(ReductionServer):
         super().__init__(job, door, token, times)
         self.state, self._sums = files
         self.replica: Any = None
-        self._reading, self._computing, self._writing = _Queue(), _Queue(), _Queue()
+        self._reading = _Queue()
+        self._computing = _Queue()
+        self._writing = _Queue()
         self._free: SimpleQueue[ChunkState | None] = SimpleQueue()
         for _ in range(DEPTH):
             self._free.put(ChunkState(self.largest))
@@ -130,7 +133,8 @@ class OptimizerNode(ReductionServer):
 
     def _moved(self) -> tuple[int, int]:
         """Bytes read from and written to the disk so far."""
-        state, sums = self.state, self._sums
+        state = self.state
+        sums = self._sums
         return state.read_bytes + sums.read_bytes, state.written_bytes + sums.written_bytes
 
     def start(self) -> Self:
@@ -208,7 +212,8 @@ class OptimizerNode(ReductionServer):
                 self._free.put(buffers)
                 continue
             decided = work.step.decision
-            work.decision, work.final = decided or work.step.expected, decided is not None
+            work.decision = decided or work.step.expected
+            work.final = decided is not None
             work.buffers = buffers
             buffers.open(work.chunk)
             if work.decision is not None:
@@ -306,7 +311,8 @@ class OptimizerNode(ReductionServer):
         for vector in rest:
             sums += vector
         norms = step.norms | {key: math.sqrt(square) for key, square in step.squares.items()}
-        before, self._counted = self._counted, self._moved()
+        before = self._counted
+        self._counted = self._moved()
         disk = [now - then for now, then in zip(self._counted, before, strict=True)]
         totals = {"sums": sums, "norms": [norms[key] for key in sorted(norms)], "disk": disk}
         step.totals = serialization.dumps(totals)

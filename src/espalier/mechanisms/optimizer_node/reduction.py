@@ -24,7 +24,7 @@ from torch import Tensor
 
 from espalier.kernels import fixed_point
 from espalier.mechanisms.optimizer_node import wire
-from espalier.mechanisms.optimizer_node.wire import RAW, Frame, FrameKind, FrameLink, Peer, Times
+from espalier.mechanisms.optimizer_node.wire import RAW, Arrived, Frame, FrameKind, FrameLink, Peer, Times
 from espalier.plan.axes.node_layout import LayerChunk, NodeJob
 from espalier.recipe.errors import EspalierError, RunFailed, UserError, words_of
 
@@ -88,8 +88,10 @@ class Member(Peer):
 
     def __init__(self, server: ReductionServer, greeting: wire.Greeting, first: int) -> None:
         super().__init__()
-        self.server, self.first = server, first
-        self.rank, self.session = greeting["rank"], greeting["session"]
+        self.server = server
+        self.first = first
+        self.rank = greeting["rank"]
+        self.session = greeting["session"]
         self.workers = greeting["workers"]
         self._scratch = torch.empty(0, dtype=torch.uint8)
 
@@ -113,7 +115,7 @@ class Member(Peer):
         """It has gone without a word."""
         self.server.drop(self)
 
-    def send(self, frame: Frame, done: Callable[[], None] | None = None, stream: str = "control") -> None:
+    def send(self, frame: Frame, done: Arrived | None = None, stream: str = "control") -> None:
         """Answers it; nothing is done where it is gone."""
         try:
             self.links[stream].post(frame, done)
@@ -160,7 +162,9 @@ class ReductionServer(ABC):
         host, port = door.getsockname()[:2]
         self.name = f"the {self.kind} at {host}:{port}"
         self.incarnation = secrets.token_hex(8)
-        self.chunks, self.each, self.largest = job.chunks, len(job.all_chunks), job.largest
+        self.chunks = job.chunks
+        self.each = len(job.all_chunks)
+        self.largest = job.largest
         self.slots = [SumSlot(torch.empty(self.largest, dtype=torch.int32)) for _ in range(SLOTS)]
         self.members: dict[int, Member] = {}
         self.agreed: dict[tuple[int, int], SharedExponents] = {}
@@ -204,7 +208,8 @@ class ReductionServer(ABC):
         with self.changed:
             if self.closed:
                 return
-            self.closed, self.error = True, error
+            self.closed = True
+            self.error = error
             self.changed.notify_all()
         members = list(self.members.values())
         for member in members if tell else ():
@@ -373,11 +378,13 @@ class ReductionServer(ABC):
     def forget(self) -> None:
         """All members, and what they pushed. They will notice, and come again."""
         with self.lock:
-            gone, self.members = list(self.members.values()), {}
+            gone = list(self.members.values())
+            self.members = {}
             self._acks.clear()
             self._proposals.clear()
             self.agreed.clear()
-            self.gathered, self._cluster = False, ""
+            self.gathered = False
+            self._cluster = ""
             for slot in self.slots:
                 slot.number = -1
         for member in gone:
@@ -445,7 +452,9 @@ class ReductionServer(ABC):
         with slot.lock:
             first = slot.number != number
             if first:
-                slot.number, slot.round, slot.chunk = number, frame.step, chunk
+                slot.number = number
+                slot.round = frame.step
+                slot.chunk = chunk
                 slot.complete.clear()
                 self.opened(slot)
             elif slot.chunk is not chunk or slot.round != frame.step:

@@ -48,7 +48,8 @@ class PushResiduals:
         self._key = xxhash.xxh3_64_intdigest(repr((rank, job.workers, job.push, job.layers)).encode())
         self._values: dict[int, Tensor] = {}
         self._steps: dict[int, int] = {}
-        self._file, self._path = -1, file
+        self._file = -1
+        self._path = file
         if file is not None:
             with writing(file, _DO):
                 file.parent.mkdir(parents=True, exist_ok=True)
@@ -62,7 +63,8 @@ class PushResiduals:
             values = self._read(layer, step)
         if values is None:
             values = torch.zeros(self._sizes[layer] // 4)
-        self._values[layer], self._steps[layer] = values, -1
+        self._values[layer] = values
+        self._steps[layer] = -1
         return values
 
     def keep(self, layer: int, step: int, values: Tensor) -> None:
@@ -70,7 +72,8 @@ class PushResiduals:
         if self._values.get(layer) is not values:  # of a push that is made again
             return
         if self._file >= 0 and self._path is not None:
-            content, at = bytes_of(values), self._at(layer, step)
+            content = bytes_of(values)
+            at = self._at(layer, step)
             with writing(self._path, _DO):
                 os.pwrite(self._file, self._hash(content, step), at)
                 for start, part in _parts(content):
@@ -91,7 +94,8 @@ class PushResiduals:
     def _read(self, layer: int, step: int) -> Tensor | None:
         if self._file < 0:
             return None
-        at, values = self._at(layer, step), torch.zeros(self._sizes[layer] // 4)
+        at = self._at(layer, step)
+        values = torch.zeros(self._sizes[layer] // 4)
         content = bytes_of(values)
         for start, part in _parts(content):
             os.preadv(self._file, [part], at + _HASH + start)

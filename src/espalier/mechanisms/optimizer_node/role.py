@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING
 
 import msgspec
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from espalier.comm import plain_collectives
+from espalier.comm.plain_collectives import RankGroup
 from espalier.machine import malloc_trim
 from espalier.mechanisms.optimizer_node.aggregator import Aggregator
 from espalier.mechanisms.optimizer_node.client import Client
@@ -141,7 +141,8 @@ def ranks_of(plan: Plan, role: str) -> list[int]:
 def serving(plan: Plan, posts: Posts) -> list[list[int]]:
     """Of each node the ranks that hold its state, that with the newest step first: it serves, the other stands by.
     A standby that took over in an attempt before is thus a node in the next."""
-    nodes, standbys = ranks_of(plan, "optimizer"), ranks_of(plan, "standby")
+    nodes = ranks_of(plan, "optimizer")
+    standbys = ranks_of(plan, "standby")
     pairs = [[rank, *standbys[number : number + 1]] for number, rank in enumerate(nodes)]
     return [sorted(pair, key=lambda rank: -posts[rank].step) for pair in pairs]
 
@@ -169,7 +170,8 @@ def job_of(recipe: Recipe, plan: Plan, layers: Sequence[FlatLayer]) -> NodeJob:
     rounds = plan.state(RoundsState)
     pushed, section = ("outer_step", "sync") if rounds.replicas else ("gradients", "comm")
     codecs = {exchange.codec for exchange in plan.exchanges if exchange.traffic == pushed}
-    outer, push = None, push_of(codecs or {"exact"}, section)
+    outer = None
+    push = push_of(codecs or {"exact"}, section)
     if rounds.replicas:
         outer = outer_method(rounds.method, rounds.settings, rounds.replicas)
     return NodeJob(tuple(layers), options, push, workers=len(plan.trainers), outer=outer)
@@ -183,7 +185,7 @@ def jobs_of(recipe: Recipe, plan: Plan, layers: Sequence[FlatLayer]) -> list[tup
 # --- processes that serve --------------------------------------------------------------------------------------------
 
 
-def serve(place: NodePlace, channel: dist.ProcessGroup | None, stepped: Callable[[int], None]) -> int:
+def serve(place: NodePlace, channel: RankGroup, stepped: Callable[[int], None]) -> int:
     """The life of such a process: returns its step when all workers have left. `stepped` is called with each new step.
 
     Raises UserError where the model has no layers, and where its files are of another or cannot be written.
@@ -213,9 +215,11 @@ def serve(place: NodePlace, channel: dist.ProcessGroup | None, stepped: Callable
             )
         _tell_restored(state)
         posts, (door,) = _posted(place, channel, opened, (state.step, state.restored))
-        token, pair = _token(posts), serving(place.plan, posts)[place.number]
+        token = _token(posts)
+        pair = serving(place.plan, posts)[place.number]
         serves = place.spec.rank == pair[0]
-        files, link = (state, open_sums(place.folder, job)), place.plan.state(OptimizerNodeState).node_link
+        files = (state, open_sums(place.folder, job))
+        link = place.plan.state(OptimizerNodeState).node_link
         if not place.spec.alone:
             _go_back(place, state, posts)
         server = OptimizerNode if serves else Standby
@@ -236,7 +240,7 @@ def serve(place: NodePlace, channel: dist.ProcessGroup | None, stepped: Callable
 def _aggregate(
     place: NodePlace,
     jobs: Sequence[NodeJob],
-    channel: dist.ProcessGroup | None,
+    channel: RankGroup,
     stepped: Callable[[int], None],
     times: Times,
 ) -> int:
@@ -248,7 +252,8 @@ def _aggregate(
         aggregators = []
         nodes = addresses_of(place.plan, posts)
         for job, door, addresses in zip(jobs, doors, nodes, strict=True):
-            local_job, node = replace(job, workers=workers), (addresses, _token(posts))
+            local_job = replace(job, workers=workers)
+            node = (addresses, _token(posts))
             aggregators.append(Aggregator(local_job, node, door, place.number, times))
             aggregators[-1].complete = True
             opened.callback(aggregators[-1].start().close)
@@ -270,7 +275,8 @@ def _until_left(place: NodePlace, node: OptimizerNode, stepped: Callable[[int], 
     sites = [site_of(place.plan, rank) for rank in place.plan.trainers]
     due = len(set(sites) - {None}) + sites.count(None)
     stands_by = isinstance(node, Standby)
-    came, step = 0, -1
+    came = 0
+    step = -1
     while True:
         error = node.error  # before a look at the files, which it may come of
         gone = None if (place.folder / "state").exists() else _gone(place)
@@ -280,7 +286,8 @@ def _until_left(place: NodePlace, node: OptimizerNode, stepped: Callable[[int], 
             members = len(node.members)
         came = max(came, members)
         if stands_by and isinstance(node, Standby) and node.promoted:
-            stands_by, came = False, members
+            stands_by = False
+            came = members
         whole = came >= (1 if stands_by else due) or (_quiet(place, [node]) and node.state.step >= last_of(place))
         if whole and not members:
             return
@@ -317,11 +324,12 @@ def _gone(place: NodePlace) -> UserError:
 
 
 def _posted(
-    place: NodePlace, channel: dist.ProcessGroup | None, opened: ExitStack, state: tuple[int, str], doors: int = 1
+    place: NodePlace, channel: RankGroup, opened: ExitStack, state: tuple[int, str], doors: int = 1
 ) -> tuple[Posts, list[socket.socket]]:
     """What all such processes say of themselves, by rank, and the sockets at which this one listens. It is kept in the
     folder, so that a process that is started alone again serves where it did."""
-    file, rank = place.folder / POSTS, place.spec.rank
+    file = place.folder / POSTS
+    rank = place.spec.rank
     if place.spec.alone:
         posts = _by_rank(msgspec.json.decode(file.read_bytes(), type=list[NodePost]))
         addresses = posts[rank].addresses
@@ -358,7 +366,7 @@ def _door(place: NodePlace) -> socket.socket:
         return socket.create_server((place.address or probe.getsockname()[0], 0))
 
 
-def _gather(local_post: NodePost | None, channel: dist.ProcessGroup | None) -> Posts:
+def _gather(local_post: NodePost | None, channel: RankGroup) -> Posts:
     """What the processes that serve say of themselves; all ranks of the run call it once, as they begin."""
     if channel is None:
         return _by_rank([] if local_post is None else [local_post])
@@ -421,7 +429,8 @@ def connect(context: Build, layers: Sequence[FlatLayer]) -> Connected:
 
     Raises RunFailed where no node says where it is.
     """
-    plan, rank = context.plan, context.mesh.rank
+    plan = context.plan
+    rank = context.mesh.rank
     job = job_of(context.recipe, plan, layers)
     log = None if context.folder is None or rank else context.folder / events.NAME
     line = None if log is None else events.last(log, "step", "run")
@@ -445,7 +454,8 @@ def connect(context: Build, layers: Sequence[FlatLayer]) -> Connected:
 
 def _feed_back(context: Build, client: Client) -> None:
     """Where the plan leaves memory for what rounding leaves, that is kept, and what is there of it is taken up."""
-    plan, rank = context.plan, client.rank
+    plan = context.plan
+    rank = client.rank
     predicted = {} if plan.predicted is None else plan.predicted.memory_bytes
     spare = rank_memory(context) - predicted.get("peak", 0.0)
     client.feedback = sum(4 * layer.numel for layer in client.job.layers) <= spare
@@ -455,7 +465,8 @@ def _feed_back(context: Build, client: Client) -> None:
         folder = folders_of(context.recipe, context.folder, "worker", rank)[0]
         client.residuals = PushResiduals(client.job, rank, folder / "residuals")
     lacking = client.feedback and client.residuals.lacking(client.step)
-    mine, team = rank if lacking else None, context.mesh.trainers
+    mine = rank if lacking else None
+    team = context.mesh.trainers
     ranks = [mine] if team is None else plain_collectives.all_gather(mine, team)
     what = f"What rounding left of the pushes before step {client.step + 1} is not there"
     context.damaged |= {f"{what} on rank {rank}.": _ROUNDED for rank in ranks if rank is not None}
@@ -463,7 +474,8 @@ def _feed_back(context: Build, client: Client) -> None:
 
 def _local(context: Build, outer: RoundsState, client: Client) -> LocalSteps:
     """Steps of a worker's own between the nodes', in a folder beside theirs."""
-    plan, rank = context.plan, context.mesh.rank
+    plan = context.plan
+    rank = context.mesh.rank
     replica = next(number for number, ranks in enumerate(outer.replicas) if rank in ranks)
     samples = [plan.ranks[ranks[0]].samples for ranks in outer.replicas]
     steps = max(1, round((outer.paces[replica] if outer.paces else 1.0) * outer.steps))

@@ -46,7 +46,8 @@ class Session(Peer):
         greeting: Greeting,
     ) -> None:
         super().__init__()
-        self.name, self.times = name, times
+        self.name = name
+        self.times = times
         self.address, self._token = node
         self.peer = f"the optimizer node at {self.address[0]}:{self.address[1]}"
         self.first = self.joins = 0
@@ -58,8 +59,10 @@ class Session(Peer):
         """Connects. Raises OSError where nobody answers, UserError where it is refused."""
         for stream in ("control", "push"):
             connection, reply = self._greet(stream, 0, new=stream == "control")
-            self.first, self.joins = reply["first"], reply["joins"]
-            names, expected = (self.name, self.peer), reply["expected"]
+            self.first = reply["first"]
+            self.joins = reply["joins"]
+            names = (self.name, self.peer)
+            expected = reply["expected"]
             link = FrameLink(names, self, self.times, partial(self._again, stream), first=(expected, 0))
             self.links[stream] = link
             link.attach(connection, expected)

@@ -119,7 +119,8 @@ class Replica:
         session.start()
         if run["resume"] != state.step:
             self._copy(state, session)
-        self._session, self._shift = session, session.first - round
+        self._session = session
+        self._shift = session.first - round
         self.error = None
 
     def _copy(self, state: Generations, session: Session) -> None:
@@ -148,14 +149,16 @@ class Replica:
                     link.drained()
 
     def _send(self, stream: str, frame: Frame) -> None:
-        session, step = self._session, frame.step + self._shift
+        session = self._session
+        step = frame.step + self._shift
         if session is not None and self.error is None and step >= session.first:
             with suppress(EspalierError):  # `lost` is called with it
                 session.links[stream].send(replace(frame, step=step))
 
     def close(self) -> None:
         """At once; where nothing has failed the standby hears that it is not needed any more."""
-        session, self._session = self._session, None
+        session = self._session
+        self._session = None
         if session is not None:
             if self.error is None and self.finished:
                 session.leave()

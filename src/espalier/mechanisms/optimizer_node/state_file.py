@@ -106,7 +106,8 @@ class ChunkState:
     """Buffers for the state of one chunk at a time, of at most `elements`. Has state."""
 
     def __init__(self, elements: int) -> None:
-        self._moments, self._parameters = aligned(8 * elements), aligned(4 * elements)
+        self._moments = aligned(8 * elements)
+        self._parameters = aligned(4 * elements)
         self.gradient = aligned(4 * elements).view(torch.float32)
 
     def open(self, chunk: LayerChunk) -> None:

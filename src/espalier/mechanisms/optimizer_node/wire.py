@@ -53,6 +53,8 @@ _SILENT = 4
 
 Address = tuple[str, int]
 Greeting = dict[str, Any]
+Arrived = Callable[[], None]
+"""Is called when a frame has arrived at the other side."""
 
 
 @dataclass(frozen=True)
@@ -172,12 +174,15 @@ class FrameLink:
         first: tuple[int, int] = (0, 0),
     ) -> None:
         self.me, self.peer = names
-        self.receiver, self.times, self._dial = receiver, times, dial
-        self.sending, self.receiving = SendWindow(first[0]), ReceiveWindow(first[1])
+        self.receiver = receiver
+        self.times = times
+        self._dial = dial
+        self.sending = SendWindow(first[0])
+        self.receiving = ReceiveWindow(first[1])
         self.room: int | None = 64
         self.error: EspalierError | None = None
         self.bytes_sent = self.bytes_received = 0
-        self._unacknowledged: deque[tuple[int, Frame, Callable[[], None] | None]] = deque()
+        self._unacknowledged: deque[tuple[int, Frame, Arrived | None]] = deque()
         self._changed = threading.Condition()
         self._one_reader = threading.Lock()
         self._threads: dict[str, threading.Thread] = {}
@@ -204,7 +209,7 @@ class FrameLink:
 
     # What others call
 
-    def send(self, frame: Frame, done: Callable[[], None] | None = None, *, wait: float | None = None) -> int:
+    def send(self, frame: Frame, done: Arrived | None = None, *, wait: float | None = None) -> int:
         """Sends `frame` as soon as the other side has room for it, and returns its sequence number. The payload must
         stay as it is until `done` is called: the frame has arrived."""
         with self._changed:
@@ -213,7 +218,7 @@ class FrameLink:
             self._wait(lambda: self.sending.following < self.sending.credit, what, allowed)
             return self.post(frame, done)
 
-    def post(self, frame: Frame, done: Callable[[], None] | None = None) -> int:
+    def post(self, frame: Frame, done: Arrived | None = None) -> int:
         """As `send`, without waiting: the frame is kept until there is room."""
         with self._changed:
             if self.error is not None:
@@ -234,10 +239,12 @@ class FrameLink:
         connection.settimeout(self.times.silence)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         with self._changed:
-            old, self._socket = self._socket, connection
+            old = self._socket
+            self._socket = connection
             done = self._heard(expected, 0)
             self.sending.resend()
-            self._announced, self._since = (-1, -1), time.monotonic()
+            self._announced = (-1, -1)
+            self._since = time.monotonic()
             self._changed.notify_all()
         hang_up(old)
         for call in done:
@@ -248,7 +255,8 @@ class FrameLink:
         """Ends it, for both sides."""
         with self._changed:
             self.error = self.error or error or RunFailed(f"{self.me} has closed its connection to {self.peer}.")
-            old, self._socket = self._socket, None
+            old = self._socket
+            self._socket = None
             self._unacknowledged.clear()
             self._changed.notify_all()
         hang_up(old)
@@ -322,7 +330,8 @@ class FrameLink:
             window.grant(window.expected + self.room)
         if not self._due(now):
             return None
-        gap, self._gap = self._gap, False
+        gap = self._gap
+        self._gap = False
         self._announced = (window.expected, window.credit)
         self._next_beat = now + self.times.heartbeat
         return window.expected, window.credit, int(gap)
@@ -390,7 +399,7 @@ class FrameLink:
         for call in done:
             call()
 
-    def _heard(self, ack: int, credit: int) -> list[Callable[[], None]]:
+    def _heard(self, ack: int, credit: int) -> list[Arrived]:
         """Takes what the other side told. Returns what is to be called, without the lock, as frames have arrived."""
         done = []
         if self.sending.heard(ack, credit):
@@ -405,7 +414,8 @@ class FrameLink:
     def _broken(self, connection: socket.socket) -> None:
         with self._changed:
             if self._socket is connection:
-                self._socket, self._since = None, time.monotonic()
+                self._socket = None
+                self._since = time.monotonic()
             self._changed.notify_all()
         hang_up(connection)
 
@@ -461,7 +471,8 @@ def hang_up(connection: socket.socket | None) -> None:
 
 
 def _exactly(connection: socket.socket, memory: bytearray | memoryview) -> Any:
-    view, at = memoryview(memory), 0
+    view = memoryview(memory)
+    at = 0
     while at < view.nbytes:
         if view.nbytes > _SLICE:  # woken for each slice, not for each packet
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, min(_WAKE, view.nbytes - at))
@@ -563,7 +574,8 @@ def _sealed(token: str, who: str, challenges: bytes, content: Greeting) -> bytes
 
 def _opened(token: str, who: str, challenges: bytes, sealed: bytes) -> Greeting | None:
     """What the other side has sealed; None: it does not know the token."""
-    proof, text = sealed[:_PROOF], sealed[_PROOF:]
+    proof = sealed[:_PROOF]
+    text = sealed[_PROOF:]
     known = hmac.compare_digest(proof, _proof(token, who, challenges + text))
     return serialization.loads(text) if known else None
 

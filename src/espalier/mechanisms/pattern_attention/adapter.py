@@ -35,7 +35,8 @@ class TransformerAdapter(NetworkAdapter):
     def __init__(self, recipe: Recipe) -> None:
         super().__init__(recipe)
         assert isinstance(recipe.model, config.GraphTransformer)
-        self.options, self.width = recipe.model, recipe.model.width
+        self.options = recipe.model
+        self.width = recipe.model.width
         self._schedule: tuple[Schedule, str] | None = None
         self._plan: tuple[str, str] | None = None
 
@@ -62,7 +63,8 @@ class TransformerAdapter(NetworkAdapter):
             if not isinstance(task, GraphTask) and not task.fanout and options.attention == "auto":
                 view = task.view if isinstance(task, LinkTask) else task.train
                 with Stages("Making the pattern of attention"):
-                    pattern, nodes = tokens_of(view.block, options, options.path, full=False).pattern, view.graph.nodes
+                    pattern = tokens_of(view.block, options, options.path, full=False).pattern
+                    nodes = view.graph.nodes
                     self._schedule = schedule(options, pattern, nodes)
             self._schedule = self._schedule or schedule(options, pattern, nodes)
         return self._schedule
@@ -74,7 +76,8 @@ class TransformerAdapter(NetworkAdapter):
         return self._plan
 
     def _planned(self, run: GraphRun) -> tuple[str, str]:
-        options, chosen = self.options, self.schedule(run)[0]
+        options = self.options
+        chosen = self.schedule(run)[0]
         if not isinstance(run.task, NodeTask) or run.task.fanout or chosen.every == 1:
             return "", ""
         pattern = tokens_of(run.task.train.block, options, chosen.path, full=False).pattern
@@ -111,7 +114,9 @@ class TransformerAdapter(NetworkAdapter):
 
     def work(self, run: GraphRun, micro_batch: Any, precision: str) -> Work:
         """By tokens and pairs of them."""
-        model, reach, times = run.bare(), run.batching.reach(), run.batching.times(micro_batch)
+        model = run.bare()
+        reach = run.batching.reach()
+        times = run.batching.times(micro_batch)
         assert isinstance(model, GraphTransformer)
         together = run.batching.each and not isinstance(run.task, GraphTask)
         work = transformer_work(model, reach[0], micro_batch, times, together)
@@ -126,7 +131,8 @@ class TransformerAdapter(NetworkAdapter):
 def transformer_work(model: GraphTransformer, reach: Reach, micro_batch: Any, times: Any, together: bool) -> Work:
     """Of a transformer whose tokens are passed over `times`; `together`: in full steps those of a micro-batch attend to
     one another."""
-    pairs, entries = reach.sources**2 * times * (times if together else 1), (reach.edges + reach.sources) * times
+    pairs = reach.sources**2 * times * (times if together else 1)
+    entries = (reach.edges + reach.sources) * times
     products, attention, moved, saved = model.work(reach.sources * times, entries, pairs)
     biases = bias_bytes(model.options, pairs if model.schedule.every else entries)
     made = tuple(Product(rows, inner, columns, leaf=at == 0) for at, (rows, inner, columns) in enumerate(products))

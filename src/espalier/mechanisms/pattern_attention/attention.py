@@ -34,7 +34,9 @@ class AttentionPlan(NamedTuple):
     least: int
 
 
-EDGE, BLOCK, HYBRID = AttentionPlan("edge", 0), AttentionPlan("block", 1), AttentionPlan("hybrid", LEAST)
+EDGE = AttentionPlan("edge", 0)
+BLOCK = AttentionPlan("block", 1)
+HYBRID = AttentionPlan("hybrid", LEAST)
 
 
 class AttentionOptions(TypedDict, total=False):
@@ -64,7 +66,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, **options: Unpa
 
     Raises UserError: shapes that do not fit, other types, an unknown plan.
     """
-    bias, plan = options.get("bias"), options.get("plan", "edge")
+    bias = options.get("bias")
+    plan = options.get("plan", "edge")
     _check(q, k, v, pattern, bias)
     chosen = _plan(plan, pattern)
     if pattern.matrix is None:
@@ -141,7 +144,8 @@ def _check(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, bias: Tensor | Non
         raise UserError(f"q is {_told(q)}.", do="q.float(): attention over a pattern is computed in float32 or float64")
     if bias is None:
         return
-    heads, tokens = q.shape[1], pattern.tokens
+    heads = q.shape[1]
+    tokens = pattern.tokens
     wanted = (heads, tokens, tokens) if pattern.matrix is None else (pattern.entries, heads)
     if tuple(bias.shape) != wanted or bias.dtype != q.dtype:
         kind = str(q.dtype).removeprefix("torch.")
@@ -180,7 +184,8 @@ class _Attention(torch.autograd.Function):
         biases = q.new_empty(0, heads) if bias is None else bias.detach().contiguous()
         rows = _Rows(flat[0], flat[1], flat[2], biases, q.shape[2] ** -0.5)
         out, logs = _forward(pattern, pattern.divided(plan.least).by_row, rows)
-        ctx.how, ctx.biased = how, bias is not None
+        ctx.how = how
+        ctx.biased = bias is not None
         ctx.save_for_backward(*flat, biases, out, logs)
         return out.view(q.shape)
 
@@ -204,7 +209,8 @@ def _forward(pattern: Pattern, windows: Windows | None, rows: _Rows) -> tuple[Te
     assert pattern.matrix is not None
     q, k, v, bias, scale = rows
     heads = bias.shape[1]
-    out, logs = torch.empty_like(q), q.new_empty(len(q), heads)
+    out = torch.empty_like(q)
+    logs = q.new_empty(len(q), heads)
     if windows is None:
         edge_kernels.edge_forward(out, logs, *_csr(pattern.matrix), q, k, v, bias, scale)
         return out, logs
@@ -212,7 +218,8 @@ def _forward(pattern: Pattern, windows: Windows | None, rows: _Rows) -> tuple[Te
 
     window_kernels.window_forward(out, logs, *_arrays(windows), q, k, v, bias, scale)
     if windows.rest.entries:
-        more, more_logs = torch.empty_like(out), torch.empty_like(logs)
+        more = torch.empty_like(out)
+        more_logs = torch.empty_like(logs)
         bias = _taken(bias, windows.rest_entries)
         edge_kernels.edge_forward(more, more_logs, *_csr(windows.rest), q, k, v, bias, scale)
         merge(out.view(len(q), heads, -1), logs, more.view(len(q), heads, -1), more_logs)
@@ -224,7 +231,8 @@ def _backward(pattern: Pattern, divided: Divided, rows: _Rows, saved: _Saved) ->
     q, k, v, bias, scale = rows
     dq, dk, dv, dbias = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), torch.zeros_like(bias)
     how = saved.logs, saved.weighted, scale
-    queries, keys = (q, saved.gradient), (k, v)
+    queries = (q, saved.gradient)
+    keys = (k, v)
     _backward_of((divided.by_row, pattern.matrix), (dq, dq[:0], dbias), (*queries, *keys, bias), (*how, 0))
     turned, order = pattern.matrix.transpose
     bias = _taken(bias, order)

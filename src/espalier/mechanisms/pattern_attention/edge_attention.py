@@ -36,7 +36,8 @@ class Side(NamedTuple):
 
     def pieces(self, width: int) -> Iterator[tuple[slice, slice]]:
         """(rows, entries) of pieces that gather `GATHERED` values of rows of so many; a row is not cut."""
-        total, most = len(self.starts) - 1, max(1, GATHERED // width)
+        total = len(self.starts) - 1
+        most = max(1, GATHERED // width)
         first = 0
         while first < total:
             reach = int(torch.searchsorted(self.starts, self.starts[first] + most, right=True)) - 1
@@ -64,7 +65,8 @@ class EdgeAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, entries: Entries) -> Tensor:
-        out, logs = torch.zeros_like(q), q.new_zeros(q.shape[:2])
+        out = torch.zeros_like(q)
+        logs = q.new_zeros(q.shape[:2])
         for rows, piece in entries.side.pieces(q[0].numel()):
             scores = _scores(q, k, bias, entries.side, piece)
             top = _segments(scores, entries.side.lengths[rows], "max")
@@ -87,15 +89,20 @@ class EdgeAttention(torch.autograd.Function):
         q, k, v, bias, out, logs = ctx.saved_tensors
         (side, turned, order), gradient, scale = ctx.entries, gradients[0], q.shape[2] ** -0.5
         weighted = (gradient * out).sum(-1)
-        dq, dk, dv = torch.zeros_like(q), torch.zeros_like(q), torch.zeros_like(q)
+        dq = torch.zeros_like(q)
+        dk = torch.zeros_like(q)
+        dv = torch.zeros_like(q)
         shares, slopes = (q.new_empty(len(side.rows), q.shape[1]) for _ in range(2))
         for rows, piece in side.pieces(q[0].numel()):
-            at, columns = side.rows[piece], side.columns[piece]
+            at = side.rows[piece]
+            columns = side.columns[piece]
             shares[piece] = (_scores(q, k, bias, side, piece) - logs[at]).exp()
             slopes[piece] = shares[piece] * ((gradient[at] * v[columns]).sum(-1) - weighted[at])
             dq[rows] = scale * _segments(slopes[piece][..., None] * k[columns], side.lengths[rows])
         for rows, piece in turned.pieces(q[0].numel()):
-            at, columns, lengths = order[piece], turned.columns[piece], turned.lengths[rows]
+            at = order[piece]
+            columns = turned.columns[piece]
+            lengths = turned.lengths[rows]
             dk[rows] = scale * _segments(slopes[at][..., None] * q[columns], lengths)
             dv[rows] = _segments(shares[at][..., None] * gradient[columns], lengths)
         return dq, dk, dv, None if bias is None else slopes, None

@@ -10,16 +10,18 @@ that are made again take it; answers are always given along all edges.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from espalier.graph.tasks.loss_speed import LossSpeed
+from espalier.checkpoint.base import StateDict
+from espalier.graph.tasks.loss_speed import LossTuner
 from espalier.mechanisms.pattern_attention.pattern import ROWS, Pattern, offsets
+from espalier.parallel.workload import SummedLoss
 from espalier.plan.compose import Claim
 from espalier.recipe import GraphTransformer
 from espalier.sparse import CSR
@@ -65,9 +67,11 @@ def reformed(whole: Pattern, recall: float) -> Reformed:
 
     Edges of a column stay or go in order of their numbers; as many go as may.
     """
-    matrix, kinds = whole.matrix, whole.kinds
+    matrix = whole.matrix
+    kinds = whole.kinds
     assert matrix is not None, "a full pattern has no edges to leave out"
-    rows, columns = matrix.rows.numpy(), matrix.indices.numpy()
+    rows = matrix.rows.numpy()
+    columns = matrix.indices.numpy()
     real = np.ones(len(rows), bool) if kinds is None else kinds.numpy() == 1
     keys = rows // ROWS * np.int64(whole.tokens) + columns
     _, column, sizes = np.unique(keys, return_inverse=True, return_counts=True)
@@ -86,7 +90,7 @@ LEVEL_RULE, SIGNAL = "model.recall.level", "speed of the loss"
 """In plans and logs: 0, all edges, to `LEVELS - 1`, the bound."""
 
 
-class RecallTuner:
+class RecallTuner(LossTuner):
     """Which recall a step has, from 1 to `bound`: a `track.decision_log.Controller`. Has state.
 
     Training begins one level below 1, as the authors' does. Where the loss changes ever faster edges are left out,
@@ -94,8 +98,9 @@ class RecallTuner:
     """
 
     def __init__(self, bound: float) -> None:
+        super().__init__()
         self.levels = np.linspace(1, bound, LEVELS).tolist()
-        self.level, self.coming, self.speed = FIRST, 0, LossSpeed()
+        self.level = FIRST
 
     @property
     def recall(self) -> float:
@@ -106,26 +111,19 @@ class RecallTuner:
     def values(self) -> dict[str, int]:
         return {LEVEL_RULE: self.level}
 
-    def heard(self, signals: Iterable[float]) -> RecallTuner:
-        """The loss of a step, over all ranks."""
-        for loss in signals:
-            self.coming = self.speed.heard(loss)
-        return self
-
     def turned(self, recorded: Mapping[str, int]) -> RecallTuner:
         """The next step begins."""
-        level, self.coming = self.level + self.coming, 0
+        level = self.level + self.coming
+        self.coming = 0
         self.level = min(LEVELS - 1, max(0, recorded.get(LEVEL_RULE, level)))
         return self
 
-    def state_dict(self) -> dict[str, Any]:
-        """All that decisions follow from."""
-        return {"level": self.level, "coming": self.coming, **self.speed.state_dict()}
+    def state_dict(self) -> StateDict:
+        return {"level": self.level, **super().state_dict()}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes back what `state_dict` gave."""
-        self.level, self.coming = state.get("level", self.level), state.get("coming", 0)
-        self.speed.load_state_dict(state)
+    def load_state_dict(self, state: StateDict) -> None:
+        self.level = state.get("level", self.level)
+        super().load_state_dict(state)
 
 
 class Reformation(Mechanism):
@@ -147,7 +145,7 @@ class Reformation(Mechanism):
         context.follow_loss.append(self.decisions.heard)
         context.decisions.append(self.decisions)
 
-    def loss(self, task: Task, model: nn.Module, batch: SubgraphBatch) -> tuple[Tensor, Tensor]:
+    def loss(self, task: Task, model: nn.Module, batch: SubgraphBatch) -> SummedLoss:
         """Of `task`, along the edges that the step keeps: here, as batches are made while the step before is under
         way."""
         self.decisions.turn(batch.step)

@@ -166,7 +166,8 @@ def hops(matrix: Any, most: int) -> tuple[Array, Array]:
     nodes = matrix.shape[0]
     step = sparse.csr_array((np.ones(matrix.nnz, np.int32), matrix.indices, matrix.indptr), shape=matrix.shape)
     reached = sparse.eye_array(nodes, format="csr", dtype=np.int32)
-    keys, far = np.arange(nodes, dtype=np.int64) * (nodes + 1), np.zeros(nodes, np.uint8)
+    keys = np.arange(nodes, dtype=np.int64) * (nodes + 1)
+    far = np.zeros(nodes, np.uint8)
     for count in range(1, most + 1):
         reached = sparse.csr_array(step @ reached)
         reached.data[:] = 1
@@ -180,5 +181,6 @@ def hops(matrix: Any, most: int) -> tuple[Array, Array]:
         keys = np.concatenate([keys, new_keys])
         far = np.concatenate([far, np.full(len(new_keys), count, np.uint8)])
         order = np.argsort(keys, kind="stable")
-        keys, far = keys[order], far[order]
+        keys = keys[order]
+        far = far[order]
     return keys, far

@@ -65,7 +65,8 @@ def _fewer(made: Tokens, recall: float) -> Tokens:
 
 def _tokens(block: MessageBlock, options: config.GraphTransformer, path: bool, full: bool) -> Tokens:
     sizes: Tensor | None = block.forms.known.get("sizes")
-    nodes, virtual = block.sources, options.virtual
+    nodes = block.sources
+    virtual = options.virtual
     edges = torch.stack([block.indices.long(), block.rows()]).cpu()
     if full and sizes is None:
         made = Pattern.full(nodes + virtual)
@@ -83,10 +84,12 @@ def _kinds(made: Pattern, edges: Tensor, nodes: int, most: int) -> Tensor:
     if made.matrix is None:
         dense = torch.full((made.tokens, made.tokens), most + 2, dtype=torch.uint8)
         dense[:nodes, :nodes] = most + 1
-        rows, columns = torch.from_numpy(keys // nodes), torch.from_numpy(keys % nodes)
+        rows = torch.from_numpy(keys // nodes)
+        columns = torch.from_numpy(keys % nodes)
         dense[rows, columns] = torch.from_numpy(far)
         return dense
-    rows, columns = made.matrix.rows, made.matrix.indices.long()
+    rows = made.matrix.rows
+    columns = made.matrix.indices.long()
     kinds = torch.full((made.entries,), most + 2, dtype=torch.uint8)
     real = torch.nonzero((rows < nodes) & (columns < nodes)).flatten()
     asked = (rows * nodes + columns)[real].numpy()
@@ -104,13 +107,18 @@ class TransformerLayer(nn.Module):
 
     def __init__(self, options: config.GraphTransformer) -> None:
         super().__init__()
-        width, inner = options.width or 0, options.feed_forward or 0
-        self.heads, self.dropout = options.heads or 1, options.dropout or 0.0
-        self.attention_norm, self.feed_forward_norm = _norm(options), _norm(options)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        width = options.width or 0
+        inner = options.feed_forward or 0
+        self.heads = options.heads or 1
+        self.dropout = options.dropout or 0.0
+        self.attention_norm = _norm(options)
+        self.feed_forward_norm = _norm(options)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
         nn.init.eye_(self.out.weight)
         nn.init.zeros_(self.out.bias)
-        self.up, self.down = nn.Linear(width, inner), nn.Linear(inner, width)
+        self.up = nn.Linear(width, inner)
+        self.down = nn.Linear(inner, width)
         self.bias = nn.Parameter(torch.zeros(options.distance + 3, self.heads)) if options.distance else None
         self.gates = nn.Parameter(torch.zeros(2, width)) if options.local else None
         self.attend: Attend = attention
@@ -120,7 +128,9 @@ class TransformerLayer(nn.Module):
         share = self.dropout if self.training else 0.0
         q, k, v = rebuilt(self.attention_norm, x, self.qkv).view(len(x), 3, self.heads, -1).unbind(1)
         if tokens.pattern.matrix is not None and q.dtype not in (torch.float32, torch.float64):
-            q, k, v = q.float(), k.float(), v.float()
+            q = q.float()
+            k = k.float()
+            v = v.float()
         attend = tokens.attend or self.attend
         attended = attend(q, k, v, tokens.pattern, bias=self._bias(tokens, q.dtype), plan="auto")
         x = x + self._gated(0, activated(self.out(attended.flatten(1)), "none", share))
@@ -173,8 +183,10 @@ class GraphTransformer(GraphNetwork):
 
     def __init__(self, options: config.GraphTransformer, inputs: int, outputs: int) -> None:
         super().__init__()
-        self.options, width = options, options.width or 0
-        self.embed, self.head = nn.Linear(inputs, width), nn.Linear(width, outputs)
+        self.options = options
+        width = options.width or 0
+        self.embed = nn.Linear(inputs, width)
+        self.head = nn.Linear(width, outputs)
         self.virtual = nn.Parameter(torch.randn(options.virtual, width) * 0.02)
         self.layers = nn.ModuleList(TransformerLayer(options) for _ in range(options.depth or 0))
         self.norm = _norm(options)
@@ -196,11 +208,13 @@ class GraphTransformer(GraphNetwork):
         """Under one of the two attentions."""
         tokens = tokens_of(block, self.options, self.schedule.path, full)
         share = (self.options.dropout or 0.0) if self.training else 0.0
-        x, cut = activated(self.embed(features), "none", share), block.tokens
+        x = activated(self.embed(features), "none", share)
+        cut = block.tokens
         embedded = x
         virtual: Tensor = self.virtual
         if cut is not None:
-            tokens, virtual = tokens._replace(attend=cut.attend), virtual if cut.last else virtual[:0]
+            tokens = tokens._replace(attend=cut.attend)
+            virtual = virtual if cut.last else virtual[:0]
         if len(self.virtual):  # an empty share of them too, so that every parameter has a gradient
             x = torch.cat([x, torch.repeat_interleave(virtual, tokens.graphs, 0).to(x.dtype)])
         for layer in self.layers:
@@ -218,7 +232,8 @@ class GraphTransformer(GraphNetwork):
             x or 0 for x in (options.width, options.feed_forward, options.depth, options.heads)
         )
         layer = [(nodes, width, 3 * width), (nodes, width, width), (nodes, width, inner), (nodes, inner, width)]
-        inputs, outputs = self.embed.in_features, self.head.out_features
+        inputs = self.embed.in_features
+        outputs = self.head.out_features
         products = [(nodes, inputs, width), *layer * depth, (nodes, width, outputs)]
         flops = 4.0 * pairs * width * depth * self.schedule.share
         moved = depth * 4.0 * ((1 - self.schedule.share) * entries * 2 * (width + heads) + nodes * 12 * width)

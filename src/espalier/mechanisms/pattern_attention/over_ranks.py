@@ -37,7 +37,9 @@ class RankedAttention:
                 f"pieces = {list(pieces)} do not cut {pattern.tokens} tokens over {process_group.size()} ranks.",
                 do="the number of tokens that each rank holds, virtual tokens included",
             )
-        self.pattern, self.pieces, self.group = pattern, list(pieces), process_group
+        self.pattern = pattern
+        self.pieces = list(pieces)
+        self.group = process_group
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, *, bias: Tensor | None = None, plan: Plan | AttentionPlan = "auto"

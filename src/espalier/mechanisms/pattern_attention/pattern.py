@@ -26,6 +26,7 @@ from espalier.recipe.cache_dir import cache_folder, hashed, keep_made
 from espalier.recipe.errors import UserError
 from espalier.recipe.offsets import offsets_of
 from espalier.sparse import CSR
+from espalier.sparse.csr import balanced_cuts
 
 ROWS = 16
 """Rows of a window, as in `window_kernels`."""
@@ -56,15 +57,13 @@ class Windows(NamedTuple):
     @property
     def cuts(self) -> Any:
         """int64: windows that cut the work into pieces with about as many columns."""
-        before = self.windows.numpy() + np.arange(len(self.windows))
-        wanted = np.linspace(0, before[-1], 65)[1:-1]
-        inner = np.searchsorted(before, wanted)
-        return np.unique(np.concatenate([[0], inner, [len(self.windows) - 1]])).astype(np.int64)
+        return balanced_cuts(self.windows.numpy())
 
 
 def windows_of(matrix: CSR, least: int) -> Windows:
     """The windows of `matrix` with the columns that at least `least` rows of a window read."""
-    rows, columns = matrix.rows.numpy(), matrix.indices.numpy()
+    rows = matrix.rows.numpy()
+    columns = matrix.indices.numpy()
     keys = (rows // ROWS) * np.int64(matrix.shape[1]) + columns
     order = np.argsort(keys, kind="stable")
     keys = keys[order]
@@ -304,14 +303,16 @@ def pattern(edges: Any, nodes: int, additions: Additions | None = None) -> Patte
     fresh = torch.ones(len(keys), dtype=torch.bool)
     fresh[1:] = keys[1:] != keys[:-1]
     unique = order[fresh]
-    rows, columns = whole[1][unique], whole[0][unique]
+    rows = whole[1][unique]
+    columns = whole[0][unique]
     matrix = CSR(offsets(rows.numpy(), tokens), columns.int(), (tokens, tokens))
     return Pattern(matrix, tokens, kind[unique])
 
 
 def _added(added: Additions, groups: Tensor, owner: Tensor) -> list[Tensor]:
     """Edges [2, edges] of the path, of the permutations and of all pairs, inside each graph."""
-    every, edges = torch.arange(len(owner)), []
+    every = torch.arange(len(owner))
+    edges = []
     if added.path:
         inside = owner[:-1] == owner[1:]
         edges.append(_both(every[:-1][inside], every[1:][inside]))

@@ -58,8 +58,10 @@ def conditions(pattern: Pattern, nodes: int | None = None) -> Conditions:
     """C1 to C3 of a pattern whose first `nodes` tokens are nodes (None: all)."""
     if pattern.matrix is None:
         return Conditions(loops=True, path=True, reach=min(1, pattern.tokens - 1))
-    matrix, tokens = pattern.matrix, pattern.tokens
-    rows, columns = matrix.rows, matrix.indices.long()
+    matrix = pattern.matrix
+    tokens = pattern.tokens
+    rows = matrix.rows
+    columns = matrix.indices.long()
     loops = int((rows == columns).sum())
     count = tokens if nodes is None else nodes
     forward = int(((columns == rows + 1) & (columns < count)).sum())
@@ -77,7 +79,8 @@ def _both_ways(rows: torch.Tensor, columns: torch.Tensor, tokens: int) -> bool:
 def _reach(pattern: Pattern) -> int | None:
     """The longest of all shortest paths; of many tokens the sum of the longest to one token and from it."""
     assert pattern.matrix is not None
-    tokens, matrix = pattern.tokens, pattern.matrix
+    tokens = pattern.tokens
+    matrix = pattern.matrix
     if tokens == 1:
         return 0
     arrays = (np.ones(matrix.entries, np.float32), matrix.indices.numpy(), matrix.indptr.numpy())
@@ -119,7 +122,8 @@ class BiasBytes(NamedTuple):
 def bias_bytes(options: config.GraphTransformer, pairs: Any) -> BiasBytes:
     """Of so many pairs of tokens (arrays allowed). A bias that is learned makes attention keep its shares, and its
     gradient the kinds of the pairs, int32; beside them a layer has its biases, scores, and the gradients of both."""
-    layers, heads = options.depth or 1, options.heads or 1
+    layers = options.depth or 1
+    heads = options.heads or 1
     if not options.distance:
         return BiasBytes(0.0 * pairs, 0.0 * pairs)
     return BiasBytes(pairs * (1.0 + 4 * layers * (heads + 1)), pairs * 4.0 * 3 * heads)
@@ -139,8 +143,10 @@ def _too_large(options: config.GraphTransformer, tokens: int) -> str:
 def schedule(options: config.GraphTransformer, pattern: Pattern | None, nodes: int) -> tuple[Schedule, str]:
     """The schedule that `options` ask for, or `auto`'s choice for this pattern (None: each batch has its own), and a
     sentence that says why."""
-    asked, layers = options.attention, options.depth or 1
-    sparse_steps, interleaved = Schedule(0, options.path), Schedule(options.interleave, options.path)
+    asked = options.attention
+    layers = options.depth or 1
+    sparse_steps = Schedule(0, options.path)
+    interleaved = Schedule(options.interleave, options.path)
     often = f"one step in {options.interleave} is full"
     if asked == "full":
         return Schedule(1, options.path), "Attention: every token attends to all (model.attention = full)."

@@ -17,14 +17,14 @@ import torch
 from torch import Tensor
 
 from espalier.comm.base import Traffic
+from espalier.graph.networks.base import placement
 from espalier.graph.sampling.batch_strategy import OVER_RANKS, HeldRows, OverRanks, all_rows
 from espalier.graph.sampling.subgraphs import SubgraphBatch, forward
 from espalier.mechanisms.pattern_attention.model import GraphTransformer
 from espalier.mechanisms.pattern_attention.over_ranks import TokenExchange
-from espalier.parallel.mesh import REPLICA
 from espalier.parallel.sequence_slots import divided
 from espalier.parallel.ulysses import HeadSplit
-from espalier.parallel.workload import to_device
+from espalier.parallel.workload import SummedLoss, to_device
 from espalier.recipe import GraphTransformer as Options
 from espalier.recipe.cost import VALUE_BYTES
 from espalier.recipe.errors import UserError
@@ -59,7 +59,8 @@ class TokenPart:
     def __init__(
         self, task: NodeTask, model: GraphTransformer, shares: Sequence[int], placed: dict[str, Any], group: Any
     ) -> None:
-        view, rank = task.train, group.rank()
+        view = task.train
+        rank = group.rank()
         if view.graph.nodes < len(shares):
             raise UserError(
                 f"{view.graph.origin} has {view.graph.nodes:,} nodes for {len(shares)} ranks.",
@@ -69,7 +70,9 @@ class TokenPart:
         pieces = tokens_by_rank(view.graph.nodes, len(model.virtual), shares)
         start = sum(pieces[:rank])
         stop = min(start + pieces[rank], view.graph.nodes)
-        self.task, self.group, self.range = task, group, (start, stop)
+        self.task = task
+        self.group = group
+        self.range = (start, stop)
         ids = torch.arange(start, stop, device=placed["device"])
         self.rows = HeldRows(ids, 0, pieces[rank] / sum(pieces))
         self.features = view.features[start:stop].to(**placed)
@@ -77,7 +80,8 @@ class TokenPart:
         self.block = whole._replace(tokens=TokenExchange(tuple(pieces), group))
         train = task.parts.train
         local_ids = train[(train >= start) & (train < stop)]
-        chosen, labels = torch.from_numpy(local_ids - start), task.labels[local_ids]
+        chosen = torch.from_numpy(local_ids - start)
+        labels = task.labels[local_ids]
         self._batch = SubgraphBatch(
             self.features, (self.block,), labels.to(placed["device"]), chosen=chosen.to(placed["device"])
         )
@@ -86,7 +90,7 @@ class TokenPart:
         """Own tokens."""
         return self._batch._replace(step=step)
 
-    def loss(self, model: nn.Module, batch: SubgraphBatch) -> tuple[Tensor, Tensor]:
+    def loss(self, model: nn.Module, batch: SubgraphBatch) -> SummedLoss:
         """See `Workload.loss`, of the rank's own training nodes."""
         return self.task.loss(model, batch)
 
@@ -106,19 +110,21 @@ class TokenParallel(Mechanism):
 
     def wrap(self, context: Build) -> None:
         """Gives this rank its tokens."""
-        run, mesh, model = cast("GraphRun", context.workload), context.mesh, context.model
+        run = cast("GraphRun", context.workload)
+        mesh = context.mesh
+        model = context.model
         group = mesh.replica
         assert group is not None, "tokens are of several ranks"
         assert isinstance(model, GraphTransformer)
-        shares = [context.plan.ranks[rank].samples for rank in mesh.mesh.members(mesh.rank, *REPLICA)]
-        parameter = next(model.parameters())
-        placed = {"device": parameter.device, "dtype": parameter.dtype}
+        shares = [context.plan.ranks[rank].samples for rank in mesh.replica_ranks]
+        placed = placement(model)
         run.batching.part = TokenPart(run.whole_task, model, shares, placed, group)
 
 
 def choose(recipe: Recipe, plan: Plan) -> Mechanism | None:
     """Where the recipe asks for it and there are several ranks. Raises UserError for more ranks than heads."""
-    options, ranks = recipe.model, len(plan.trainers)
+    options = recipe.model
+    ranks = len(plan.trainers)
     if ranks < 2 or not isinstance(options, Options):
         return None
     if ranks > (options.heads or 1):
@@ -134,7 +140,9 @@ class TokenBatching(OverRanks):
     """Some tokens of the whole graph on each rank."""
 
     def halos(self) -> TokenCut:
-        model, graph, options = self.run.bare(), self.run.whole_task.train.graph, self.run.recipe.graph
+        model = self.run.bare()
+        graph = self.run.whole_task.train.graph
+        options = self.run.recipe.graph
         assert isinstance(model, GraphTransformer)
         assert options is not None
         assert options.halo is not None
@@ -191,5 +199,6 @@ class TokenCut:
 
 
 def _span(counts: Sequence[int]) -> str:
-    least, most = min(counts), max(counts)
+    least = min(counts)
+    most = max(counts)
     return f"{least:,}" if least == most else f"{least:,} to {most:,}"

@@ -79,7 +79,9 @@ class Vertical(WholeSchedule):
 
     def cover(self, model: nn.Module, pieces: Pieces, window: Window, store: TensorStore | None = None) -> Vertical:
         """Runs `model`, also its forward passes without gradients, through `window`; inputs wait in `store`."""
-        self.window, self.pieces, self.store = window, pieces, store
+        self.window = window
+        self.pieces = pieces
+        self.store = store
         self._keeps: dict[int, bool] = {}
         self._shown = False
         self._model = _Forward(self._forward)
@@ -118,7 +120,8 @@ class Vertical(WholeSchedule):
 
     def order(self, training: bool = True) -> list[int]:
         """The layers in the order in which a step needs them."""
-        uses, last = self.window.uses, len(self.pieces.modules) - 1
+        uses = self.window.uses
+        last = len(self.pieces.modules) - 1
         forward = [layer for layers in uses for layer in layers]
         if not training:
             return forward
@@ -174,7 +177,8 @@ class Vertical(WholeSchedule):
         self, model: nn.Module, batches: Sequence[Any], loss: Loss, passes: Sequence[_MicroBatchPass]
     ) -> tuple[list[Tensor], list[Tensor]]:
         """Forward and backward of the last piece and the loss, one micro-batch after the other."""
-        losses, weights = [], []
+        losses = []
+        weights = []
         last = len(self.pieces.modules) - 1
         with self._here(last):
             for batch, pass_ in zip(batches, passes, strict=True):
@@ -189,7 +193,8 @@ class Vertical(WholeSchedule):
                 torch.autograd.backward(value / divisor(self.nominal_weight, share, self.loss_scale))
                 losses.append(value.detach().double())
                 weights.append(weight.detach().double())
-                pass_.gradient, pass_.x = [leaf.grad for leaf in leaves], None
+                pass_.gradient = [leaf.grad for leaf in leaves]
+                pass_.x = None
         self._complete(last)
         return losses, weights
 
@@ -244,7 +249,8 @@ class Vertical(WholeSchedule):
 
     def _forward(self, inputs: tuple[Any, ...], options: Mapping[str, Any]) -> Any:
         self.window.begin(self.order(training=False))
-        given, x = self.pieces.given(*inputs, **options), None
+        given = self.pieces.given(*inputs, **options)
+        x = None
         for piece in range(len(self.pieces.modules)):
             with self._here(piece):
                 if piece == 0:
@@ -257,7 +263,8 @@ class Vertical(WholeSchedule):
 
     @contextmanager
     def _calls(self, call: _Call) -> Iterator[None]:
-        before, self._model.call = self._model.call, call
+        before = self._model.call
+        self._model.call = call
         try:
             yield
         finally:

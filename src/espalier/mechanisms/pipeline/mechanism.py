@@ -11,7 +11,7 @@ import torch.distributed as dist
 from espalier.comm import codecs
 from espalier.comm.base import Traffic
 from espalier.mechanisms.pipeline.pipeline import PipelinePasses
-from espalier.parallel.mesh import REPLICA, ProcessMesh
+from espalier.parallel.mesh import ProcessMesh
 from espalier.parallel.model_cut import ModelCut
 from espalier.parallel.schedule import PIPELINE
 from espalier.parallel.stage_messages import StageMessages
@@ -57,7 +57,9 @@ class CutModel(Mechanism):
         """Frees all others. Raises UserError for a model that cannot be cut, or not as the plan says."""
         from espalier.parallel import model_stages
 
-        model, workload, mesh = context.model, context.workload, context.mesh
+        model = context.model
+        workload = context.workload
+        mesh = context.mesh
         assert model is not None
         pieces = workload.pieces(model)
         if pieces is None:
@@ -131,7 +133,8 @@ class Pipelined(Mechanism):
 
     def state(self, context: Build, parts: StatefulParts) -> StatefulParts:
         """The parts with the names of the whole model; what a codec keeps back is each stage's own."""
-        stages, alike = context.stages, _alike(context.mesh)
+        stages = context.stages
+        alike = _alike(context.mesh)
         assert stages is not None
         ranks = tuple(sorted(rank for rank in alike if alike[rank] in stages.pipeline.ranks))
         group = context.mesh.of(ranks) or context.mesh.alone
@@ -151,7 +154,8 @@ class Pipelined(Mechanism):
 def ahead(plan: Plan, layers: Sequence[tuple[int, int]]) -> list[int]:
     """Further forward passes that each stage begins with, as the plan's links and free memory allow: see
     `schedules.warm_up_for_links`. None where nothing was predicted, or a rank holds several stages."""
-    predicted, count = plan.predicted, max(1, plan.stages[0].micro_batches)
+    predicted = plan.predicted
+    count = max(1, plan.stages[0].micro_batches)
     if predicted is None or plan.interleave > 1 or len(layers) == 1:
         return []
     each = sum(predicted.terms.get(name, 0.0) for name in PASSES) / count
@@ -187,7 +191,8 @@ def _encode(context: Build) -> None:
 
 def _members(mesh: ProcessMesh) -> list[int]:
     """The trainers of this rank's replica in the order of their process group."""
-    ranks, group = mesh.mesh.members(mesh.rank, *REPLICA), mesh.replica
+    ranks = mesh.replica_ranks
+    group = mesh.replica
     world, local_ranks = (dist.get_process_group_ranks(group_of) for group_of in (mesh.channel, group))
     return sorted(ranks, key=lambda rank: local_ranks.index(world[rank]))
 
@@ -195,7 +200,7 @@ def _members(mesh: ProcessMesh) -> list[int]:
 def _alike(mesh: ProcessMesh) -> dict[int, int]:
     """Of each rank of this replica, the one of the first replica in its place: plans name the stages of that."""
     first = {coordinates: rank for rank, coordinates in mesh.mesh.coordinates.items()}
-    members = mesh.mesh.members(mesh.rank, *REPLICA)
+    members = mesh.replica_ranks
     return {rank: first[mesh.mesh.coordinates[rank]._replace(replica=0)] for rank in members}
 
 

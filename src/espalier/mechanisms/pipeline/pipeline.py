@@ -186,7 +186,8 @@ class _PipelineStep:
         }
         unsent = Counter((action.stage, action.micro_batch) for action in actions if action.kind is ActionKind.SEND_B)
         for at, action in numbered:
-            stage, kind = action.stage, action.kind
+            stage = action.stage
+            kind = action.kind
             if not action.computes:
                 self._message(action, unsent)
                 continue
@@ -203,7 +204,8 @@ class _PipelineStep:
     def _message(self, action: Action, unsent: Counter[_Key]) -> None:
         """Sends or receives. `unsent`: of each gradient that is sent, to how many ranks it still goes."""
         stage, kind, number, peer = action
-        key, boundary = (stage, number), self.boundary
+        key = (stage, number)
+        boundary = self.boundary
         if action in self.expected:
             boundary.messages.wait(self.expected.pop(action))
         elif kind is ActionKind.RECV_F:
@@ -232,7 +234,8 @@ class _PipelineStep:
         """Begins to receive what the next pass needs, so that it arrives while this one computes."""
         for action in following:
             stage, kind, number, peer = action
-            key, messages = (stage, number), self.boundary.messages
+            key = (stage, number)
+            messages = self.boundary.messages
             if action.computes:
                 return
             if kind is ActionKind.RECV_F:
@@ -260,7 +263,8 @@ class _PipelineStep:
         (stage, number), boundary = key, self.boundary
         x = self.inputs.pop(key, None)
         leaves = [tensor.detach().requires_grad_(tensor.is_floating_point()) for tensor in _tensors(x)]
-        self.stage, self.output = stage, None
+        self.stage = stage
+        self.output = None
         self.x = None if x is None else tuple(leaves) if isinstance(x, tuple) else leaves[0]
         boundary.borrow(stage)
         try:
@@ -277,7 +281,8 @@ class _PipelineStep:
             self.weights.append(weight.detach().double())
             self.counted.append(number)
         boundary.lend(stage)
-        self.taken[key], self.made[key] = _floating(leaves), made
+        self.taken[key] = _floating(leaves)
+        self.made[key] = made
         if stage + 1 in boundary.stages.local_stages:
             self.inputs[stage + 1, number] = made
         self.output = None
@@ -289,10 +294,12 @@ class _PipelineStep:
             with self.passes.accumulate(last):
                 split_backward.accumulate(self.later.pop(key))
             return
-        outputs, leaves = _floating(_tensors(self.made.pop(key))), self.taken.pop(key)
+        outputs = _floating(_tensors(self.made.pop(key)))
+        leaves = self.taken.pop(key)
         given = self.gradients.pop(key, [None] * len(outputs))
         pairs = [(output, gradient) for output, gradient in zip(outputs, given, strict=True) if output.requires_grad]
-        roots, gradients = [output for output, _ in pairs], [gradient for _, gradient in pairs]
+        roots = [output for output, _ in pairs]
+        gradients = [gradient for _, gradient in pairs]
         if kind is ActionKind.BACKWARD_INPUT:
             assert self.passes.weights is not None, "its schedule puts off gradients of parameters"
             with self.passes.alone():
@@ -321,7 +328,9 @@ class _Boundary:
     """
 
     def __init__(self, rank: int, stages: ModelStages, messages: StageMessages) -> None:
-        self.rank, self.stages, self.messages = rank, stages, messages
+        self.rank = rank
+        self.stages = stages
+        self.messages = messages
         self.step: _PipelineStep | None = None
         self.copied: set[tuple[str, int]] = set()
         self.shown = True
@@ -335,7 +344,9 @@ class _Boundary:
         """The model's forward. Outside of a step all ranks of the pipeline call it with the same inputs."""
         if self.step is not None:
             return self.step.called(inputs, options)
-        key, x, pipeline = shapes_of((inputs, options)), None, self.stages.pipeline
+        key = shapes_of((inputs, options))
+        x = None
+        pipeline = self.stages.pipeline
         given = self.stages.given(inputs, options)
         for stage in self.stages.local_stages:
             if stage and stage - 1 not in self.stages.local_stages:
@@ -364,7 +375,8 @@ class _Boundary:
 
     def _output(self, output: Any, key: Any) -> Any:
         """The output of the last stage: on every rank where it is `shown`, else zeros of its shapes on the others."""
-        pipeline, last = self.stages.pipeline, self.stages.last
+        pipeline = self.stages.pipeline
+        last = self.stages.last
         tag = 4 * last + _OUTPUT
         if last not in self.stages.local_stages:
             peer = pipeline.source(self.stages.local_stages[0], last, self.rank)
@@ -413,7 +425,8 @@ class _Boundary:
             ):
                 room = torch.empty(parameter.value.shape, dtype=parameter.dtype, device=parameter.value.device)
                 self.messages.receive([room], peer, 4 * parameter.user + _COPY, Traffic.GRADIENTS)
-                gradient, room = parameter.value.grad, room.to(parameter.value.dtype)
+                gradient = parameter.value.grad
+                room = room.to(parameter.value.dtype)
                 parameter.value.grad = room if gradient is None else gradient + room
 
     def _due(self, side: str, stage: int) -> list[Borrowed]:

@@ -69,7 +69,9 @@ class _Rule(NamedTuple):
 def _rule(pipeline: Pipeline, schedule: str, place: int, places: Sequence[tuple[int, ...]]) -> _Rule:
     """Of the ranks at one of the `places` of a pipeline."""
     stages = tuple(number for number, ranks in enumerate(pipeline.stages) if ranks == places[place])
-    several, count, after = len(stages) - 1, pipeline.micro_batches, len(places) - 1 - place
+    several = len(stages) - 1
+    count = pipeline.micro_batches
+    after = len(places) - 1 - place
     if schedule == "gpipe":
         return _Rule(stages, count * len(stages))
     rounds = max(1, count // len(places)) if several else 1
@@ -109,7 +111,8 @@ def warm_up_for_links(passes: Sequence[float], links: Sequence[float]) -> list[i
         passes: seconds of forward and backward of one micro-batch in each stage.
         links: seconds of one message between each stage and the next.
     """
-    cycle, warm_up = max(passes), [0]
+    cycle = max(passes)
+    warm_up = [0]
     for stage in reversed(range(len(passes))):
         back = sum(passes[stage:]) + 2 * sum(links[stage:])
         more = math.ceil(back / cycle - 1e-9) - (len(passes) - stage)

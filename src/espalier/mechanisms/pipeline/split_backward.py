@@ -75,7 +75,8 @@ class _SplitLinear(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, module: nn.Linear, of: WeightGradients
     ) -> Any:
         ctx.save_for_backward(x)
-        ctx.module, ctx.of = module, of
+        ctx.module = module
+        ctx.of = of
         return F.linear(x, weight, bias)
 
     @staticmethod

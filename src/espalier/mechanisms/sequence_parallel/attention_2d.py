@@ -19,6 +19,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from espalier.comm import codecs
 from espalier.comm.base import Traffic, traffic
+from espalier.comm.plain_collectives import RankGroup
 from espalier.mechanisms.sequence_parallel.ring import DoubleRing, RingRanks, Rings, ring_attention
 from espalier.parallel.sequence_slots import Bounds, SequenceSlots, bounds_of
 from espalier.parallel.ulysses import HeadExchange, HeadSplit
@@ -53,7 +54,7 @@ class AttentionGrid:
     rings: Rings
     keys: tuple[RingRanks, RingRanks]
     gradients: tuple[RingRanks, RingRanks]
-    row: dist.ProcessGroup | None = None
+    row: RankGroup = None
     head: int = 0
 
     def attend(
@@ -84,7 +85,8 @@ def _bounds(documents: Tensor | None, length: int) -> Bounds:
     """Those of the same tensor are found once for all layers."""
     if documents is None:
         return bounds_of(None, length)
-    known, version = _BOUNDS.get(documents), 0 if documents.is_inference() else documents._version
+    known = _BOUNDS.get(documents)
+    version = 0 if documents.is_inference() else documents._version
     if known is None or known[0] != version:
         known = _BOUNDS[documents] = (version, bounds_of(documents, length))
     return known[1]
@@ -117,7 +119,7 @@ def attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    group: dist.ProcessGroup | None = None,
+    group: RankGroup = None,
     **options: Unpack[CutAttentionOptions],
 ) -> Tensor:
     """`scaled_dot_product_attention` where each rank holds its slot of the sequences, [batch, heads, tokens, head].
@@ -144,11 +146,11 @@ def attend(
 _GRIDS: WeakKeyDictionary[Any, dict[tuple[int, int, int], AttentionGrid]] = WeakKeyDictionary()
 
 
-def _size(group: dist.ProcessGroup | None) -> int:
+def _size(group: RankGroup) -> int:
     return dist.get_world_size(group) if group is not None or dist.is_initialized() else 1
 
 
-def _grid(group: dist.ProcessGroup | None, slots: SequenceSlots, window: int) -> AttentionGrid:
+def _grid(group: RankGroup, slots: SequenceSlots, window: int) -> AttentionGrid:
     """The grid of a group's ranks, whose subgroups are made once."""
     if slots.context % window:
         near = max(n for n in range(1, min(window, slots.context) + 1) if slots.context % n == 0)
@@ -174,7 +176,7 @@ def _grid(group: dist.ProcessGroup | None, slots: SequenceSlots, window: int) ->
     return grids[key]
 
 
-def _new_group(ranks: list[int], like: Any) -> dist.ProcessGroup | None:
+def _new_group(ranks: list[int], like: Any) -> RankGroup:
     if len(ranks) < 2:
         return None
     made = dist.new_group(ranks, timeout=getattr(like, "timeout", None), use_local_synchronization=True)
@@ -182,10 +184,10 @@ def _new_group(ranks: list[int], like: Any) -> dist.ProcessGroup | None:
     return made
 
 
-Groups = tuple["dist.ProcessGroup | None", "dist.ProcessGroup | None"]
+Groups = tuple[RankGroup, RankGroup]
 
 
-def grid_of(rings: Rings, keys: Groups, gradients: Groups, row: dist.ProcessGroup | None) -> AttentionGrid:
+def grid_of(rings: Rings, keys: Groups, gradients: Groups, row: RankGroup) -> AttentionGrid:
     """The grid of these (inner, outer) groups."""
 
     def both(groups: Groups) -> tuple[RingRanks, RingRanks]:
@@ -208,7 +210,9 @@ CLAIM = Claim(
 class CutAttention(Filled):
     """The ranks of a sequence attend together."""
 
-    seam, claim, record = "attend", CLAIM, "loongtrain"
+    seam = "attend"
+    claim = CLAIM
+    record = "loongtrain"
 
     def wrap(self, context: Build) -> None:
         """Makes the groups, fills `attend`, and lets what counts tokens of sequences count those of all ranks."""
@@ -236,7 +240,8 @@ class CutAttention(Filled):
 
 
 def _grid_of(mesh: ProcessMesh) -> AttentionGrid:
-    at, members = mesh.coordinates, mesh.mesh.members
+    at = mesh.coordinates
+    members = mesh.mesh.members
     rings = Rings(len(members(mesh.rank, "cp_in")), len(members(mesh.rank, "cp_out")), at.cp_in, at.cp_out)
     keys = mesh.group("cp_in"), mesh.group("cp_out")
     # Groups of their own, as keys may travel on that of all ranks, which sums gradients meanwhile.
@@ -244,7 +249,7 @@ def _grid_of(mesh: ProcessMesh) -> AttentionGrid:
     return grid_of(rings, first, second, mesh.group("hp"))
 
 
-def _twin(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+def _twin(group: RankGroup) -> RankGroup:
     return None if group is None else _new_group(dist.get_process_group_ranks(group), group)
 
 

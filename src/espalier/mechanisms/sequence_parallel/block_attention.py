@@ -48,9 +48,11 @@ def block_attention(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> 
 def block_attention_backward(gradient: Tensor, saved: Saved, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
     """What this block adds to the gradients of query, key and value, given the `gradient` of the whole output."""
     query, key, value, out, lse = saved
-    wide, group = accumulation(query.dtype), query.shape[1] // key.shape[1]
+    wide = accumulation(query.dtype)
+    group = query.shape[1] // key.shape[1]
     keys, values = _repeated(query, key, value)
-    gradient, queries = gradient.to(wide), query.to(wide)
+    gradient = gradient.to(wide)
+    queries = query.to(wide)
     weights = (_scores(query, key, causal) - lse.unsqueeze(-1)).exp()
     delta = (gradient * out.to(wide)).sum(-1, keepdim=True)
     scores = weights * (gradient @ values.transpose(-1, -2) - delta) / query.shape[-1] ** 0.5
@@ -71,7 +73,8 @@ def _scores(query: Tensor, key: Tensor, causal: bool) -> Tensor:
 
 def _repeated(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     """Keys and values for each query head, in the precision that is added up."""
-    group, wide = query.shape[1] // key.shape[1], accumulation(query.dtype)
+    group = query.shape[1] // key.shape[1]
+    wide = accumulation(query.dtype)
     return key.to(wide).repeat_interleave(group, 1), value.to(wide).repeat_interleave(group, 1)
 
 

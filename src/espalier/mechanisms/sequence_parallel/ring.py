@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from espalier.comm.base import Traffic, traffic
+from espalier.comm.plain_collectives import RankGroup
 from espalier.kernels.merge import merge
 from espalier.mechanisms.sequence_parallel.block_attention import (
     Saved,
@@ -107,14 +108,16 @@ class RingSchedule(NamedTuple):
 @lru_cache(maxsize=64)
 def schedule(slots: SequenceSlots, bounds: Bounds, rings: Rings) -> RingSchedule:
     """What one rank computes, sends and receives, in order."""
-    window, windows = rings.window, rings.windows
+    window = rings.window
+    windows = rings.windows
 
     def needed(owner: int, outer: range, inner: range) -> Ranges:
         others = [slot for slot in rings.visits(owner, outer, inner) if slot != owner]
         return slots.needed(owner, others, bounds) if others else ()
 
     def visit(j: int, s: int) -> Visit:
-        owner, whole = rings.owner(j, s), ((0, slots.tokens(rings.owner(j, s))),)
+        owner = rings.owner(j, s)
+        whole = ((0, slots.tokens(rings.owner(j, s))),)
         columns = range(j, j + 1)
         blocks = tuple(tuple(slots.blocks(rings.slot, owner, row)) for row in bounds)
         needs = whole if owner == rings.slot else slots.needed(owner, [rings.slot], bounds)
@@ -129,7 +132,8 @@ def schedule(slots: SequenceSlots, bounds: Bounds, rings: Rings) -> RingSchedule
         )
 
     def step(j: int) -> WindowStep:
-        owner, every = rings.owner(j, 0), range(window)
+        owner = rings.owner(j, 0)
+        every = range(window)
         return WindowStep(
             visits=tuple(visit(j, s) for s in every),
             onward=needed(owner, range(j + 1, windows), every),
@@ -183,7 +187,9 @@ class Transfer:
     """A message on its way to the next rank of a ring, and one from the rank before. Has state: their works."""
 
     def __init__(self, works: Sequence[Any], sent: Held | None, received: Held | None) -> None:
-        self._works, self._sent, self._received = works, sent, received
+        self._works = works
+        self._sent = sent
+        self._received = received
 
     def wait(self) -> Held | None:
         """What came; None where nothing was to come."""
@@ -197,7 +203,7 @@ class Transfer:
 class RingRanks:
     """The ranks of one ring, as one of them sees it. `group`: None where there is one."""
 
-    group: dist.ProcessGroup | None
+    group: RankGroup
     position: int
     size: int
 
@@ -211,7 +217,8 @@ class RingRanks:
             received = Held(like.new_empty(_shape(like, ranges)), ranges)
         for outward in (True, False) if self.position % 2 == 0 else (False, True):
             if outward and sending is not None:
-                values, to = sending.values.contiguous(), (self.position + 1) % self.size
+                values = sending.values.contiguous()
+                to = (self.position + 1) % self.size
                 sending = Held(values, sending.ranges)
                 works.append(dist.isend(values, group=self.group, group_dst=to))
             elif not outward and received is not None:
@@ -274,7 +281,8 @@ class DoubleRing:
             for rows, block, its_key, its_value in self._blocks(self.schedule.steps[j].visits[s], travelling):
                 block_out, block_lse = block_attention(query[rows], its_key, its_value, block.causal)
                 if (j, s) == (0, 0) and block_out.shape == out.shape:  # the first of all, and for every query
-                    out, lse = block_out.to(wide), block_lse.contiguous()
+                    out = block_out.to(wide)
+                    lse = block_lse.contiguous()
                 else:
                     merge(out[rows], lse[rows], block_out, block_lse)
         return out.to(query.dtype), lse
@@ -282,7 +290,8 @@ class DoubleRing:
     def backward(self, gradient: Tensor, saved: Saved) -> tuple[Tensor, Tensor, Tensor]:
         """The gradients of query, key and value."""
         query, key, value, *_ = saved
-        local, gradient = Held(torch.stack([key, value]), ((0, key.shape[2]),)), gradient.contiguous()
+        local = Held(torch.stack([key, value]), ((0, key.shape[2]),))
+        gradient = gradient.contiguous()
         of_query = query.new_zeros(query.shape, dtype=accumulation(query.dtype))
         returning = _Returning(self, local.values.new_empty(local.values.shape, dtype=of_query.dtype))
         for j, s, travelling in self._visits(local):
@@ -307,7 +316,9 @@ class _Returning:
     """The gradients of keys and values on their way home. Has state."""
 
     def __init__(self, ring: DoubleRing, like: Tensor) -> None:
-        self.like, self.schedule, self.rings = like, ring.schedule, ring.gradients
+        self.like = like
+        self.schedule = ring.schedule
+        self.rings = ring.gradients
         self.within = self.between = Transfer((), None, None)
         self.home = self.mine = self.empty(())
 
@@ -337,7 +348,8 @@ class _Returning:
             return
         total = self.empty(steps[j].sent).plus(self.between.wait()).plus(self.within.wait()).plus(self.mine)
         coming = steps[j + 1].summed if j + 1 < len(steps) else self.schedule.home
-        self.between, self.within = self.rings[1].exchange(total, self.like, coming), Transfer((), None, None)
+        self.between = self.rings[1].exchange(total, self.like, coming)
+        self.within = Transfer((), None, None)
 
     def end(self) -> Held:
         """Of this rank's own keys, once everything has come."""
@@ -381,6 +393,8 @@ def ring_attention(ring: DoubleRing, query: Tensor, key: Tensor, value: Tensor) 
     All of them must call it. Under autocast it computes in autocast's dtype, as PyTorch's attention does."""
     if query.dtype == torch.float32 and torch.is_autocast_enabled(query.device.type):
         low = torch.get_autocast_dtype(query.device.type)
-        query, key, value = query.to(low), key.to(low), value.to(low)
+        query = query.to(low)
+        key = key.to(low)
+        value = value.to(low)
     _ALIVE[id(ring)] = ring
     return CORE(query, key, value, id(ring))[0]

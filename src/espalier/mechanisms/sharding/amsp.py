@@ -28,6 +28,7 @@ from torch._C._distributed_c10d import AllreduceOptions
 
 from espalier.checkpoint.base import Stateful, StatefulParts
 from espalier.comm.base import Traffic, traffic
+from espalier.comm.plain_collectives import RankGroup
 from espalier.mechanisms.sharding.async_collectives import Chain, Exchanges
 from espalier.mechanisms.sharding.axis_groups import AxisGroups, Codecs, Groups
 from espalier.mechanisms.sharding.broadcast import BufferSync, same_start
@@ -65,7 +66,7 @@ class Amsp:
     def __init__(
         self,
         model: nn.Module,
-        channel: dist.ProcessGroup | None,
+        channel: RankGroup,
         spread: Spread | None = None,
         cut: ModelCut | None = None,
         whole: nn.Module | None = None,
@@ -73,7 +74,8 @@ class Amsp:
         earlier = _WRAPPINGS.pop(model, None)
         if earlier is not None and (ended := earlier()) is not None:
             ended.unhook()
-        self.model, self._called = model, whole or model
+        self.model = model
+        self._called = whole or model
         self.spread = spread or Spread()
         self.cut = cut
         self._channel = channel if channel is not None and (channel.size() > 1 or cut is not None) else None
@@ -93,7 +95,8 @@ class Amsp:
         self._in_order = self.owned
         if not self._gathers:
             return
-        self._reducing, self._moving = Exchanges(), Exchanges()
+        self._reducing = Exchanges()
+        self._moving = Exchanges()
         self._sending: list[tuple[Chain, FlatParameter]] = []
         blocks = blocks_of(self._called) if self.spread.blocks is None else self.spread.blocks
         self._member = Membership(self._called, list(blocks))
@@ -130,7 +133,9 @@ class Amsp:
     def _placed(self) -> dict[ShardFactors, AxisGroups]:
         """The ranks of all factors that the parameters have."""
         channel = self._channel
-        spread, world, made = self.spread, 1 if channel is None else channel.size(), Groups()
+        spread = self.spread
+        world = 1 if channel is None else channel.size()
+        made = Groups()
         nodes = spread.nodes or [0] * world
         codecs = Codecs(spread.codecs, nodes) if spread.codecs else None
         chosen = (spread.of(name).check(world, f"shard of {name!r}") for name, _ in self.model.named_parameters())
@@ -154,7 +159,8 @@ class Amsp:
     def _frozen_units(self) -> list[FrozenUnit]:
         """Of the blocks, where parameters are sharded, or frozen ones wait in host memory. What lies outside is needed
         all the time, and stays whole."""
-        weights, device = self.spread.weights, next(p.device for p in self.model.parameters() if p.requires_grad)
+        weights = self.spread.weights
+        device = next(p.device for p in self.model.parameters() if p.requires_grad)
         slots = [
             ParameterSlot(name, parameter, number)
             for number, (name, parameter) in enumerate(self.model.named_parameters())
@@ -339,7 +345,7 @@ class Amsp:
         self.deliver(used)
         return used
 
-    def flags(self, totals: Tensor | None = None, channel: dist.ProcessGroup | None = None) -> ControlMessage:
+    def flags(self, totals: Tensor | None = None, channel: RankGroup = None) -> ControlMessage:
         """The message that tells the ranks (or those of `channel`) which parameters were used, with `totals`; not sent
         yet."""
         assert self._channel is not None
@@ -411,7 +417,8 @@ class Amsp:
             self._running.begins()
 
     def bytes_held(self) -> Mapping[str, int]:
-        away, shared = self.spread.weights is not None, sum(unit.part.nbytes for unit in self.frozen)
+        away = self.spread.weights is not None
+        shared = sum(unit.part.nbytes for unit in self.frozen)
         if not self.flats:
             parameters = [
                 *self._unshared(),

@@ -23,7 +23,8 @@ class Chain:
 
     def __init__(self, stages: Sequence[Stage]) -> None:
         self._next = [*reversed(stages)]
-        self.count, self.ended = len(stages), 0
+        self.count = len(stages)
+        self.ended = 0
         self._work: Any = None
 
     @property

@@ -13,6 +13,7 @@ from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, Reduc
 from espalier.comm import Channel
 from espalier.comm.base import Codec, Traffic, feedback, traffic
 from espalier.comm.codecs import codec
+from espalier.comm.plain_collectives import RankGroup
 from espalier.mechanisms.sharding.async_collectives import Stage
 from espalier.plan.axes.placement import Axis, Placement, Span
 from espalier.plan.axes.placement_plan import LOSSLESS
@@ -43,9 +44,7 @@ class AxisGroups:
         rounding: the lossy codecs of its axes, which need feedback.
     """
 
-    def __init__(
-        self, placement: Placement, channel: dist.ProcessGroup | None, made: Groups, codecs: Codecs | None
-    ) -> None:
+    def __init__(self, placement: Placement, channel: RankGroup, made: Groups, codecs: Codecs | None) -> None:
         self.placement = placement
         self.rounding: list[Codec] = []
         self._groups: dict[tuple[str, Axis], Any] = {}

@@ -79,7 +79,8 @@ def _explain(looks: list[str], channel: dist.ProcessGroup) -> None:
 
 def _send(tensors: list[Tensor], channel: dist.ProcessGroup, device: torch.device) -> None:
     options = dist.BroadcastOptions()
-    options.rootRank, options.rootTensor = 0, 0
+    options.rootRank = 0
+    options.rootTensor = 0
     under_way = []
     with traffic(Traffic.PARAMETERS):
         for tensor in tensors:

@@ -86,7 +86,9 @@ class FlatUnit:
     def __init__(
         self, slots: Sequence[ParameterSlot], arranged: Arranged, mesh: AxisGroups, low: torch.dtype | None = None
     ) -> None:
-        self.slots, self.mesh, self.length = list(slots), mesh, arranged.length
+        self.slots = list(slots)
+        self.mesh = mesh
+        self.length = arranged.length
         for slot, offset in zip(self.slots, arranged.offsets, strict=True):
             slot.shape, slot.span = slot.parameter.shape, Span(offset, slot.parameter.numel())
         self.params, self.optimizer = (mesh.held(self.length, state) for state in ("params", "optimizer"))
@@ -117,7 +119,8 @@ class FlatUnit:
 
     def release(self) -> None:
         """Gives their memory back. A parameter that is read without being gathered is not a number."""
-        self.gathered, self.gathering = False, None
+        self.gathered = False
+        self.gathering = None
         filler = torch.nan if self.full.is_floating_point() else 0
         nothing = torch.full((), filler, dtype=self.full.dtype, device=self.full.device)
         for slot in self.slots:
@@ -156,7 +159,8 @@ class FrozenUnit(FlatUnit):
         weights: WeightStore | None = None,
     ) -> None:
         super().__init__(slots, arranged, mesh)
-        self.weights, self.sharded = weights, True
+        self.weights = weights
+        self.sharded = True
         self.part = self.part.to(device) if weights is None else weights.keep(self.part)
         self.full = torch.empty_like(self.full, device=device)
         self.release()
@@ -252,7 +256,8 @@ class FlatParameter(FlatUnit):
     def _moved(self) -> list[MovedPiece]:
         pieces = []
         for slot in self.slots:
-            start, stop = max(slot.span.start, self.optimizer.start), min(slot.span.stop, self.optimizer.stop)
+            start = max(slot.span.start, self.optimizer.start)
+            stop = min(slot.span.stop, self.optimizer.stop)
             if start < stop or self.optimizer.length == self.length:
                 span = Span(start, stop - start)
                 if self.direct:

@@ -33,7 +33,9 @@ class GatherWindow:
     """
 
     def __init__(self, module: nn.Module, flats: Sequence[FlatUnit], attention: nn.Module | None = None) -> None:
-        self.module, self.flats, self.attention = module, list(flats), attention
+        self.module = module
+        self.flats = list(flats)
+        self.attention = attention
         self.sharded = [flat for flat in flats if flat.sharded]
         self.in_backward = self.recomputes = False
 
@@ -51,7 +53,8 @@ class GatherHooks:
     ) -> None:
         self._exchanges = exchanges
         self._ahead = prefetch != "none"
-        self._flats, self._freezes = flats, any(isinstance(flat, FrozenUnit) for flat in flats)
+        self._flats = flats
+        self._freezes = any(isinstance(flat, FrozenUnit) for flat in flats)
         used = [{member.of(slot.parameter) for slot in flat.slots} for flat in flats]
 
         def of(module: nn.Module, block: int | None) -> GatherWindow:

@@ -54,7 +54,9 @@ class RaggedStates:
     def __init__(
         self, model: nn.Module, mesh: ProcessMesh, spread: Spread, cut: ModelCut, nodes: Sequence[int]
     ) -> None:
-        self.model, self.spread, self._replica = model, spread, cut.replica
+        self.model = model
+        self.spread = spread
+        self._replica = cut.replica
         self.cut: ModelCut | None = cut
         self._idle = cut.idle
         if not cut.in_step and any(factors.grads > 1 for _, factors in spread.factors):
@@ -95,7 +97,8 @@ class RaggedStates:
         """The `parameters`, which `ranks` hold; `recut`: unlike parts of them, so that each has its states."""
         spread = self.spread
         if recut:
-            ranks, spread = (mesh.rank,), replace(spread, codecs={})
+            ranks = (mesh.rank,)
+            spread = replace(spread, codecs={})
         lying = replace(
             spread,
             factors=[
@@ -218,16 +221,19 @@ class RecutSum:
     """
 
     def __init__(self, part: Amsp, group: dist.ProcessGroup, cut: ModelCut) -> None:
-        self.group, self._cut = group, cut
+        self.group = group
+        self._cut = cut
         slots = [(slot, flat) for flat in part.flats for slot in flat.slots]
         self.pipelines = cut.recut[slots[0][0].name].pipelines
         self._buckets: list[list[tuple[ParameterSlot, FlatParameter, torch.Size]]] = []
-        size, kind = math.inf, torch.float32
+        size = math.inf
+        kind = torch.float32
         for slot, flat in sorted(slots, key=lambda pair: (str(pair[1].full.dtype), pair[0].name)):
             shape = cut.slabs[slot.name].shape if slot.name in cut.slabs else slot.shape
             if size >= part.spread.bucket_bytes or flat.full.dtype != kind:
                 self._buckets.append([])
-                size, kind = 0, flat.full.dtype
+                size = 0
+                kind = flat.full.dtype
             self._buckets[-1].append((slot, flat, shape))
             size += shape.numel() * kind.itemsize
 

@@ -46,7 +46,9 @@ class ShardedStates(Mechanism):
 
 def spread(context: Build) -> spreading.Spread:
     """How the plan lays the states of the context's model on the ranks."""
-    recipe, plan, mesh = context.recipe, context.plan, context.mesh
+    recipe = context.recipe
+    plan = context.plan
+    mesh = context.mesh
     assert context.model is not None
     low = LOW.get(plan.precision) if any(unit.optimizer for unit in plan.units) else None
     nccl = context.device.type == "cuda" and not plan.staged  # finds the way through machines by itself

@@ -58,7 +58,9 @@ class ShardedGradient(torch.Tensor):
         made: ShardedGradient = torch.Tensor._make_wrapper_subclass(
             cls, like.shape, dtype=like.dtype, device=like.device
         )
-        made.path, made.holder, made.fresh = name, holder, None
+        made.path = name
+        made.holder = holder
+        made.fresh = None
         return made
 
     def __repr__(self) -> str:  # type: ignore[override]

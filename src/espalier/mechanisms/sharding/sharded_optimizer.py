@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from espalier.checkpoint.base import StateDict
 from espalier.comm import plain_collectives
 from espalier.comm.base import Traffic, traffic
 from espalier.mechanisms.sharding.amsp import Amsp
@@ -24,11 +25,14 @@ class OptimizerPieces:
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, sharding: Amsp, channel: dist.ProcessGroup) -> None:
-        self.optimizer, self.sharding, self.channel = optimizer, sharding, channel
+        self.optimizer = optimizer
+        self.sharding = sharding
+        self.channel = channel
         self._moved = {id(moved.slot.parameter): (flat, moved) for flat in sharding.flats for moved in flat.moved}
         self._flat = {id(slot.parameter): (flat, slot) for flat in sharding.flats for slot in flat.slots}
         self._given = [list(group["params"]) for group in optimizer.param_groups]
-        self._own_state_dict, self._own_load = optimizer.state_dict, optimizer.load_state_dict
+        self._own_state_dict = optimizer.state_dict
+        self._own_load = optimizer.load_state_dict
         before = dict(optimizer.state)
         optimizer.state.clear()
         for group, given in zip(optimizer.param_groups, self._given, strict=True):
@@ -58,15 +62,16 @@ class OptimizerPieces:
             value = self.sharding.cut.part(moved[1].slot.name, value, moved[1].slot.shape)
         if value.shape != moved[1].slot.shape:
             return value
-        owned, span = moved[1].owned, moved[1].span
+        owned = moved[1].owned
+        span = moved[1].span
         return value.reshape(-1)[owned.start : owned.start + span.length].view(owned.tensor.shape).clone()
 
     # --- out ---------------------------------------------------------------------------------------------------------
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """torch's own table, with whole tensors, on every rank. All ranks call it."""
         kinds = self._kinds()
-        table: dict[int, dict[str, Any]] = {}
+        table: dict[int, StateDict] = {}
         numbers = {
             id(parameter): n for n, parameter in enumerate(parameter for given in self._given for parameter in given)
         }
@@ -77,7 +82,8 @@ class OptimizerPieces:
             for parameter in given:
                 if id(parameter) not in self._flat and parameter in self.optimizer.state:
                     table[numbers[id(parameter)]] = dict(self.optimizer.state[parameter])
-        groups, first = [], 0
+        groups = []
+        first = 0
         for group, given in zip(self.optimizer.param_groups, self._given, strict=True):
             plain = {name: value for name, value in group.items() if name != "params"}
             groups.append(plain | {"params": list(range(first, first + len(given)))})
@@ -97,7 +103,7 @@ class OptimizerPieces:
         return {name: kinds for rank_kinds in reversed(everyone) for name, kinds in rank_kinds.items()}
 
     def _gather(
-        self, flat: FlatParameter, kind: str, kinds: dict[str, Any], table: dict[int, Any], numbers: dict[int, int]
+        self, flat: FlatParameter, kind: str, kinds: StateDict, table: dict[int, Any], numbers: dict[int, int]
     ) -> None:
         values = [(slot, kinds.get(slot.name, {}).get(kind)) for slot in flat.slots]
         dtype = next((value for _, value in values if isinstance(value, torch.dtype)), None)
@@ -124,11 +130,12 @@ class OptimizerPieces:
 
     # --- in ----------------------------------------------------------------------------------------------------------
 
-    def load_state_dict(self, table: dict[str, Any]) -> None:
+    def load_state_dict(self, table: StateDict) -> None:
         """Takes a table of whole tensors, from any sharding or from plain PyTorch."""
         given = [parameter for group in self._given for parameter in group]
         state: dict[int, Any] = {}
-        place, number = {}, 0
+        place = {}
+        number = 0
         for parameter in given:
             for _ in self._pieces(parameter):
                 place[id(parameter)] = number

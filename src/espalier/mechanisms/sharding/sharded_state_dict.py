@@ -15,6 +15,7 @@ import xxhash
 from torch import Tensor
 from torch.nn import Parameter
 
+from espalier.checkpoint.base import StateDict
 from espalier.checkpoint.stored_slice import StoredSlice, fill_slices
 from espalier.checkpoint.tensor_slice import Box, RankRow, RowSlice, Slice
 from espalier.comm import plain_collectives
@@ -68,7 +69,7 @@ class ModelState:
     def __init__(self, sharding: UnitSharding) -> None:
         self._sharding = sharding
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Slices of the parameters that are sharded, other frozen ones and buffers whole."""
         self._sharding.settle()
         cut = self._sharding.cut
@@ -84,7 +85,7 @@ class ModelState:
             for name, value in entries.items()
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: StateDict) -> None:
         """Takes values of whatever precision into what this rank owns, and brings them to everybody."""
         fill_slices(self.state_dict(), state)
         self._sharding.adopt()
@@ -94,13 +95,15 @@ class OptimizerState:
     """The optimizer's state by `name/kind`. Stateful; all ranks call it together."""
 
     def __init__(self, sharding: UnitSharding, optimizer: Optimizer, channel: dist.ProcessGroup) -> None:
-        self._sharding, self._optimizer, self._channel = sharding, optimizer, channel
+        self._sharding = sharding
+        self._optimizer = optimizer
+        self._channel = channel
         self._kinds: Kinds | None = sharding.kinds
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Slices of what is shaped like the parameter, and scalars, which the rank with the first element writes."""
         entries = self._optimizer.state_dict()
-        table: dict[str, Any] = {}
+        table: StateDict = {}
         for flat in self._sharding.flats:
             moved_here = {moved.slot.name: moved for moved in flat.moved}
             for slot in flat.slots:
@@ -122,11 +125,11 @@ class OptimizerState:
                         table[key] = placed(sliced, slot.name, self._sharding.cut)
         return table
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: StateDict) -> None:
         """Takes back what `state_dict` gave."""
         fill_slices(self.state_dict(), state)
 
-    def _all_kinds(self, entries: dict[str, Any]) -> Kinds:
+    def _all_kinds(self, entries: StateDict) -> Kinds:
         """For each parameter, what states it has: also of those this rank holds nothing of."""
         if self._kinds is None:
             mine: Kinds = {}
@@ -150,12 +153,14 @@ class Residuals:
     """
 
     def __init__(self, sharding: UnitSharding, channel: dist.ProcessGroup) -> None:
-        self._sharding, self._channel = sharding, channel
+        self._sharding = sharding
+        self._channel = channel
         self._flats = [flat for flat in sharding.flats if flat.residual is not None]
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """This rank's row of each parameter, and the layout under which it has a meaning."""
-        rank, ranks = self._channel.rank(), self._channel.size()
+        rank = self._channel.rank()
+        ranks = self._channel.size()
         rows = {}
         for flat in self._flats:
             assert flat.residual is not None
@@ -164,7 +169,7 @@ class Residuals:
                 rows[slot.name] = RankRow.of_rank(part, slot.shape, rank, ranks)
         return {"layout": self._layout(), "rows": rows}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: StateDict) -> None:
         """Takes back what `state_dict` gave; all ranks call it. What was saved without, by another codec, begins with
         nothing."""
         current = self.state_dict()
@@ -203,7 +208,7 @@ class Residuals:
 # --- of a model in somebody's own loop: hooks of `nn.Module` -----------------------------------------------------
 
 
-def whole_state_dict(sharding: UnitSharding, module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+def whole_state_dict(sharding: UnitSharding, module: nn.Module, state: StateDict, prefix: str, _: Any) -> None:
     """`model.state_dict()` has whole parameters on every rank (all ranks call it), masters where there are any."""
     if any(isinstance(value, Parameter) for value in state.values()):
         return  # keep_vars: the parameters themselves are wanted
@@ -221,9 +226,7 @@ def whole_state_dict(sharding: UnitSharding, module: nn.Module, state: dict[str,
             state[prefix + name] = pieces[id(parameter)]
 
 
-def load_whole_state_dict(
-    sharding: UnitSharding, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any
-) -> None:
+def load_whole_state_dict(sharding: UnitSharding, module: nn.Module, state: StateDict, prefix: str, *_: Any) -> None:
     """Before `model.load_state_dict(state)`: each rank takes its own share of whole parameters."""
     entries = ModelState(sharding).state_dict()
     known = {name: value for name, value in entries.items() if prefix + name in state}

@@ -69,7 +69,8 @@ class UserLoop:
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Backward passes inside only add to this rank's gradients; the next one outside exchanges them all."""
-        before, self._exchanges = self._exchanges, False
+        before = self._exchanges
+        self._exchanges = False
         try:
             yield
         finally:
@@ -105,7 +106,8 @@ class UserLoop:
 
     def _end(self) -> None:
         self.sharding.end_round()
-        self._open, self._pending = False, True
+        self._open = False
+        self._pending = True
         if self._exchanges:
             self._finish()
         self._stand_in()

@@ -26,7 +26,8 @@ def crossings(samples: int, source: Sequence[int], target: Sequence[int]) -> Ite
     receiver."""
     for (a, sender), (b, receiver) in itertools.product(enumerate(source), enumerate(target)):
         (low, high), (start, stop) = rows(samples, len(source), a), rows(samples, len(target), b)
-        first, last = max(low, start), min(high, stop)
+        first = max(low, start)
+        last = min(high, stop)
         if first < last:
             yield sender, receiver, first, last
 

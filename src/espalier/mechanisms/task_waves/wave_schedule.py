@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from espalier.optim.loss_scale import LossScale
     from espalier.plan.base import Plan
     from espalier.recipe import Recipe
+    from espalier.tasks.towers import Fields, MultitaskModel
 
 TOWERS = Claim(
     "towers_of_rank",
@@ -61,21 +62,6 @@ WAVES = Claim(
 
 TaskFields = Mapping[int, Any]
 """Of each task that has samples, their fields."""
-
-
-class TaskGraph(Protocol):
-    """A model of several tasks whose parts ranks can run apart (`tasks.towers.MultitaskModel`)."""
-
-    def nodes(self, task: int) -> list[TaskNode]:
-        """The parts of a task in the order in which they run, its head last."""
-
-    def compute(
-        self, task: int, node: str, operators: tuple[int, int], inputs: Sequence[Tensor], fields: Mapping[str, Tensor]
-    ) -> Any:
-        """Operators `[first, last)` of a node: a tensor [samples, ...], of a head (sum, weight) of each figure."""
-
-    def owners(self) -> dict[str, tuple[str, int]]:
-        """Of each parameter, the node and the operator that it belongs to; a head is `head.TASK`."""
 
 
 class SliceRoute(NamedTuple):
@@ -184,7 +170,7 @@ class WaveSchedule:
         self, rank: int, model: nn.Module, slices: Slices, messages: StageMessages, passes: WavePasses
     ) -> None:
         self.rank, self.slices, self.messages, self.passes = rank, slices, messages, passes
-        self.graph = cast("TaskGraph", model)
+        self.graph = cast("MultitaskModel", model)
         self.local_slices = [number for number, slice_ in enumerate(slices.all) if rank in slice_.ranks]
         model.forward = self._evaluated
 
@@ -244,9 +230,10 @@ class WaveSchedule:
         """See `Schedule.validation`: each rank has the figures of its samples, which are summed."""
         return nullcontext()
 
-    def _evaluated(self, task: int, fields: Mapping[str, Tensor]) -> Any:
+    def _evaluated(self, task: int, fields: Fields) -> Any:
         """The model's forward, outside of steps: figures of the samples whose head is here; of none, nothing."""
-        step, figures = _WaveStep(), {}
+        step = _WaveStep()
+        figures = {}
         self._expect_inputs(step, {task: fields})
         for number in self.local_slices:
             if self.slices.task[number] == task:
@@ -290,11 +277,14 @@ class WaveSchedule:
         self.messages.wait(works)
         return room
 
-    def _inputs(self, step: _WaveStep, number: int, fields: Mapping[str, Tensor]) -> list[Tensor]:
+    def _inputs(self, step: _WaveStep, number: int, fields: Fields) -> list[Tensor]:
         """What a slice takes: of each route its samples, from here and from others."""
-        samples, key, inputs = _samples(fields), shapes_of(dict(fields)), []
+        samples = _samples(fields)
+        key = shapes_of(dict(fields))
+        inputs = []
         for route in self.slices.into[number]:
-            pieces, tag = [], self._tag(route)
+            pieces = []
+            tag = self._tag(route)
             for sender, receiver, first, last in self.slices.parts(route, samples):
                 if receiver != self.rank:
                     continue
@@ -311,18 +301,22 @@ class WaveSchedule:
                 inputs.append(whole.requires_grad_(torch.is_grad_enabled()))
         return inputs
 
-    def _forward(self, step: _WaveStep, number: int, fields: Mapping[str, Tensor]) -> None:
-        slice_, samples = self.slices.all[number], _samples(fields)
+    def _forward(self, step: _WaveStep, number: int, fields: Fields) -> None:
+        slice_ = self.slices.all[number]
+        samples = _samples(fields)
         low, high = self._rows(number, samples)
         inputs = self._inputs(step, number, fields)
         if low == high:
             return
         part = {name: value[low:high] for name, value in fields.items()}
         with self.passes.context():
-            made = self.graph.compute(self.slices.task[number], slice_.node, (slice_.first, slice_.last), inputs, part)
-        step.taken[number], step.made[number] = inputs, made
+            operators = (slice_.first, slice_.last)
+            made: Any = self.graph.compute(self.slices.task[number], slice_.node, operators, inputs, part)
+        step.taken[number] = inputs
+        step.made[number] = made
         for route in self.slices.out[number]:
-            tag, key = self._tag(route), shapes_of(dict(fields))
+            tag = self._tag(route)
+            key = shapes_of(dict(fields))
             for sender, receiver, first, last in self.slices.parts(route, samples):
                 if sender == self.rank != receiver:
                     piece = made.detach()[first - low : last - low]
@@ -335,16 +329,19 @@ class WaveSchedule:
         """Of activations; their gradients have the next one."""
         return 2 * self.slices.routes.index(route)
 
-    def _backward(self, step: _WaveStep, number: int, fields: Mapping[str, Tensor]) -> None:
+    def _backward(self, step: _WaveStep, number: int, fields: Fields) -> None:
         if number not in step.made:
             return
-        samples, task, made = _samples(fields), self.slices.task[number], step.made.pop(number)
+        samples = _samples(fields)
+        task = self.slices.task[number]
+        made = step.made.pop(number)
         if self.slices.all[number].node == HEAD:
             value, _ = made["loss"]
             root = value / divisor(self.passes.nominal_weight, self.passes.shares[task], self.passes.loss_scale)
             gradient = None
         else:
-            root, gradient = made, self._gradient(step, number, made, samples)
+            root = made
+            gradient = self._gradient(step, number, made, samples)
         with self.passes.accumulate(False):
             torch.autograd.backward(root, gradient)
         low, _ = self._rows(number, samples)
@@ -373,7 +370,7 @@ class WaveSchedule:
         return of_made
 
 
-def _samples(fields: Mapping[str, Tensor]) -> int:
+def _samples(fields: Fields) -> int:
     return len(next(iter(fields.values())))
 
 
@@ -381,7 +378,7 @@ def _samples(fields: Mapping[str, Tensor]) -> int:
 
 
 def _slices(context: Build) -> Slices:
-    graph = cast("TaskGraph", context.model)
+    graph = cast("MultitaskModel", context.model)
     return Slices(context.plan, list(context.workload.tasks()), graph.nodes)
 
 
@@ -392,10 +389,11 @@ class OwnTowers(Mechanism):
 
     def wrap(self, context: Build) -> None:
         """Frees all others. Raises UserError where the plan's waves leave a part to nobody."""
-        model, mesh = context.model, context.mesh
+        model = context.model
+        mesh = context.mesh
         assert model is not None
         assert mesh.replica is not None, "waves have several ranks"
-        graph = cast("TaskGraph", model)
+        graph = cast("MultitaskModel", model)
         context.cut = context.cut or ModelCut(mesh.replica)
         holders = _slices(context).holders(graph.owners())
         ranks = {rank for some in holders.values() for rank in some}
@@ -431,7 +429,9 @@ class Waves(Mechanism):
 
     def wrap(self, context: Build) -> None:
         """Makes the schedule."""
-        sharding, mesh, model = context.sharding, context.mesh, context.model
+        sharding = context.sharding
+        mesh = context.mesh
+        model = context.model
         assert sharding is not None
         assert model is not None
         world, local_ranks = (dist.get_process_group_ranks(group) for group in (mesh.channel, mesh.replica))
@@ -445,7 +445,8 @@ class Waves(Mechanism):
             context.loss_scale,
             context.plan.state(TaskWavesState).nested,
         )
-        slices, messages = _slices(context), StageMessages(mesh.replica, places, context.device)
+        slices = _slices(context)
+        messages = StageMessages(mesh.replica, places, context.device)
         context.stalled = lambda: messages.waited
         context.schedule = WaveSchedule(mesh.rank, model, slices, messages, passes)
         self.state(context, {})

@@ -49,7 +49,8 @@ def cut_model(model: nn.Module, roles: Mapping[str, Role], stream: Stream, mesh:
 def _slice(part: ModuleWithRole, parameter: nn.Parameter, stream: Stream, stands: bool) -> Slab:
     """Leaves this rank's slice of a parameter. Returns where it lies."""
     first, last = part.share(stream.rank, stream.ranks)
-    dim, whole = DIM[part.role.kind], parameter.shape
+    dim = DIM[part.role.kind]
+    whole = parameter.shape
     parameter.data = parameter.detach().narrow(dim, first, last - first).clone(memory_format=torch.contiguous_format)
     parameter.grad = None
     return Slab(whole, tuple(first if index == dim else 0 for index in range(len(whole))), stream.group, stands)
@@ -87,7 +88,8 @@ def _install_columns(siblings: Sequence[ModuleWithRole], stream: Stream) -> None
 def _install_head(model: Any, stream: Stream) -> None:
     """The seams of a model whose head is cut by words. `turn` and `through` tell the stream how many tokens pass: also
     where another rank has the table, and where backward computes a block again."""
-    turn, through = model.turn, model.through
+    turn = model.turn
+    through = model.through
 
     def turned(tokens: Tensor, *more: Any) -> Any:
         stream.begin(tokens)
@@ -102,7 +104,8 @@ def _install_head(model: Any, stream: Stream) -> None:
 
         return through(again, *given)
 
-    model.turn, model.through = turned, passed
+    model.turn = turned
+    model.through = passed
     columns = layers.Columns(stream, [lambda: model.words])
     total = model.size.vocabulary
     first, _ = even(total, stream.rank, stream.ranks)
@@ -121,4 +124,5 @@ def _install_head(model: Any, stream: Stream) -> None:
         logits = columns.product(0, x)
         return layers.cross_entropy_sum(logits if cap is None else cap * (logits / cap).tanh(), targets, stream, first)
 
-    model.predict, model.score = predict, score
+    model.predict = predict
+    model.score = score

@@ -27,7 +27,8 @@ class Entry:
     """
 
     def __init__(self, stream: Stream) -> None:
-        self.stream, self.tokens = stream, stream.tokens
+        self.stream = stream
+        self.tokens = stream.tokens
         self.outputs: dict[int, Tensor] = {}
         """Gradients of the products, by the number of the matrix."""
         self.again: Arrived | None = None
@@ -57,7 +58,8 @@ class _Enter(torch.autograd.Function):
             whole = (entry.again or entry.whole(saved))().flatten(0, -2)
             for number, output in entry.outputs.items():
                 gradients[number] = output.flatten(0, -2).mT @ whole
-        entry.outputs, entry.again = {}, None
+        entry.outputs = {}
+        entry.again = None
         return folded(), None, *gradients
 
 
@@ -66,7 +68,8 @@ class _ColumnProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, whole: Tensor, matrix: Tensor, saved: Tensor | None, entry: Entry, number: int) -> Tensor:
-        ctx.entry, ctx.number = entry, number
+        ctx.entry = entry
+        ctx.number = number
         ctx.save_for_backward(matrix, saved)
         return F.linear(whole, matrix)
 
@@ -85,7 +88,8 @@ class _LeaveStream(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, partial: Tensor, stream: Stream) -> Tensor:
-        ctx.stream, ctx.tokens = stream, (partial.shape[0], partial.shape[1])
+        ctx.stream = stream
+        ctx.tokens = (partial.shape[0], partial.shape[1])
         return stream.fold(partial)()
 
     @staticmethod
@@ -108,7 +112,8 @@ class Columns:
     """
 
     def __init__(self, stream: Stream, weights: Sequence[Callable[[], Tensor]]) -> None:
-        self.stream, self.weights = stream, list(weights)
+        self.stream = stream
+        self.weights = list(weights)
         self._input: Tensor | None = None
         self._state: tuple[Tensor, Tensor, Entry, list[Tensor]] | None = None
         self._left = 0
@@ -126,7 +131,8 @@ class Columns:
         return _ColumnProduct.apply(whole, matrices[number].detach(), saved, entry, number)
 
     def _begin(self, x: Tensor) -> None:
-        part, matrices = x, [weight() for weight in self.weights]
+        part = x
+        matrices = [weight() for weight in self.weights]
         if torch.is_autocast_enabled(x.device.type):
             part = x.to(torch.get_autocast_dtype(x.device.type))  # what is exchanged is what products read
         entry = Entry(self.stream)
@@ -135,7 +141,10 @@ class Columns:
         self._state = whole, part.detach(), entry, matrices
 
 
-def column_forward(columns: Columns, number: int, module: nn.Linear) -> Callable[[Tensor], Tensor]:
+Forward = Callable[[Tensor], Tensor]
+
+
+def column_forward(columns: Columns, number: int, module: nn.Linear) -> Forward:
     """The forward of a `Linear` cut by columns."""
 
     def forward(input: Tensor) -> Tensor:
@@ -145,7 +154,7 @@ def column_forward(columns: Columns, number: int, module: nn.Linear) -> Callable
     return forward
 
 
-def row_forward(stream: Stream, module: nn.Linear) -> Callable[[Tensor], Tensor]:
+def row_forward(stream: Stream, module: nn.Linear) -> Forward:
     """The forward of a `Linear` cut by rows (columns of its `weight`). The bias, which every rank has, counts once."""
 
     def forward(input: Tensor) -> Tensor:
@@ -155,7 +164,7 @@ def row_forward(stream: Stream, module: nn.Linear) -> Callable[[Tensor], Tensor]
     return forward
 
 
-def table_forward(stream: Stream, module: nn.Embedding, first: int) -> Callable[[Tensor], Tensor]:
+def table_forward(stream: Stream, module: nn.Embedding, first: int) -> Forward:
     """The forward of an `Embedding` of which this rank has the words from `first` on."""
     padding = module.padding_idx
     if padding is not None:
@@ -181,7 +190,7 @@ def region_forward(stream: Stream, plain: Callable[..., Any]) -> Callable[..., A
     return forward
 
 
-def words_forward(columns: Callable[[Tensor], Tensor], stream: Stream, total: int) -> Callable[[Tensor], Tensor]:
+def words_forward(columns: Forward, stream: Stream, total: int) -> Forward:
     """The forward of a `Linear` cut by columns, whose output every rank gets whole."""
 
     def forward(input: Tensor) -> Tensor:
@@ -259,7 +268,8 @@ class _CrossEntropySum(torch.autograd.Function):
         scores.exp_()
         total, score = stream.sum(torch.stack([scores.sum(-1), inside_score]))()
         ctx.save_for_backward(scores.div_(total.unsqueeze(-1)), place, inside, counted)
-        ctx.dtype, ctx.shape = logits.dtype, logits.shape
+        ctx.dtype = logits.dtype
+        ctx.shape = logits.shape
         return ((total.log() - score) * counted).sum()
 
     @staticmethod

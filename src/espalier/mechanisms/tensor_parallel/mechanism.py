@@ -46,7 +46,8 @@ class TensorParallel(Mechanism):
 
     def wrap(self, context: Build) -> None:
         """Cuts the model, which was built whole: its initial weights are the same whatever the cut."""
-        model, mesh = context.model, context.mesh
+        model = context.model
+        mesh = context.mesh
         assert model is not None
         assert mesh.replica is not None
         context.cut = context.cut or ModelCut(mesh.replica)

@@ -43,8 +43,11 @@ class Stream:
     """
 
     def __init__(self, group: dist.ProcessGroup, sharded: bool, regather: bool = False) -> None:
-        self.group, self.sharded, self.regather = group, sharded, regather and sharded
-        self.rank, self.ranks = group.rank(), group.size()
+        self.group = group
+        self.sharded = sharded
+        self.regather = regather and sharded
+        self.rank = group.rank()
+        self.ranks = group.size()
         self.tokens: tuple[int, int] = (0, 0)
         """(batch, seq) of the forward pass under way."""
 
@@ -97,7 +100,8 @@ class Stream:
             if len(set(counts)) == 1:
                 work = self.group._allgather_base(gathered, rows.contiguous(), AllgatherOptions())
             else:
-                sent, each = torch.cat([rows] * self.ranks), [len(rows)] * self.ranks
+                sent = torch.cat([rows] * self.ranks)
+                each = [len(rows)] * self.ranks
                 work = self.group.alltoall_base(gathered, sent, list(counts), each, AllToAllOptions())
         return _after(work, lambda: gathered)
 
@@ -119,7 +123,8 @@ class _Part(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, whole: Tensor, stream: Stream) -> Tensor:
-        ctx.stream, ctx.tokens = stream, stream.tokens
+        ctx.stream = stream
+        ctx.tokens = stream.tokens
         return stream.part_of_rank(whole, stream.tokens)
 
     @staticmethod
@@ -132,7 +137,8 @@ class _Whole(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, stream: Stream) -> Tensor:
-        ctx.stream, ctx.tokens = stream, stream.tokens
+        ctx.stream = stream
+        ctx.tokens = stream.tokens
         return stream.spread(part, stream.tokens)()
 
     @staticmethod

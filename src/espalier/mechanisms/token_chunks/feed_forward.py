@@ -21,7 +21,8 @@ def by_chunks(module: nn.Module, chunk: int) -> Callable[[Tensor], Tensor]:
     plain = module.forward
 
     def forward(x: Float[Tensor, "*batch width"]) -> Float[Tensor, "*batch width"]:
-        tokens, entry = x.flatten(0, -2), _Entry()
+        tokens = x.flatten(0, -2)
+        entry = _Entry()
         answers = _Chunks.apply(_Input.apply(tokens, entry), plain, chunk, entry, *module.parameters())
         return answers.unflatten(0, x.shape[:-1])
 
@@ -93,5 +94,6 @@ def _autocast(x: Tensor) -> torch.autocast:
     """The precision of the pass under way. Casts of weights are not kept: those of a pass without gradients have no
     way back to the weights."""
     kind = x.device.type
-    dtype, enabled = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
+    dtype = torch.get_autocast_dtype(kind)
+    enabled = torch.is_autocast_enabled(kind)
     return torch.autocast(kind, dtype, enabled, cache_enabled=False)

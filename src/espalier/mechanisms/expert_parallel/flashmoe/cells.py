@@ -60,7 +60,9 @@ def tiles_of(counts: Sequence[tuple[int, int]], rows: int) -> list[Tile]:
             span = (min(start, new), min(stop, new), max(start - new, 0), max(stop - new, 0))
             a, b, c, d = span
             tiles.append(Tile(expert, entries + start, entries + stop, fresh + a, fresh + b, refs + c, refs + d))
-        entries, fresh, refs = entries + new + again, fresh + new, refs + again
+        entries = entries + new + again
+        fresh = fresh + new
+        refs = refs + again
     return tiles
 
 
@@ -107,13 +109,12 @@ def outgoing(chosen: Int[Tensor, "tokens active"], experts: ExpertMap) -> list[O
     order = (2 * position + again).flatten().argsort(stable=True)
     counts = (2 * position + again).flatten().bincount(minlength=2 * experts.count).view(-1, 2)
     base = torch.arange(tokens).unsqueeze(1) * active
-    flat_again, parent, slots = (
-        again.flatten()[order],
-        (base + first).flatten()[order],
-        (base + choice).flatten()[order],
-    )
+    flat_again = again.flatten()[order]
+    parent = (base + first).flatten()[order]
+    slots = (base + choice).flatten()[order]
     row = torch.empty(tokens * active, dtype=torch.int64)
-    messages, at = [], 0
+    messages = []
+    at = 0
     for mine in counts.split(experts.sizes):
         span = slice(at, at + int(mine.sum()))
         fresh = order[span][~flat_again[span]]

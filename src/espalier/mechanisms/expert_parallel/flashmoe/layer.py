@@ -89,7 +89,8 @@ class FlashMoeCall:
         self.links, self.me, self.experts, self.parameters = route.links, route.group.rank(), experts, parameters
         self.expert_map, self.keeps, self.load, self.codec = route.expert_map, keeps, route.load, route.rows
         self.others = [(self.me + turn) % len(route.expert_map.ranks) for turn in range(1, len(route.expert_map.ranks))]
-        self.joins, self.waiting = route.joins, dict[int, list[TileTask]]()
+        self.joins = route.joins
+        self.waiting = dict[int, list[TileTask]]()
         self.ready: dict[int, dict[int, Tensor]] = {}
         self.out: list[Outgoing] = []
         self.sent: list[list[Tile]] = []
@@ -190,7 +191,8 @@ class FlashMoeCall:
                 parts = [self._taken(*pair, pull, pulls) for pair in pairs]
                 scale = torch.cat(scales).unsqueeze(1)
                 gradient = parts[0] * scale if len(parts) == 1 else torch.cat(parts).mul_(scale)
-                done, self.late.late = self.done.pop(batch), []
+                done = self.done.pop(batch)
+                self.late.late = []
                 wanted = [done.rows, *self.parameters]
                 mine, *others = torch.autograd.grad(done.answer, wanted, gradient, allow_unused=True)
                 sums.add(batch[0], others, self.late.late)

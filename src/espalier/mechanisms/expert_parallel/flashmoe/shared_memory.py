@@ -47,7 +47,9 @@ _NAME = "espalier experts"
 def neighbours(group: dist.ProcessGroup) -> frozenset[int]:
     """The ranks of `group` that see this one's memory and whose memory it sees: of one machine, one user and one
     network namespace (hosts of a lab have none in common). All ranks call this. Raises nothing: there may be none."""
-    store, me, size = group.get_group_store(), group.rank(), group.size()
+    store = group.get_group_store()
+    me = group.rank()
+    size = group.size()
     turn = store.add(f"{_NAME}/turn {me}", 1)
     token = secrets.token_hex(16)
     descriptor = os.memfd_create(_NAME) if sys.platform == "linux" else -1
@@ -87,11 +89,13 @@ class SharedChunk:
     out, which the receiver counts."""
 
     def __init__(self, descriptor: int, size: int) -> None:
-        self.descriptor, self.size = descriptor, size
+        self.descriptor = descriptor
+        self.size = size
         self._map = mmap.mmap(descriptor, size)
         self._count = memoryview(self._map)[:8].cast("q")
         self.bytes = torch.frombuffer(self._map, dtype=torch.uint8)
-        self.put, self.end = 0, _ALIGNED
+        self.put = 0
+        self.end = _ALIGNED
 
     @classmethod
     def new(cls, size: int) -> SharedChunk:
@@ -166,7 +170,8 @@ class SharedMemoryTransport(PeerMessages):
 
     def __init__(self, group: dist.ProcessGroup, near: frozenset[int]) -> None:
         super().__init__(group)
-        store, me = group.get_group_store(), group.rank()
+        store = group.get_group_store()
+        me = group.rank()
         store.set(f"{_NAME}/process {me}", str(os.getpid()))
         self.near = near
         self._lines = {peer: IncomingMessages(int(store.get(f"{_NAME}/process {peer}"))) for peer in near}
@@ -196,7 +201,8 @@ class SharedMemoryTransport(PeerMessages):
             self._say(peer)
 
     def _say(self, peer: int) -> None:
-        words, self._unsaid[peer] = self._unsaid[peer], []
+        words = self._unsaid[peer]
+        self._unsaid[peer] = []
         message = torch.zeros(1 + 4 * _WORDS, dtype=torch.int64)
         message[: len(words) + 1] = torch.tensor([len(words) // 4, *words])
         with traffic(Traffic.EXPERTS):

@@ -29,7 +29,8 @@ class PeerMessages:
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group, self.near = group, frozenset[int]()
+        self._group = group
+        self.near = frozenset[int]()
         self._events: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._threads: dict[tuple[int, int], CommThread] = {}
         self._leaving: list[tuple[Any, Tensor]] = []
@@ -77,7 +78,8 @@ class PeerMessages:
         """A pass has ended: what was sent in the one before is at its receivers."""
         for work, _ in self._earlier:
             work.wait()
-        self._earlier, self._leaving = self._leaving, []
+        self._earlier = self._leaving
+        self._leaving = []
 
 
 def _tell(work: Any, event: Hashable, put: Callable[[Any], None]) -> None:

@@ -56,7 +56,8 @@ class _LinearWithoutWeightGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, late: PutOff) -> Tensor:
         ctx.save_for_backward(x)
-        ctx.weight, ctx.late = weight, late
+        ctx.weight = weight
+        ctx.late = late
         return F.linear(x, weight, bias)
 
     @staticmethod
@@ -130,7 +131,8 @@ class FixedOrderSum:
         """The sums, after `spare` has nothing left; zeros for an expert without tokens."""
         for number in sorted(self._products):
             for index, parameter in enumerate(self._parameters):
-                product, total = self._products[number].get(parameter), self._sums[index]
+                product = self._products[number].get(parameter)
+                total = self._sums[index]
                 if product is not None:
                     self._sums[index] = product if total is None else total + product
         pairs = zip(self._sums, self._parameters, strict=True)

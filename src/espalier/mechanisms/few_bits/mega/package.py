@@ -98,10 +98,12 @@ class PackedRows:
         stop = self.rows if stop is None else stop
         if not 0 <= start <= stop <= self.rows:
             raise IndexError(f"rows [{start}, {stop}) are not among the {self.rows} of this package")
-        begin, end = start // GROUP * GROUP, min(self.rows, -(-stop // GROUP) * GROUP)
+        begin = start // GROUP * GROUP
+        end = min(self.rows, -(-stop // GROUP) * GROUP)
         pairs = self.pairs(begin, max(begin, end))
         codes = np.zeros((len(pairs), self.columns), np.uint8)
-        kind, counted = OCCUPIED.index(self.occupied), _bits_for(self.columns + 1)
+        kind = OCCUPIED.index(self.occupied)
+        counted = _bits_for(self.columns + 1)
         widths = np.ascontiguousarray(pairs[:, 0])
         index = self.streams["index"].view(np.uint64).reshape(-1, 3)
         damaged_bit = package_cpu.decode(
@@ -158,15 +160,19 @@ def encode(coded: Coded, packages: Any = optimal, occupied: Occupied | None = No
         occupied: None: whatever takes the least.
     Raises UserError: a code that its width cannot hold.
     """
-    codes, widths = coded.codes.numpy(), coded.widths.numpy().astype(np.int64)
+    codes = coded.codes.numpy()
+    widths = coded.widths.numpy().astype(np.int64)
     signed = codes.dtype == np.int8
     _refuse(codes, widths, signed)
     if occupied is None:
         candidates = [encode(coded, packages, form) for form in OCCUPIED]
         return min(candidates, key=lambda packed: packed.nbytes)
     rows, columns = codes.shape
-    steps_of, pair_widths, order = coded.steps.numpy(), widths, stored_order(widths)
-    codes, widths = codes[order], widths[order]
+    steps_of = coded.steps.numpy()
+    pair_widths = widths
+    order = stored_order(widths)
+    codes = codes[order]
+    widths = widths[order]
     stored = (widths > 0)[:, None] & ((codes != 0) if occupied != "dense" else np.ones_like(codes, bool))
     counts = stored.sum(1).astype(np.int64)
     values = codes[stored].view(np.uint8).astype(np.uint64)
@@ -178,7 +184,8 @@ def encode(coded: Coded, packages: Any = optimal, occupied: Occupied | None = No
     streams["rows"] = _write_bits(at.reshape(-1), _bits_for(len(pairs)))
     streams["pairs"] = pairs.reshape(-1)
     bits = {name: 8 * stream.nbytes for name, stream in streams.items()}
-    payload, headers = int(np.repeat(widths, counts).sum()), HEADER * len(layout.widths)
+    payload = int(np.repeat(widths, counts).sum())
+    headers = HEADER * len(layout.widths)
     steps = 16 * len(pairs) + rows * _bits_for(len(pairs))
     padding = bits["packages"] - payload - headers + bits["occupied"] - bitmap + bits["rows"] + bits["pairs"] - steps
     sizes = Sizes(payload, headers, padding, bitmap, bits["index"], steps)
@@ -216,7 +223,8 @@ def _laid_out(widths: Array, counts: Array, packages: Any) -> Layout:
     """One run for consecutive rows of one width; rows without codes end none."""
     some = np.flatnonzero(counts)
     starts = np.flatnonzero(np.diff(widths[some], prepend=-1))
-    totals, of_run = np.add.reduceat(counts[some], starts), widths[some][starts]
+    totals = np.add.reduceat(counts[some], starts)
+    of_run = widths[some][starts]
     cut = list(map(cache(packages), totals.tolist(), of_run.tolist()))
     lengths = np.array([len(run) for run in cut], np.int64)
     words = np.array([word for run in cut for word in run], np.int64)
@@ -248,7 +256,8 @@ def _told(stored: Array, counts: Array, occupied: Occupied) -> tuple[Array, int]
         return np.zeros(0, np.uint8), 0
     if occupied == "bitmap":
         return np.packbits(stored, axis=1, bitorder="little").reshape(-1), stored.size
-    of_count, of_column = _bits_for(stored.shape[1] + 1), _bits_for(stored.shape[1])
+    of_count = _bits_for(stored.shape[1] + 1)
+    of_column = _bits_for(stored.shape[1])
     columns = np.nonzero(stored)[1]
     streams = [_write_bits(counts, of_count), _write_bits(columns, of_column)]
     return np.concatenate(streams), len(counts) * of_count + len(columns) * of_column
@@ -262,6 +271,7 @@ def _index(layout: Layout, counts: Array) -> Array:
     inside = before < len(layout.package)
     package = layout.package[before[inside]]
     index = np.zeros((len(before), 3), np.uint64)
-    index[inside, 0], index[inside, 1] = layout.before[package], layout.place[before[inside]]
+    index[inside, 0] = layout.before[package]
+    index[inside, 1] = layout.place[before[inside]]
     index[:, 2] = before
     return index.reshape(-1).view(np.uint8)
