@@ -66,7 +66,7 @@ RECIPES: dict[str, dict[str, Any]] = {
     "long": decoder({"depth": 2, "width": 128, "heads": 2}, sequence=4096, batch_tokens=16384),
     "wide": decoder({"depth": 2, "width": 768, "heads": 6}, sequence=128, batch_tokens=1024, **ADAMW),
     "bf16": decoder(
-        {"depth": 4, "width": 384, "heads": 6}, sequence=256, batch_tokens=4096, precision="bf16", **ADAMW
+        {"depth": 4, "width": 384, "heads": 6}, sequence=256, batch_tokens=512, precision="bf16", **ADAMW
     ),
     "gcn": network("gcn", 20_000),
     "sage": network("sage", 50_000, (10, 5), batch_tokens=1024),

@@ -148,6 +148,12 @@ class Counter(TorchDispatchMode):
     320.0
     """
 
+    supports_higher_order_operators = True
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else torch imports its compiler at the first operation: seconds, 70 MiB
+
     def __init__(self, model: nn.Module | None = None) -> None:
         super().__init__()
         self.model, self.hiding = model, 0
@@ -208,12 +214,13 @@ class Counter(TorchDispatchMode):
 
 def _counted(func: Any, args: Any, kwargs: Any, out: Any) -> Counts:
     results, given = _tensors(out), _tensors((args, kwargs))
-    if func.is_view or not results:
+    if getattr(func, "is_view", False) or not results:
         return NOTHING
     moved = float(sum(tensor.numel() * tensor.element_size() for tensor in (*given, *results)))
-    if (flops := flop_registry.get(func._overloadpacket)) is not None:
+    operator = getattr(func, "_overloadpacket", func)  # one of higher order has no overloads
+    if (flops := flop_registry.get(operator)) is not None:
         return Counts(macs=flops(*args, **kwargs, out_val=out) / 2, bytes_moved=moved)
-    if func._overloadpacket in _MOVES:
+    if operator in _MOVES:
         return Counts(bytes_moved=moved)
     return Counts(other=float(max(tensor.numel() for tensor in (*given, *results))), bytes_moved=moved)
 

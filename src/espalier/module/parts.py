@@ -13,6 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.random import fork_rng
 from torch.utils.data import Dataset, TensorDataset, default_collate
 
+from espalier.kernels.counts import Counter
 from espalier.parallel.workload import Pieces, SummedLoss, to_device
 from espalier.recipe.errors import UserError
 from espalier.recipe.import_function import Author
@@ -220,8 +221,6 @@ def _called(model: nn.Module, loss: Loss | Metrics, batch: Any) -> Any:
 
 
 def _count(model: nn.Module, loss: Loss, batch: Any) -> tuple[Any, Counted]:
-    from torch.utils.flop_counter import FlopCounterMode
-
     saved: dict[int, int] = {}
     of_parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
 
@@ -231,10 +230,9 @@ def _count(model: nn.Module, loss: Loss, batch: Any) -> tuple[Any, Counted]:
             saved[storage.data_ptr()] = storage.nbytes()
         return tensor.detach()  # an output that its own node keeps would keep the node, for ever
 
-    counter = FlopCounterMode(display=False)
-    with counter, saved_tensors_hooks(save, lambda tensor: tensor):
+    with Counter() as counter, saved_tensors_hooks(save, lambda tensor: tensor):
         loss_value = _called(model, loss, batch)
-    return loss_value, Counted(counter.get_total_flops() / 2, sum(saved.values()) / 2)
+    return loss_value, Counted(counter.total.macs, sum(saved.values()) / 2)  # two FLOP a MAC, of two samples
 
 
 def _is_loss(value: Any) -> bool:

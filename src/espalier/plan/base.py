@@ -28,7 +28,8 @@ Tier = Literal["device", "host", "disk", "node"]
 """Where bytes wait: in the memory that computes, in the machine's memory, on its disk, or on optimizer nodes."""
 
 
-TOTALS, TOTAL_BYTES = 3, 8
+TOTALS = 3
+TOTAL_BYTES = 8
 """Loss, weight and stop flag: with a flag per rank they are what an agreement adds up at every step, in float64."""
 
 
@@ -287,7 +288,8 @@ class Predicted(PlanStruct, frozen=True):
     @property
     def state_bytes(self) -> dict[str, float]:
         """Bytes of parameters and of optimizer states, wherever they are."""
-        resident, away = self.memory_bytes, self.waiting_bytes
+        resident = self.memory_bytes
+        away = self.waiting_bytes
         return {kind: resident.get(kind, 0.0) + away.get(kind, 0.0) for kind in ("params", "optimizer")}
 
     def longer(self, term: str, seconds: float) -> Predicted:
@@ -437,7 +439,8 @@ class Plan(PlanStruct, frozen=True):
     @property
     def layout(self) -> Layout:
         """The shorthand view of this plan."""
-        trainers, unit = self.trainers, self.units[0]
+        trainers = self.trainers
+        unit = self.units[0]
         first = self.ranks[trainers[0]]
         stages = [stage for stage in self.stages if stage.pipeline == 0] or [Stage(ranks=trainers)]
         stage = stages[0]

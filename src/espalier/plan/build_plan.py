@@ -72,7 +72,8 @@ def predict(request: Request, option: Option, calibration: Calibration) -> Predi
 
 def _samples(request: Request, option: Option) -> list[int]:
     """Samples of each replica, in order; they add up to the batch."""
-    layout, batch = option.layout, request.profile.global_batch
+    layout = option.layout
+    batch = request.profile.global_batch
     if option.shares is None:
         each, over = divmod(batch, layout.dp)
         return [each + (index < over) for index in range(layout.dp)]
@@ -90,7 +91,9 @@ def _samples(request: Request, option: Option) -> list[int]:
 
 
 def _ranks(request: Request, option: Option) -> tuple[Rank, ...]:
-    layout, at, cuts = option.layout, 0, []
+    layout = option.layout
+    at = 0
+    cuts = []
     for samples in _samples(request, option):
         cuts.append((at, at + samples))
         at += samples

@@ -30,7 +30,8 @@ Megatron-LM on up to 3,072 A100s (arXiv 2104.04473, 2205.05198) are met within 1
 within 40 %."""
 UNKNOWN = 0.5
 """The same of a GPU of which only the peak is known. The catalogue says it of its own devices (`Device.spread`)."""
-INDIRECT, INDIRECT_SHARE = 0.6, 0.5
+INDIRECT = 0.6
+INDIRECT_SHARE = 0.5
 """The same of ranks that exchange over a link of which collectives reach less than this share, through host memory or
 TCP: published bandwidths of such links differ by a factor of three (`devices.toml`)."""
 LEAST = 0.02
@@ -49,7 +50,9 @@ PRIOR = {
 }  # fmt: skip
 """How far each factor may easily be from 1, in logarithms."""
 
-HELD, PEAKS, HELD_RANGE = 0.25, 0.15, (0.4, 2.5)
+HELD = 0.25
+PEAKS = 0.15
+HELD_RANGE = (0.4, 2.5)
 """The same for activations and slack; the scatter of a measured peak; how far the factor may go."""
 
 LOWEST = {
@@ -145,7 +148,8 @@ class Batch:
         self.size = len(rows)
         groups: dict[tuple[Any, ...], list[int]] = {}
         for index, row in enumerate(rows):
-            layout, world = row.layout, int(row.layout.world)
+            layout = row.layout
+            world = int(row.layout.world)
             key = (id(row.request), id(row.cluster), world, row.memory, *(getattr(layout, name) for name in ONE))
             groups.setdefault(key, []).append(index)
         self.rows = rows
@@ -210,7 +214,8 @@ def _times(rows: Sequence[Measurement]) -> dict[str, Any]:
     """The factors of seconds, their errors, and the spread that remains."""
     from scipy.optimize import least_squares
 
-    batch, measured = Batch(rows), np.array([row.step_seconds for row in rows], dtype=float)
+    batch = Batch(rows)
+    measured = np.array([row.step_seconds for row in rows], dtype=float)
     refuse_other_units(batch.predict(PLAIN)[0], measured, "step times", "seconds")
     names = list(PRIOR)
     width = np.array([PRIOR[name] for name in names])
@@ -251,7 +256,8 @@ def _memory_factor(rows: Sequence[Measurement]) -> dict[str, float]:
     states and runtime it says little of them."""
     from scipy.optimize import minimize_scalar
 
-    batch, measured = Batch(rows), np.array([row.peak_bytes for row in rows], dtype=float)
+    batch = Batch(rows)
+    measured = np.array([row.peak_bytes for row in rows], dtype=float)
     refuse_other_units(batch.predict(PLAIN)[1], measured, "peaks of memory", "bytes")
 
     def miss(at: float) -> float:

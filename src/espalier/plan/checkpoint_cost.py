@@ -24,7 +24,8 @@ from espalier.recipe.errors import UserError
 NAME = "checkpoint.every"
 FAILURES = "mtbf"
 COPIES = "copies"
-LEAST, MOST = 1, 1_000_000
+LEAST = 1
+MOST = 1_000_000
 
 
 def paced(plan: Plan, options: Checkpoint, cluster: Cluster) -> Plan:
@@ -33,7 +34,7 @@ def paced(plan: Plan, options: Checkpoint, cluster: Cluster) -> Plan:
         return plan  # the files of optimizer nodes are the checkpoint
     state = sum(plan.predicted.state_bytes.values())
     ranks = max(Counter(rank.node for rank in plan.ranks).values())  # that copy at once on one machine
-    bandwidth = min(place.table.device.memory_bandwidth for place in cluster.devices())  # of reading plus writing
+    bandwidth = min(table.device.memory_bandwidth for table in cluster.nodes)  # of reading plus writing
     seconds = state / PCIE if gpus(cluster) else 2 * state * ranks / bandwidth
     step = plan.predicted.step_seconds
     disks = [disk.write for node in cluster.nodes for disk in node.disks if disk.write]
@@ -59,11 +60,14 @@ def paced(plan: Plan, options: Checkpoint, cluster: Cluster) -> Plan:
 
 def between_failures(plan: Plan, cluster: Cluster) -> tuple[float, str]:
     """Mean seconds between two failures of the devices and machines of a plan's ranks, and what that rests on."""
-    rates = [(catalogue.failure_rate(place.table), place) for place in plan_summary.places_of(plan, cluster)]
-    parts = dict.fromkeys((rate, place.rank if rate.of == "device" else place.node) for rate, place in rates)
-    kinds = dict.fromkeys(rate for rate, _ in rates)
-    sources = "; ".join(f"{rate.hours:,.6g} of a {rate.of}, {rate.source}" for rate in kinds)
-    return 3600 / sum(1 / rate.hours for rate, _ in parts), sources
+    places = plan_summary.places_of(plan, cluster)
+    rate_of = {id(table): catalogue.failure_rate(table) for table in {id(p.table): p.table for p in places}.values()}
+    parts: dict[catalogue.FailureRate, set[int]] = {}
+    for place in places:
+        rate = rate_of[id(place.table)]
+        parts.setdefault(rate, set()).add(place.rank if rate.of == "device" else place.node)
+    sources = "; ".join(f"{rate.hours:,.6g} of a {rate.of}, {rate.source}" for rate in parts)
+    return 3600 / sum(len(failing) / rate.hours for rate, failing in parts.items()), sources
 
 
 def checkpoint_bytes(plan: Plan) -> float:
@@ -77,7 +81,8 @@ def checkpoint_bytes(plan: Plan) -> float:
 def refuse_full(plan: Plan, options: Checkpoint, folder: Path) -> None:
     """Raises UserError where the disk of `folder` has no room for the checkpoints that are kept, the best among them,
     and the next one beside them. Those that are there already are replaced."""
-    size, count = checkpoint_bytes(plan), options.keep + options.keep_best + 1
+    size = checkpoint_bytes(plan)
+    count = options.keep + options.keep_best + 1
     place = Path(options.target).expanduser() if options.target else folder
     if options.target and "://" in options.target:
         return  # not a disk of this machine
@@ -105,13 +110,15 @@ def with_copies(plan: Plan, memory: int | str, cluster: Cluster) -> Plan:
     Args:
         memory: what a machine's copies may take together; `auto`: a quarter of what training leaves free, 0: nothing.
     """
-    predicted, given = plan.predicted, memory if memory == "auto" else units.size(memory, "faults.memory")
+    predicted = plan.predicted
+    given = memory if memory == "auto" else units.size(memory, "faults.memory")
     if given == 0 or predicted is None or (given == "auto" and plan.offload != RESIDENT):
         return plan
     count = _count(plan)
     size = count * sum(predicted.state_bytes.values())
     taken = f"{count} cop{'y' if count == 1 else 'ies'} of a rank's state (faults.memory): {units.show_size(size)}"
-    on_gpus, ranks = gpus(cluster), max(Counter(rank.node for rank in plan.ranks).values())
+    on_gpus = gpus(cluster)
+    ranks = max(Counter(rank.node for rank in plan.ranks).values())
     used = sum(predicted.waiting_bytes.values()) if on_gpus else predicted.memory_bytes["peak"]
     if isinstance(given, str):
         tables = [place.table for place in cluster.devices()]

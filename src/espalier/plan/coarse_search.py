@@ -48,12 +48,15 @@ def cuts(
     """The best cuts among layouts with few factors, the fastest first, then those that lack the fewest bytes; and how
     many layouts these were. Only the best where all clearly lose `against` a step of so many seconds; where devices
     differ, also those that may have shares by speed."""
-    plain, weak, priced = one_length(request), weakest(request, on), 0
+    plain = one_length(request)
+    weak = weakest(request, on)
+    priced = 0
     ranked: list[tuple[float, float, bool, Layouts, int]] = []
     for batch in batches:
         priced += len(batch)
         over = fullness(plain, weak, batch)[1]
-        seconds, fits = np.full(len(batch), np.inf), np.flatnonzero(over <= 0)
+        seconds = np.full(len(batch), np.inf)
+        fits = np.flatnonzero(over <= 0)
         if len(fits):
             seconds[fits] = slowest(plain, weak, batch.at(fits))
         by_speed = shares_by_speed(batch, on)
@@ -153,7 +156,8 @@ def least_seconds(request: Request, on: Fleet) -> tuple[float, float]:
 
 def _sample(request: Request, on: Fleet, kind: DeviceGroup) -> float:
     """Seconds of one sample on one device of this kind, products as large as can be; a probed device at its peak."""
-    device, batch = kind.table.device, request.profile.global_batch
+    device = kind.table.device
+    batch = request.profile.global_batch
     if device.rates:
         return request.model_flops / batch / device_model.peak(device, request.precision)
     dense = replace(request.profile.anatomy(batch, "none", request.precision, WHOLE).whole, moved=0.0)

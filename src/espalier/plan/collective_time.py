@@ -89,10 +89,9 @@ def seats(cluster: Cluster, ranks: int) -> list[Place]:
     """The device of each rank: GPUs in order where there are any, else equally many ranks on each processor; machine by
     machine, in the order in which a ring through them crosses slow links least."""
     places = cluster.devices()
-    gpus = [place for place in places if place.table.device.kind == "cuda"]
-    assert ranks <= len(gpus) or not gpus, "planners refuse more ranks than GPUs"
     each, over = divmod(ranks, len(places))
-    taken = gpus[:ranks] or [place for index, place in enumerate(places) for _ in range(each + (index < over))]
+    taken = cluster.gpus[:ranks] or [place for index, place in enumerate(places) for _ in range(each + (index < over))]
+    assert ranks == len(taken), "planners refuse more ranks than GPUs"
     if not cluster.pairs:
         return taken
     turn = {machine: index for index, machine in enumerate(cluster.ring)}
@@ -128,6 +127,12 @@ def gpus(cluster: Cluster) -> int:
 
 def fleet(cluster: Cluster, ranks: int, threads: int = 1) -> Fleet:
     """The fleet of `ranks` ranks of `threads` threads on `cluster`, seated as planners do."""
+    if (ranks, threads) not in cluster.fleets:
+        cluster.fleets[ranks, threads] = _seated(cluster, ranks, threads)
+    return cluster.fleets[ranks, threads]
+
+
+def _seated(cluster: Cluster, ranks: int, threads: int) -> Fleet:
     placed = seats(cluster, ranks)
     on_device = Counter(place.rank for place in placed)
     on_node = Counter(place.node for place in placed)
@@ -249,7 +254,8 @@ def _tree(size: Number, group: Number, members: Number, stride: Number, on: Flee
     crossed = np.where(machines == 2, size, 2 * size / TREE)
     far = on.factors.between * crossed * _sharing("all_reduce", members, stride, on) / on.between.bandwidth
     near = on.factors.inside * 2 * size / on.inside.bandwidth
-    steps, climbs = 2 * (members - 1), 2 * np.ceil(np.log2(machines))
+    steps = 2 * (members - 1)
+    climbs = 2 * np.ceil(np.log2(machines))
     latency = on.between.launch + steps * on.inside.latency + climbs * on.between.latency
     first = on.factors.inside * steps * PIECE / on.inside.bandwidth
     first = first + on.factors.between * climbs * PIECE / on.between.bandwidth

@@ -38,7 +38,8 @@ machine where other work ran; pairs of ranks that exchange nothing else did not 
 MEETING = 80e-6
 """Seconds by which GPUs of several machines come late to an exchange that computation waits for. Assumed: 64 MiB on 128
 ranks move at 42 to 48 GB/s (measurements that Buff's planner uses), which this makes of 52."""
-EACH, LARGEST = 2**20, 2**29
+EACH = 2**20
+LARGEST = 2**29
 """Bytes of gradients exchanged at once for each rank that sums them, since a piece waits for a hop of each
 (Megatron-Core takes a million gradients for each rank), and the most."""
 
@@ -88,8 +89,11 @@ class CostInputs:
     def chunks(self, whole: Anatomy) -> tuple[Number, Number]:
         """Tokens that the loss, and a layer's feed-forward, take at a time; 0: all. A loss that is scaled takes all;
         so do feed-forwards that are cut or compiled, or whose gradients are put off."""
-        request, layouts, pin = self.request, self.layouts, self.request.pin
-        loss, feed_forward = pin.loss_chunk, pin.feed_forward_chunk
+        request = self.request
+        layouts = self.layouts
+        pin = self.request.pin
+        loss = pin.loss_chunk
+        feed_forward = pin.feed_forward_chunk
         ours = request.system.storage is None and not request.system.fsdp and request.offload.parameters == "device"
         chooses = self.chooses_chunks and ours and request.precision != "fp16"
         if chooses and None in (loss, feed_forward):
@@ -110,10 +114,13 @@ class CostInputs:
     def storage(self) -> StateBytes:
         """Bytes per parameter. Under bf16 today's trainer (replicated) keeps fp32 parameters and a copy; a sharded one
         keeps bf16 parameters and the masters with the optimizer; a window of layers is fp32."""
-        request, layouts = self.request, self.layouts
+        request = self.request
+        layouts = self.layouts
         if request.system.storage is not None:
             return request.system.storage
-        width, low, moments = request.bytes_each, request.low, self._moments
+        width = request.bytes_each
+        low = request.low
+        moments = self._moments
         if not low or offload.windowed(request.offload):
             return StateBytes(width, width, moments)
         plain = (layouts.optimizer == 1) & (layouts.tp == 1) & (layouts.sp == 1) & (layouts.pp == 1)
@@ -131,14 +138,15 @@ class CostInputs:
         """What is not trained: bytes of weights under adapters as they are stored, else of whole parameters, of which
         there are no copies in low precision, wherever they wait. Blocks are sharded with the parameters and gathered
         with them, unless the model is cut."""
-        request, profile, layouts = self.request, self.request.profile, self.layouts
-        kind, whole = "frozen", profile.frozen
+        request = self.request
+        profile = self.request.profile
+        layouts = self.layouts
+        kind = "frozen"
+        whole = profile.frozen
         if whole is None:
             each = request.bytes_each if request.system.storage is None else request.system.storage.params
-            kind, whole = (
-                "params",
-                each * (profile.parameters - profile.trainable) / layouts.tp / np.asarray(layouts.pp),
-            )
+            kind = "params"
+            whole = each * (profile.parameters - profile.trainable) / layouts.tp / np.asarray(layouts.pp)
         uncut = (np.asarray(layouts.tp) * layouts.pp == 1) & (request.expert_ranks == 1)
         shared = uncut & (np.asarray(layouts.params) > 1) & (request.system.storage is None)
         away = request.offload.frozen != "device"
@@ -165,7 +173,8 @@ class CostInputs:
     @property
     def _frozen_sizes(self) -> tuple[Sized, ...]:
         """The frozen tensors of blocks as they are stored: those of adapters' models as they say, others whole."""
-        profile, whole = self.request.profile, self.request.precision == "fp64" and self.request.profile.frozen is None
+        profile = self.request.profile
+        whole = self.request.precision == "fp64" and self.request.profile.frozen is None
         return tuple(map(_fp64, profile.untrained) if whole else profile.untrained)
 
     @cached_property
@@ -195,7 +204,8 @@ class CostInputs:
     @property
     def stage_parameters(self) -> Number:
         """Trainable parameters that a rank of the fullest stage updates, before sharding."""
-        request, pp = self.request, np.asarray(self.layouts.pp)
+        request = self.request
+        pp = np.asarray(self.layouts.pp)
         outside = request.profile.outside / np.where(pp == 1, 1, request.profile.tables)
         return (self.stage_layers * request.layer_parameters + outside) / self.layouts.tp
 
@@ -222,7 +232,9 @@ class CostInputs:
     @cached_property
     def states(self) -> StateSizes:
         """The model's states on a rank of the fullest stage."""
-        request, profile, layouts = self.request, self.request.profile, self.layouts
+        request = self.request
+        profile = self.request.profile
+        layouts = self.layouts
         keeps = request.low and request.system.storage is None
         largest = max((rows * columns for rows, columns in profile.matrices), default=0) if request.muon else 0
         crossing = request.crossings.get("gradients")
@@ -251,10 +263,14 @@ class CostInputs:
     def parts(self) -> Sequence[tuple[StateSizes, Division]]:
         """The states by who holds them, and over which ranks: experts that are spread lie on fewer than all the rest.
         Under Muon matrices have one moment."""
-        request, profile, ep = self.request, self.request.profile, self.request.expert_ranks
+        request = self.request
+        profile = self.request.profile
+        ep = self.request.expert_ranks
         if ep == 1:
             return ((self.states, self.division),)
-        layouts, states, source = self.layouts, self.states, request.experts.tensors
+        layouts = self.layouts
+        states = self.states
+        source = request.experts.tensors
         every = profile.layers * request.experts.parameters
         layer = request.experts.on_rank(ep) / layouts.tp
         spread = self.stage_layers * layer
@@ -296,10 +312,12 @@ class CostInputs:
 
     def experts(self, samples: Number, rounds: Number) -> Cost:
         """What tokens for other ranks' experts cost in a step, where experts are spread."""
-        request, layouts = self.request, self.layouts
+        request = self.request
+        layouts = self.layouts
         few, over = divmod(request.experts.total, request.expert_ranks)
         sizes = [few + (rank < over) for rank in range(request.expert_ranks)]
-        int8, in_turn = request.recipe.comm.experts == "int8", request.system.storage is not None
+        int8 = request.recipe.comm.experts == "int8"
+        in_turn = request.system.storage is not None
         load = ExpertLoad(request.profile.width, request.compute, int8, in_turn)
         tokens = samples * request.profile.tokens_per_sample / np.asarray(layouts.sp) / rounds
         again = float(layouts.recompute != "none")
@@ -310,7 +328,8 @@ class CostInputs:
     def division(self) -> Division:
         """Over how many ranks each state is split. On processors exchanges go through machines first, where these have
         as many ranks each; NCCL finds its way by itself."""
-        layouts, on = self.layouts, self.on
+        layouts = self.layouts
+        on = self.on
         equal = on.ranks == on.nodes * on.per_node
         machine = None if self.cuda or on.between is None else (on.per_node if equal else 1) // np.asarray(layouts.tp)
         return Division(layouts.params, layouts.grads, layouts.optimizer, layouts.shards, layouts.tp, machine)
@@ -337,7 +356,8 @@ class CostInputs:
     def sequence(self, tokens: Number, attention: Number = 0.0) -> Cost:
         """What ranks that share a sequence exchange in one layer of a micro-batch of `tokens` tokens of each rank.
         `attention`: seconds of one rank's attention forward, which may hide it."""
-        profile, layouts = self.request.profile, self.layouts
+        profile = self.request.profile
+        layouts = self.layouts
         load = SequenceLoad(
             tokens=tokens * layouts.sp / self.speed,
             heads=profile.heads / layouts.tp,
@@ -389,7 +409,8 @@ class CostInputs:
     @property
     def _resident(self) -> Terms:
         """Bytes of sharded states by kind, without those that wait."""
-        way, sizes = self.request.offload, self.sharded
+        way = self.request.offload
+        sizes = self.sharded
         if offload.windowed(way):
             sizes = {name: 0.0 * size for name, size in sizes.items()}
             sizes["window"] = optimizer_node.window_bytes(self.request) + sizes["params"]
@@ -408,7 +429,9 @@ class CostInputs:
     def _window_layers(self) -> Sequence[tuple[float, Number]]:
         """(bytes, ranks that have a share each) of a table, a layer, and its experts where they are spread; empty: no
         window of layers comes from host memory or disk."""
-        request, dp, ep = self.request, np.asarray(self.layouts.dp), self.request.expert_ranks
+        request = self.request
+        dp = np.asarray(self.layouts.dp)
+        ep = self.request.expert_ranks
         if request.offload.parameters not in ("host", "disk"):
             return ()
         experts = request.experts.on_rank(ep) if ep > 1 else 0.0
@@ -433,9 +456,10 @@ class CostInputs:
         )
         return {**sizes, "outer": self.request.outer * self.request.bytes_each * moved}
 
-    def passing(self, rounds: Number) -> Mapping[str, tuple[Number, Number]]:
+    @cached_property
+    def passing(self) -> Mapping[str, tuple[Number, Number]]:
         """Bytes of gathered parameters and of gradients beside the states (see `plan.axes.sharding.passing`)."""
-        parts = [passing(*part, not self.cuda, rounds) for part in self.parts]
+        parts = [passing(*part, not self.cuda) for part in self.parts]
         return {
             moment: (sum(part[moment][0] for part in parts), sum(part[moment][1] for part in parts))
             for moment in parts[0]

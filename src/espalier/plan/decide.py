@@ -40,7 +40,8 @@ def decide(
 
 
 def _decided(ask: Ask) -> PlanDecision:
-    request, cluster = ask.request, ask.cluster
+    request = ask.request
+    cluster = ask.cluster
     choices = choice.asked(request, cluster)
     best = next((alone for each in choices if (alone := each.alone(ask)) is not None), None) or best_layout(ask)
     if best.finished:

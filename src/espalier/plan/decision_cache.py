@@ -37,7 +37,8 @@ def key(
         code: says which code decides.
         trials: what was measured of candidates of this request; None: nothing is to be measured.
     """
-    recipe, train = request.recipe, request.recipe.train
+    recipe = request.recipe
+    train = request.recipe.train
     options = (
         recipe.model,
         recipe.plan,

@@ -119,7 +119,8 @@ def backward(product: Product) -> tuple[Product, ...]:
         product.columns,
         (product.count, False, False, product.grouped),
     )
-    of_input, of_weight = Product(rows, columns, inner, *more), Product(inner, rows, columns, *more)
+    of_input = Product(rows, columns, inner, *more)
+    of_weight = Product(inner, rows, columns, *more)
     return (of_input,) * (not product.leaf) + (of_weight,) * (not product.frozen)
 
 
@@ -229,7 +230,8 @@ def _measured(
     scale = 1.0 if base == precision else _peak(device, precision) / _peak(device, base)
     rows = [rate for rate in rates if rate.precision == base]
     points = np.log2([[r.rows, r.inner, r.columns, r.threads, r.processes] for r in rows])
-    low, high = points[:, :3].min(axis=0), points[:, :3].max(axis=0)
+    low = points[:, :3].min(axis=0)
+    high = points[:, :3].max(axis=0)
     asked = np.broadcast_arrays(*(np.log2(np.maximum(np.asarray(size, dtype=float), 1.0)) for size in sizes))
     inside = np.clip(np.stack(asked, axis=-1), low, high)
     used = np.broadcast_to(np.log2([setting.threads, setting.processes]), (*inside.shape[:-1], 2))

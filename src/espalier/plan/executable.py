@@ -55,7 +55,8 @@ def runs(request: Request, layouts: Layouts) -> Any:
         kinds = kinds + ((np.asarray(getattr(layouts, axis)) > 1).astype(np.int64) << bit)
     fine = np.zeros(len(schedules) << len(AXES), dtype=bool)
     for kind in np.flatnonzero(np.bincount(kinds, minlength=len(fine))).tolist():
-        schedule, several = str(schedules[kind >> len(AXES)]), kind & (1 << len(AXES)) - 1
+        schedule = str(schedules[kind >> len(AXES)])
+        several = kind & (1 << len(AXES)) - 1
         fine[kind] = _refusal(subject, Kind(layouts.algorithm, layouts.recompute, schedule, several)) is None
     return fine[kinds]
 

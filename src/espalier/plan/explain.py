@@ -162,7 +162,8 @@ def _same_cut(layout: Layouts, other: Layouts) -> bool:
 
 
 def _cuts(request: Request, result: SearchResult, option: Option) -> list[str]:
-    layout, sentences = option.layout, []
+    layout = option.layout
+    sentences = []
     for field, name in (
         ("tp", f"Matrices cut over {layout.tp} ranks ({layout.algorithm})"),
         ("sp", _sequence(layout) if layout.sp > 1 else ""),
@@ -233,7 +234,8 @@ def _faster(gain: float) -> str:
 
 def _crowded(option: Option) -> list[str]:
     """The remark when ranks have more threads than there are cores."""
-    cluster, layout = option.cluster, option.layout
+    cluster = option.cluster
+    layout = option.layout
     cores = min(max(1, table.cores) for table in cluster.nodes)
     nodes = [place.node for place in seats(cluster, int(layout.world))]
     ranks = max(Counter(nodes).values())
@@ -244,7 +246,8 @@ def _crowded(option: Option) -> list[str]:
 
 def seating(cluster: Cluster) -> list[str]:
     """The remarks when ranks do not sit on machines in the order of the cluster file, or not on all of them."""
-    remarks, asked = [], tuple(range(cluster.machines))
+    remarks = []
+    asked = tuple(range(cluster.machines))
     if cluster.ring != asked:
         ours, plain = (machine_order.crossings(cluster.links, ring) for ring in (cluster.ring, asked))
         machines = ", ".join(map(str, cluster.ring))
@@ -289,7 +292,9 @@ def runners_up(request: Request, result: SearchResult, option: Option) -> list[R
 
 def _runner_up(request: Request, candidate: Option, best: Option, tie: float) -> RunnerUp:
     layout = candidate.layout
-    slower, gain, more = _gain(candidate, best), _gain(best, candidate), candidate.peak - best.peak
+    slower = _gain(candidate, best)
+    gain = _gain(best, candidate)
+    more = candidate.peak - best.peak
     mechanisms, mode, exchanged = (
         key > best_key for key, best_key in zip(layout.key(), best.layout.key(), strict=True)
     )

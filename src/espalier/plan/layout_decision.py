@@ -15,7 +15,7 @@ from espalier.plan import build_plan, choice, explain, memory_model, pins, refus
 from espalier.plan.ask import Ask, PlanDecision, Trials
 from espalier.plan.base import RESIDENT, Plan
 from espalier.plan.calibration import Calibration
-from espalier.plan.collective_time import Fleet, gpus
+from espalier.plan.collective_time import gpus
 from espalier.plan.layout_estimate import fullness, scaled, slowest
 from espalier.plan.layouts import view
 from espalier.plan.request import Request
@@ -48,17 +48,15 @@ def best_layout(ask: Ask) -> PlanDecision:
 
 def _other_optimizer(decision: PlanDecision) -> Iterator[str]:
     """Where AdamW would clearly take less than Muon, by the layouts that are fastest under Muon."""
-    adamw, predicted = decision.request.changed(optimizer=Adamw()), decision.plan.predicted
+    adamw = decision.request.changed(optimizer=Adamw())
+    predicted = decision.plan.predicted
     assert predicted is not None
-    fleets, fitting = dict[tuple[int, int], Fleet](), []
-    for option in decision.search_result.options[:COMPARED]:
-        same = id(option.cluster), option.layout.world
-        on = fleets.get(same) or fleets.setdefault(same, option.on)
-        if fullness(adamw, on, option.layout)[1] <= 0:
-            fitting.append(float(slowest(adamw, on, option.layout)))
-    least = min(fitting, default=math.inf)
+    options = decision.search_result.options[:COMPARED]
+    fitting = (option for option in options if fullness(adamw, option.on, option.layout)[1] <= 0)
+    least = min((float(slowest(adamw, option.on, option.layout)) for option in fitting), default=math.inf)
     if predicted.step_seconds > CLEARLY * least:
-        less, taken = 1 - least / predicted.step_seconds, units.show_seconds(least)
+        less = 1 - least / predicted.step_seconds
+        taken = units.show_seconds(least)
         yield (
             f"train.optimizer.kind=adamw would take {taken} a step, {less:.0%} less: Muon orthogonalizes whole "
             "matrices. It may need fewer steps."
@@ -103,7 +101,8 @@ def _searched(ask: Ask) -> PlanDecision:
 
 def _over_ranks(ask: Ask, alone: float) -> list[tuple[Request, SearchResult]]:
     """Searches with experts over ranks. `alone`: seconds of a step with every expert on each rank."""
-    below, searches = min(ask.below, alone), []
+    below = min(ask.below, alone)
+    searches = []
     for count in pins.expert_groups(ask.request, ask.cluster):
         asked = replace(ask.request, ep=count)
         searches.append((asked, search.search(asked, ask.cluster, ask.calibration, below=below)))
@@ -124,7 +123,8 @@ def _expert_ranks(
     if not spread:
         return request, whole, ()
     asked, best = min(spread, key=_fastest_of)
-    least, taken = _fastest_of((request, whole)), _fastest_of((asked, best))
+    least = _fastest_of((request, whole))
+    taken = _fastest_of((asked, best))
     shown = f"over {asked.ep} ranks {units.show_seconds(taken)}"
     where = "" if request.offload == RESIDENT else " and states that wait outside the devices"
     not_spread = f"with every expert on each rank{where} {units.show_seconds(least)}" if whole.options else ""
@@ -201,7 +201,8 @@ def _whole(
         return make(best)
     cuts = [make(option) for option in (_tied(whole_states, best) if measure else [best])]
     plan, ways = _fastest(cuts, measure)
-    measured, tried = {**measured, **ways}, [*tried, *(cuts[1:] if ways else [])]
+    measured = {**measured, **ways}
+    tried = [*tried, *(cuts[1:] if ways else [])]
     sizes = [plan, *(make(option) for option in _other_sizes(whole_states, plan))]
     finer = {} if measure is None else dict(measure(sizes))
     if finer:

@@ -91,7 +91,8 @@ def price(
 ) -> list[Priced]:
     """Prices `layouts` on every kind of rank of a fleet."""
     costs = []
-    samples_of, speeds = shares.samples, shares.speeds
+    samples_of = shares.samples
+    speeds = shares.speeds
     for index, kind in enumerate(on.kinds):
         samples = samples_each(request, layouts) if samples_of is None else np.asarray(samples_of[index])
         step = CostInputs(
@@ -99,7 +100,8 @@ def price(
         )
         size = np.minimum(np.maximum(1, np.asarray(layouts.micro_batch)), samples)
         memory_bytes = memory_model.memory_bytes(step, size, -(-samples // size))
-        limit, peak = cost_inputs.limit(kind, request), sum(memory_bytes.values())
+        limit = cost_inputs.limit(kind, request)
+        peak = sum(memory_bytes.values())
         priced = Priced(step_time.step_seconds(step, samples), memory_bytes, limit, peak, peak - limit)
         if request.offload != RESIDENT:
             priced = replace(priced, over=step.lacking(priced.over), waiting=step.waiting)
@@ -121,7 +123,8 @@ def fullness(request: Request, on: Fleet, layouts: Layouts) -> tuple[Any, Any]:
     """Peak bytes and bytes beyond the limit of every layout, on the tightest kind of rank."""
     samples = samples_each(request, layouts)
     size = np.minimum(layouts.micro_batch, samples)
-    peaks, overs = [], []
+    peaks = []
+    overs = []
     for kind in on.kinds:
         step = CostInputs(request, on, kind, layouts)
         peak = sum(memory_model.memory_bytes(step, size, -(-samples // size)).values())
@@ -184,7 +187,9 @@ def sent(step: CostInputs, samples: int, nodes: Sequence[int]) -> dict[str, floa
     norm, in one exchange (`mechanisms.sharding.amsp.ControlMessage`); the first gives the others its running statistics
     (`mechanisms.sharding.broadcast`).
     """
-    request, profile, layout = step.request, step.request.profile, step.layouts
+    request = step.request
+    profile = step.request.profile
+    layout = step.layouts
     rounds = -(-samples // int(layout.micro_batch))
     if request.offload == NODE:
         return {"gradients": optimizer_node.pushed(request)}

@@ -232,7 +232,8 @@ COLUMNS = ("dp", "tp", "hp", "cp", "window", "pp", "params", "grads", "optimizer
 def _sharded(degrees: tuple[int, ...], micro_batches: list[int], per_node: int, limits: Limits) -> NDArray[Any]:
     """`COLUMNS` of the layouts of these degrees (the first six) and micro-batches, with all factors [n, 10]."""
     dp, tp, hp, cp, _, _ = degrees
-    ranks, batch = dp * hp * cp, limits.profile.global_batch
+    ranks = dp * hp * cp
+    batch = limits.profile.global_batch
     factors = limits.factors(chains(ranks, max(1, per_node // tp), limits.few), ranks)
     sizes = np.array(micro_batches, dtype=np.int64)
     block = np.empty((len(factors), len(sizes), 10), dtype=np.int64)
@@ -241,7 +242,8 @@ def _sharded(degrees: tuple[int, ...], micro_batches: list[int], per_node: int, 
     block[..., 9] = sizes[None, :]
     # Sharded gradients and tokens of experts are exchanged in every micro-batch, so the smallest share needs a sample
     # for each.
-    most, fewest = -(-batch // dp), batch // dp
+    most = -(-batch // dp)
+    fewest = batch // dp
     starved = (-(-most // sizes) > fewest)[None, :]
     return block[~(((factors[:, None, 1] > 1) | (limits.experts > 1)) & starved)]
 
@@ -289,7 +291,8 @@ class Limits:
     def orders(self, arrays: dict[str, Any]) -> Iterator[tuple[str, int, Any]]:
         """(schedule, stages on each rank, indices of the layouts that have them): 1F1B for all; for pipelines also with
         two stages on each rank, and zero bubble."""
-        pinned, only = self.pin.interleave, self.pin.schedule
+        pinned = self.pin.interleave
+        only = self.pin.schedule
         for schedule in (only,) if only else ("1f1b", "zero_bubble"):
             for chunks in (pinned,) if pinned else (1, 2) if schedule == "1f1b" else (1,):
                 several = (arrays["pp"] > 1) & (arrays["pp"] * chunks <= self.profile.layers)
@@ -359,7 +362,8 @@ class Limits:
         if dp > self.profile.global_batch or self.pin.dp not in (None, dp):
             return []
         share = -(-self.profile.global_batch // dp)
-        wanted, rounds = self.pin.micro_batch, self.pin.accumulate
+        wanted = self.pin.micro_batch
+        rounds = self.pin.accumulate
         if wanted is not None:
             sizes = [wanted] if wanted <= share else []
         elif rounds is not None:

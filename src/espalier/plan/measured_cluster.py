@@ -104,7 +104,8 @@ def _place(cluster: Cluster, rank: plans.Rank) -> Place:
 
 def _table(table: Node, threads: int, ranks: int, slower: float) -> Node:
     """One rank's part of a device that `ranks` ranks of `threads` threads use, `slower` times as slow."""
-    device, cores = table.device, max(1, table.cores)
+    device = table.device
+    cores = max(1, table.cores)
     cuda = device.kind == "cuda"
     sharing = 1 if cuda else ranks
     left = min(1.0, cores / (threads * ranks))

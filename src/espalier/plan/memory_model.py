@@ -23,8 +23,8 @@ from espalier.recipe.cost import Anatomy, Number, Terms, Work
 CUDA_RUNTIME = 800 * 2**20
 """Bytes on a GPU that hold nothing of the model: the context (300 MB with kernels loaded when needed, as CUDA does
 since 11.7, more than 1,000 MB before: pytorch/pytorch issue 107667), kernels that a step then loads, and workspaces."""
-CPU_RUNTIME = 240 * 2**20
-"""Anonymous and shared pages of a rank whose model is next to nothing: 233 to 245 MiB measured."""
+CPU_RUNTIME = 180 * 2**20
+"""Anonymous and shared pages of a rank whose model is next to nothing: 163 to 205 MiB measured, of 12 recipes."""
 ROOMY = {"cuda": 0.8, "cpu": 0.5}
 """Share of what a rank may hold up to which larger micro-batches are preferred among equals: fewer passes."""
 SLACK = {"cuda": 0.1, "cpu": 0.4}
@@ -75,8 +75,11 @@ def ends(step: CostInputs, size: Number, in_flight: Number) -> tuple[Terms, Term
 
 def stage(step: CostInputs, anatomy: Anatomy, micro_batches: Number, is_first: bool, behind: int = 0) -> Terms:
     """Of the first stage (or the last), or one `behind` it, with so many micro-batches in a step."""
-    request, layouts, factors = step.request, step.layouts, step.on.factors
-    pp, device = np.asarray(layouts.pp), step.kind.table.device
+    request = step.request
+    layouts = step.layouts
+    factors = step.on.factors
+    pp = np.asarray(layouts.pp)
+    device = step.kind.table.device
     sizes = dict(step.device_states)
     frozen = step.frozen().memory_bytes
     for name, size in frozen.items():
@@ -140,10 +143,13 @@ class StagePasses(NamedTuple):
 
 def _moments(step: CostInputs, anatomy: Anatomy, passes: StagePasses, micro_batches: Number) -> list[Terms]:
     """Bytes beside the states at the moments of `plan.axes.sharding.passing`."""
-    waits, has_head, factor = passes.activations, passes.has_head, step.on.factors.activations
-    tail, has_table = has_head * anatomy.rest.saved, (np.asarray(step.layouts.pp) == 1) | ~np.asarray(has_head)
+    waits = passes.activations
+    has_head = passes.has_head
+    factor = step.on.factors.activations
+    tail = has_head * anatomy.rest.saved
+    has_table = (np.asarray(step.layouts.pp) == 1) | ~np.asarray(has_head)
     rows = {
-        "next": (True, waits - tail, 0.0),
+        "next": (np.asarray(micro_batches) > 1, waits - tail, 0.0),
         "loss": (has_head, waits, passes.loss),
         "head": (has_head, waits, passes.loss / LOGITS),
         "last": (True, waits, passes.layer),
@@ -152,7 +158,7 @@ def _moments(step: CostInputs, anatomy: Anatomy, passes: StagePasses, micro_batc
         "update": (True, 0.0, passes.update / factor),
     }
     moments: list[Terms] = []
-    for moment, (gathered, buckets) in step.passing(micro_batches).items():
+    for moment, (gathered, buckets) in step.passing.items():
         there, saved, working = rows[moment]
         sizes = {"activations": factor * saved, "transient": factor * working, "gathered": gathered, "buckets": buckets}
         moments.append({kind: there * size for kind, size in sizes.items()})
@@ -162,7 +168,8 @@ def _moments(step: CostInputs, anatomy: Anatomy, passes: StagePasses, micro_batc
 def _put_off(step: CostInputs, layer: Work, micro_batches: Number, place: Number) -> tuple[Number, Number]:
     """Bytes that zero bubble keeps at a place of the pipeline, where gradients of weights are as many micro-batches
     behind: of these, and of the one at work when its first layer comes, beyond what its layers have kept."""
-    layouts, layers = step.layouts, step.stage_layers
+    layouts = step.layouts
+    layers = step.stage_layers
     each = ((np.asarray(layouts.schedule) == "zero_bubble") & (np.asarray(layouts.pp) > 1)) * layer.put_off
     behind = np.minimum(place, np.maximum(0, np.asarray(micro_batches) - 1)) / layouts.chunks
     return behind * layers * each, (layers - 1) * np.maximum(0.0, each - layer.saved)
@@ -226,7 +233,8 @@ def orthogonal_bytes(request: Request, ranks: Number) -> Number:
 
 def sources(request: Request, on: Fleet) -> Mapping[str, str]:
     """Where each kind's number comes from."""
-    device, width = on.kinds[0].table.device, request.bytes_each
+    device = on.kinds[0].table.device
+    width = request.bytes_each
     low = " + 2 bytes of bf16 copies (sharded: bf16, masters with the optimizer)" if request.low else ""
     origins: dict[str, Any] = {
         "params": f"{width} bytes per parameter{low}",

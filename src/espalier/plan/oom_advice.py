@@ -49,7 +49,8 @@ def _rows(plan: Plan, measured: Mapping[str, float]) -> list[str]:
     predicted = {} if plan.predicted is None else dict(plan.predicted.memory_bytes)
     rows = []
     for kind in (*WORDS, "peak"):
-        planned, in_use = predicted.get(kind), measured.get(kind)
+        planned = predicted.get(kind)
+        in_use = measured.get(kind)
         if not (planned or in_use):
             continue
         prediction = "not known" if planned is None else units.show_size(planned)

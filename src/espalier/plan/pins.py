@@ -19,7 +19,8 @@ from espalier.recipe.errors import UserError
 
 def check(request: Request, cluster: Cluster) -> None:
     """Refuses pins that cannot be met. Raises UserError naming the pin and the nearest valid value."""
-    pin, there = request.pin, gpus(cluster)
+    pin = request.pin
+    there = gpus(cluster)
     for name, value in given(pin):
         if isinstance(value, int) and value < 1 and not name.endswith("_chunk"):
             raise UserError(f"plan.pin.{name} = {value} is not possible.", do=f"plan.pin.{name}=1, or leave it out")
@@ -57,7 +58,8 @@ def _check_ranks(request: Request, cluster: Cluster) -> None:
 
 def _check_devices(request: Request, there: int) -> None:
     """Whether ranks, redundancy and the GPUs allowed agree."""
-    pin, most = request.pin, request.recipe.plan.max_devices
+    pin = request.pin
+    most = request.recipe.plan.max_devices
     if most is not None and pin.ranks is not None and pin.ranks > most:
         raise UserError(
             f"plan.pin.ranks = {pin.ranks} is more than plan.max_devices = {most}.", do=f"plan.pin.ranks={most}"
@@ -72,7 +74,8 @@ def _check_devices(request: Request, there: int) -> None:
 
 
 def _check_degree(request: Request, name: str, value: int, there: int) -> None:
-    ranks, profile = request.pin.ranks, request.profile
+    ranks = request.pin.ranks
+    profile = request.profile
     if name != "dp" and value > 1 and not profile.heads and (name, value) != ("tp", profile.tensor):
         page = "src/espalier/mechanisms/pipeline/README.md"
         by_hand = f"; a plan.json with stages is run where the module says where it may be cut ({page})"
@@ -99,7 +102,8 @@ def _check_degree(request: Request, name: str, value: int, there: int) -> None:
 
 def _check_experts(request: Request) -> None:
     """Whether there are experts to spread, and ranks that may hold them."""
-    pin, ep = request.pin, request.pin.ep or 1
+    pin = request.pin
+    ep = request.pin.ep or 1
     if ep == 1:
         return
     if not request.experts.total:
@@ -147,7 +151,8 @@ def _check_degrees(request: Request) -> None:
         raise UserError('plan.pin.algorithm = "isp" has no tensor ranks.', do="plan.pin.tp=1, sp instead")
     if pin.algorithm == "data" and (pin.tp or 1) * (pin.sp or 1) > 1:
         raise UserError('plan.pin.algorithm = "data" cuts neither matrices nor sequences.', do="leave tp and sp out")
-    many, layers = pin.interleave or 1, request.profile.layers
+    many = pin.interleave or 1
+    layers = request.profile.layers
     for name in ("schedule", "interleave"):
         if getattr(pin, name) not in (None, 1) and pin.pp == 1:
             raise UserError(

@@ -33,7 +33,8 @@ def sentences(plan: Plan, cluster: Cluster) -> tuple[str, ...]:
     listed = ", ".join(
         f"{kind.replace('_', ' ')} {units.show_size(size)}" for size, kind in sorted(kinds, reverse=True)
     )
-    peak, limit = units.show_size(predicted.memory_bytes["peak"]), units.show_size(predicted.memory_limit)
+    peak = units.show_size(predicted.memory_bytes["peak"])
+    limit = units.show_size(predicted.memory_limit)
     each = "rank" if plan.ranks[0].device == "cpu" else "GPU"
     memory = f"Memory per {each}: {peak} of {limit} ({listed})."
     return (
@@ -46,7 +47,8 @@ def sentences(plan: Plan, cluster: Cluster) -> tuple[str, ...]:
 
 def _away(plan: Plan, predicted: Predicted, cluster: Cluster) -> Iterator[str]:
     """What waits outside the devices: where, how many bytes of it, and how much longer that makes a step."""
-    away, tier = predicted.waiting_bytes, plan.offload.optimizer
+    away = predicted.waiting_bytes
+    tier = plan.offload.optimizer
     tier = plan.offload.activations if tier == "device" else tier
     kinds = " and ".join(f"{_WORDS[kind]} ({units.show_size(size)})" for kind, size in away.items())
     slower = f"a step takes {units.show_seconds(predicted.terms.get('offload', 0.0))} longer"
@@ -121,10 +123,8 @@ def table_of(plan: Plan, cluster: Cluster) -> Node:
 
 def places_of(plan: Plan, cluster: Cluster) -> list[Place]:
     """Where each rank sits."""
-    known = {(place.node, place.slot): place for place in cluster.devices()}
-    ranks = plan.trainer_ranks
-    slots = [0 if rank.device == "cpu" else int(rank.device.partition(":")[2] or 0) for rank in ranks]
-    return [known[rank.node, slot] for rank, slot in zip(ranks, slots, strict=True)]
+    slot = {name: int(name.partition(":")[2] or 0) for name in {rank.device for rank in plan.ranks}}
+    return [cluster.slots[rank.node, slot[rank.device]] for rank in plan.trainer_ranks]
 
 
 # --- seconds ---------------------------------------------------------------------------------------------------------
@@ -132,7 +132,9 @@ def places_of(plan: Plan, cluster: Cluster) -> list[Place]:
 
 def _waits(plan: Plan, predicted: Predicted, cluster: Cluster) -> list[str]:
     """What takes most of the step, and of each mechanism everything that it makes a step wait for."""
-    places, costs, most = places_of(plan, cluster), [], (0.0, "")
+    places = places_of(plan, cluster)
+    costs = []
+    most = (0.0, "")
     for what, names, groups in _mechanisms(plan):
         taken = {words: predicted.terms.get(name, 0.0) for name, words in names.items()}
         total = sum(taken.values())
@@ -144,7 +146,8 @@ def _waits(plan: Plan, predicted: Predicted, cluster: Cluster) -> list[str]:
         listed = ", ".join(f"{units.show_seconds(value)} {words}" for words, value in taken.items() if value)
         costs.append(f"{what} costs {listed}, over {link}.")
         most = max(most, (total, link))
-    step, computing = predicted.step_seconds, sum(predicted.terms.get(name, 0.0) for name in COMPUTING)
+    step = predicted.step_seconds
+    computing = sum(predicted.terms.get(name, 0.0) for name in COMPUTING)
     used = f", at {predicted.mfu:.0%} of the peak" if predicted.mfu else ""
     if computing < most[0]:
         first = f"Waiting for {most[1]} takes {most[0] / step:.0%} of the step, computing {computing / step:.0%}{used}."

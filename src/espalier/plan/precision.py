@@ -113,11 +113,12 @@ def faster(request: Request, result: SearchResult) -> list[str]:
     option = result.best()
     if option is None or request.precision == "fp64":
         return []
-    layout, devices = option.layout, collective_time.devices(option.cluster, int(option.layout.world)).values()
+    layout = option.layout
+    devices = [kind.table.device for kind in option.on.kinds]
     name = min((fast(device)[0] for device in devices), key=device_model.PRECISIONS.index)
     if name == request.precision or not all(device_model.has(device, name) for device in devices):
         return []
-    on = replace(collective_time.fleet(option.cluster, int(layout.world), layout.threads), factors=request.factors)
+    on = replace(option.on, factors=request.factors)
     own_prices, fast_prices = (price(question, on, layout) for question in (request, request.changed(precision=name)))
     times = max(float(priced.step) for priced in own_prices) / max(float(priced.step) for priced in fast_prices)
     if times <= WORTH_SAYING:

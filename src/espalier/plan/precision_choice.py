@@ -40,7 +40,8 @@ def _fastest(ask: Ask) -> PlanDecision:
     made: list[PlanDecision] = []
     refusal: UserError | None = None
     for name in precision.candidates(ask.cluster):
-        asked, best = ask.changed(precision=name), min(map(_rank, made), default=(True, 0.0))
+        asked = ask.changed(precision=name)
+        best = min(map(_rank, made), default=(True, 0.0))
         known = ask.cluster.same_speed or any(
             precision.with_all(decision.search_result) is not None for decision in made
         )

@@ -9,7 +9,8 @@ from espalier.plan.base import Predicted
 from espalier.recipe.units import show_seconds
 from espalier.track.events import Event
 
-STEPS, WARM = 20, 2
+STEPS = 20
+WARM = 2
 """Steps of which the median is compared, and those before them that are not: they make groups and buffers."""
 SLOWER = 1.5
 """From this ratio on it is said what is slower, where the plan does not expect to be off by more."""

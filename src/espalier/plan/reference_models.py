@@ -135,7 +135,8 @@ class ReferenceDecoder:
     @property
     def _heads_columns(self) -> tuple[int, int]:
         """Columns of a token's queries, and of what attention answers."""
-        size, latent = self.size, self.latent
+        size = self.size
+        latent = self.latent
         if latent is None:
             return size.query_width, size.query_width
         return size.heads * (latent.plain + latent.rotary), size.heads * latent.value
@@ -144,7 +145,8 @@ class ReferenceDecoder:
     def matrices(self) -> list[tuple[int, int, int, str]]:
         """A block's matrices: rows, columns, how many, and what they are part of."""
         size, latent, (queries, answers) = self.size, self.latent, self._heads_columns
-        width, up = size.width, 2 if self.gated else 1
+        width = size.width
+        up = 2 if self.gated else 1
         inputs = [(width, queries + 2 * size.kv_width, 1, "attention")]
         if latent is not None:
             compressed = latent.queries or queries
@@ -162,7 +164,8 @@ class ReferenceDecoder:
 
     def anatomy(self, micro_batch: Any, recompute: str, precision: str, cut: Cut) -> Anatomy:
         """Operations and bytes of one micro-batch on one rank."""
-        size, tensor = self.size, cut.tensor
+        size = self.size
+        tensor = cut.tensor
         tokens = micro_batch * self.sequence / cut.sequence
         value = VALUE_BYTES.get(precision, 2)
         products = tuple(self._product(matrix, tokens, tensor) for matrix in self.matrices)
@@ -197,7 +200,8 @@ class ReferenceDecoder:
         """What a matrix multiplies. A frozen one has one gradient, not two."""
         rows, columns, count, part = matrix
         frozen = self.adapters is not None
-        size, active = self.size, tokens
+        size = self.size
+        active = tokens
         grouped = size.experts > 1 and part in ("up", "down")
         if grouped:
             active = tokens * (size.active * self.spread / size.experts)
@@ -226,8 +230,11 @@ class ReferenceDecoder:
 
     def _saved(self, value: int, cut: Cut) -> Terms:
         """Bytes per token that one layer keeps, by recomputation."""
-        size, tensor = self.size, cut.tensor
-        scale, width, split = value / 2, size.width, tensor if self.sequence_parallel else 1
+        size = self.size
+        tensor = cut.tensor
+        scale = value / 2
+        width = size.width
+        split = tensor if self.sequence_parallel else 1
         queries, answers = self._heads_columns
         cores = self._core_columns
         feed = size.active * size.feed_forward + size.shared
@@ -238,7 +245,8 @@ class ReferenceDecoder:
         inside += 2 * (queries + size.kv_width) * self.rotates
         dropout = 2 * width * (self.operations == "kernels" and not self.gated)
         if self.adapters is not None and not self.adapters.coded:
-            inputs, inside = inputs - self._unused(inputs), inside - 2 * feed * ("down" not in self.adapters.targets)
+            inputs = inputs - self._unused(inputs)
+            inside = inside - 2 * feed * ("down" not in self.adapters.targets)
         whole = inputs / (1 if cut.gathered and not self.keeps_shards else split)
         linear = scale * (whole + (shared + dropout) / split + inside / tensor)
         scores = 0.0 if self.fused else scale * 5.0 * size.heads * self.sequence / tensor
@@ -262,7 +270,8 @@ class ReferenceDecoder:
     @property
     def _core_columns(self) -> int:
         """Columns of a token's queries, keys and values, and of what they are made from."""
-        size, latent = self.size, self.latent
+        size = self.size
+        latent = self.latent
         queries, answers = self._heads_columns
         if latent is None:
             return queries + 2 * size.kv_width
@@ -271,7 +280,8 @@ class ReferenceDecoder:
     def _moved(self, value: int, cut: Cut) -> tuple[Number, Number, Number]:
         """Bytes per token that a layer reads and writes: in forward outside products and the attention core, and in the
         core where it writes its scores; in backward."""
-        size, tensor = self.size, cut.tensor
+        size = self.size
+        tensor = cut.tensor
         split = tensor if self.sequence_parallel else 1
         queries, answers = self._heads_columns
         feed = (size.active * size.feed_forward + size.shared) * value / tensor
@@ -293,11 +303,15 @@ class ReferenceDecoder:
 
     def request(self, samples: int, precision: str, **more: Any) -> Request:
         """The planner's request for a step of `samples` samples; `more`: see `Request.changed`."""
-        size, adapters = self.size, self.adapters
+        size = self.size
+        adapters = self.adapters
         weights = size.layers * self.layer_parameters + self.outside
-        trained, outside, frozen = weights, self.outside, None
+        trained = weights
+        outside = self.outside
+        frozen = None
         if adapters is not None:
-            trained, outside = size.layers * self.adapter_parameters, 0
+            trained = size.layers * self.adapter_parameters
+            outside = 0
             tables = self.outside * min(VALUE_BYTES[precision], max(2.0, adapters.frozen))
             frozen = int(size.layers * self.layer_parameters * adapters.frozen + tables)
         profile = Profile(

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, get_args, get_type_hints
 import numpy as np
 
 from espalier.machine.cluster import Cluster
-from espalier.plan import choice, collective_time, memory_model, pins, precision, search
+from espalier.plan import choice, memory_model, pins, precision, search
 from espalier.plan.axes import offload
 from espalier.plan.base import RESIDENT
 from espalier.plan.collective_time import gpus, seats
@@ -56,7 +56,8 @@ def refusal(request: Request, cluster: Cluster, result: SearchResult) -> UserErr
     kinds = {name: size for name, size in predicted.memory_bytes.items() if name != "peak" and size}
     ordered = sorted(kinds.items(), key=lambda item: -item[1])
     absent = [ABSENT] if gpus(cluster) and not request.profile.frozen else []
-    limit, devices = nearest.peak - nearest.over, units.plural(int(nearest.layout.world), "device")
+    limit = nearest.peak - nearest.over
+    devices = units.plural(int(nearest.layout.world), "device")
     return DoesNotFit(
         f"The model does not fit: rank {_fullest(request, nearest)} needs {units.show_size(nearest.peak)} and may use "
         f"{units.show_size(limit)}, {units.show_size(nearest.over)} are missing, most of it {ordered[0][0]}.",
@@ -75,7 +76,8 @@ def lacking_on_disk(request: Request, option: Option) -> float:
 
 def _disk_too_small(request: Request, cluster: Cluster, nearest: Option, short: float) -> DoesNotFit:
     """The error when what waits on disk has no room there."""
-    path, needed = nearest.cluster.nodes[0].disks[0].path, away_on_machine(request, nearest)
+    path = nearest.cluster.nodes[0].disks[0].path
+    needed = away_on_machine(request, nearest)
     return DoesNotFit(
         f"What is to wait on disk does not fit there: {request.offload} takes {units.show_size(needed)}, and "
         f"{units.show_size(short)} are missing.",
@@ -144,7 +146,7 @@ def _value(layout: Layouts, name: str) -> Any:
 def _fullest(request: Request, option: Option) -> int:
     """The first rank of the stage that holds most: the first stage, or the last with the head."""
     layout = option.layout
-    on = collective_time.fleet(option.cluster, int(layout.world), layout.threads)
+    on = option.on
     samples = samples_each(request, layout)
     size = np.minimum(layout.micro_batch, samples)
     first, last = memory_model.ends(CostInputs(request, on, on.kinds[0], layout), size, -(-samples // size))
@@ -253,7 +255,8 @@ def away_on_machine(request: Request, option: Option) -> float:
 
 def _lifted(request: Request) -> Iterator[Change]:
     """Without a limit that the recipe set, which costs nothing."""
-    pin, options = request.pin, request.recipe.plan
+    pin = request.pin
+    options = request.recipe.plan
 
     def lifted(words: str, **changes: Any) -> Change:
         return Change(words, words, partial(Request.changed, **changes))
@@ -300,7 +303,8 @@ def _held_less(request: Request, cluster: Cluster) -> Iterator[Change]:
         meaning = "Muon keeps one moment of a matrix instead of two"
         yield Change(OPTIMIZER, f"{OPTIMIZER}=muon", partial(_with_optimizer, options=Muon()), meaning)
     if unknown and request.pin.offload is None:
-        pin, meaning = request.pin.changed(offload="host"), "if the machines have the memory (nodes.memory)"
+        pin = request.pin.changed(offload="host")
+        meaning = "if the machines have the memory (nodes.memory)"
         yield other("plan.pin.offload", '"host"', meaning, pin=pin)
     decodes = request.profile.heads > 0 or isinstance(request.recipe.model, Decoder)
     shorter = request.request_of is not None and decodes
@@ -313,17 +317,23 @@ def _held_less(request: Request, cluster: Cluster) -> Iterator[Change]:
 def _adapters(request: Request, cluster: Cluster) -> Iterator[str]:
     """Adapters beside frozen weights, stored in the first way that fits; else what the smallest takes, and the devices
     that are enough for it."""
-    recipe, batch, tune = request.recipe, request.profile.global_batch, request.recipe.tune
+    recipe = request.recipe
+    batch = request.profile.global_batch
+    tune = request.recipe.tune
     if request.request_of is None or not isinstance(recipe.model, Gpt):
         return
-    ways, why = FROZEN, ": adapters beside the frozen weights of model.initial"
+    ways = FROZEN
+    why = ": adapters beside the frozen weights of model.initial"
     if isinstance(tune, Adapters):
-        ways, why = () if tune.dora else FROZEN[FROZEN.index(tune.frozen) + 1 :], ""
-    made, words = request, ""
+        ways = () if tune.dora else FROZEN[FROZEN.index(tune.frozen) + 1 :]
+        why = ""
+    made = request
+    words = ""
     for frozen in ways:
         fewer = [f'tune.frozen="{frozen}"'] * (frozen != FROZEN[0])
         if isinstance(tune, Adapters):
-            made, words = request.request_of(recipe.changed(tune=tune.changed(frozen=frozen))), fewer[0]
+            made = request.request_of(recipe.changed(tune=tune.changed(frozen=frozen)))
+            words = fewer[0]
         else:
             made = request.request_of(recipe.changed(tune=Lora(frozen=frozen)))
             words = ", ".join(['tune.kind="lora"', *fewer])
@@ -332,7 +342,8 @@ def _adapters(request: Request, cluster: Cluster) -> Iterator[str]:
             yield f"{words}{why} ({cost})"
             return
     if words and (nearest := search.anywhere(made, cluster)[1].closest):
-        peak, limit = units.show_size(nearest.peak), units.show_size(nearest.peak - nearest.over)
+        peak = units.show_size(nearest.peak)
+        limit = units.show_size(nearest.peak - nearest.over)
         more = _more_devices(made, cluster)
         yield f"not enough: {words}, which takes {peak} of {limit}{'; with it ' * bool(more)}{more}"
 
@@ -367,13 +378,16 @@ def _more_devices(request: Request, cluster: Cluster) -> str:
         if cost := grown_to(1, devices):
             return f"{devices} {first.device.name} in the machine instead of {first.devices} ({cost})"
     each = max(first.devices, MACHINE) if alone else first.devices
-    low, high = first.count, 2 * first.count
+    low = first.count
+    high = 2 * first.count
     while not grown_to(high, each):
-        low, high = high, 2 * high
+        low = high
+        high = 2 * high
         if high > MOST_MACHINES:
             return ""
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (low, middle) if grown_to(middle, each) else (middle, high)
-    name, now = first.device.name, f"{first.count * first.devices:,}"
+    name = first.device.name
+    now = f"{first.count * first.devices:,}"
     return f"{high * each:,} {name} in {units.plural(high, 'machine')} instead of {now}"

@@ -110,7 +110,8 @@ def with_link(request: Request, cluster: Cluster, plan: Plan, speeds: Speeds, ex
     target = seconds(request, cluster, plan, speeds) + excess
     if excess <= 0 or len(plan.ranks) == 1:
         return speeds
-    low, high = 1.0, _MOST
+    low = 1.0
+    high = _MOST
     for _ in range(_FITTED):
         middle = (low * high) ** 0.5
         slower = seconds(request, cluster, plan, replace(speeds, link=middle)) > target
@@ -219,7 +220,8 @@ def _shared(request: Request, plan: Plan, remaining: Sequence[int], speeds: Spee
     samples = dict.fromkeys(workers, 1)
     for _ in range(request.profile.global_batch - len(workers)):
         samples[min(workers, key=lambda rank: (samples[rank] + 1) * speeds.slower[rank])] += 1
-    ranks, at = [], 0
+    ranks = []
+    at = 0
     for rank in remaining:
         share = at, at + samples.get(rank, 0)
         at = share[1]

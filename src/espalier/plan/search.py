@@ -16,7 +16,6 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -67,7 +66,7 @@ class Option:
     nodes: tuple[int, ...] = ()
     """The machines' numbers in the user's cluster, in the order of this one; empty: the same."""
 
-    @cached_property
+    @property
     def on(self) -> collective_time.Fleet:
         """The devices of its ranks and their links, as a datasheet has them."""
         return collective_time.fleet(self.cluster, int(self.layout.world), self.layout.threads)
@@ -91,7 +90,9 @@ class Option:
         """Some memory to spare, about the `least` bytes between machines, fewer moving parts, fewer states that leave
         their machine in every micro-batch, larger micro-batches while memory is ample (every further pass issues all
         operations and adds to all gradients once more), less memory, fewer devices."""
-        layout, limit, tables = self.layout, self.peak - self.over, self.cluster.nodes
+        layout = self.layout
+        limit = self.peak - self.over
+        tables = self.cluster.nodes
         machine = max(min(table.devices for table in tables), layout.world // sum(table.count for table in tables))
         roomy = memory_model.ROOMY["cuda" if gpus(self.cluster) else "cpu"]
         return (
@@ -145,7 +146,8 @@ def search(
     selected: list[Option] = []
     selected_whole: list[Option] = []
     closest: Option | None = None
-    best, priced = float("inf"), 0
+    best = float("inf")
+    priced = 0
     budget = search_budget.current()
 
     def runnable(batches: Iterable[Layouts]) -> Iterator[Layouts]:
@@ -160,7 +162,8 @@ def search(
         batches = runnable(_grids(request, replace(limits, few=many), on))
         if many:
             cuts, count = coarse_search.cuts(request, on, batches, min(best, below))
-            batches, priced = runnable(coarse_search.refined(cuts, on.per_node, limits)), priced + count
+            batches = runnable(coarse_search.refined(cuts, on.per_node, limits))
+            priced = priced + count
         for every in batches:
             slow = every.algorithm != "data" and equal > best * (1 + tie)
             batch = every.at(np.flatnonzero(in_one_ring(every, on.ranks))) if slow else every
@@ -276,8 +279,8 @@ def fastest_first(request: Request, cluster: Cluster) -> Cluster:
     tables = [table for table in cluster.nodes if table.device.kind == "cuda"]
     if cluster.pairs or any(table.name for table in tables):
         return cluster
-    tables.sort(key=_slowness(request))
-    return cluster.changed(nodes=tuple(tables))
+    ordered = tuple(sorted(tables, key=_slowness(request)))
+    return cluster if ordered == cluster.nodes else cluster.changed(nodes=ordered)
 
 
 def _slowness(request: Request) -> Callable[[Node], tuple[float, float]]:
@@ -291,9 +294,11 @@ def _slowness(request: Request) -> Callable[[Node], tuple[float, float]]:
 def _sizes(cluster: Cluster, most: int) -> set[int]:
     """Numbers of devices: all, those of one kind and faster, whole machines by halves (of slower kinds beside faster
     ones a half, a quarter and the largest power of two), and less than a machine."""
-    sizes, before = {most}, 0
+    sizes = {most}
+    before = 0
     for table in cluster.nodes:
-        nodes, each = table.count, table.devices
+        nodes = table.count
+        each = table.devices
         halved = range(3 if before else nodes.bit_length())
         powers = range(nodes.bit_length() - 1 if before else 0, nodes.bit_length())
         whole = {*(nodes >> k for k in halved), *(1 << k for k in powers)}
@@ -361,7 +366,8 @@ def _limits(request: Request, on: collective_time.Fleet, threads: int) -> Limits
 
 
 def _grids(request: Request, limits: Limits, on: collective_time.Fleet) -> Iterator[Layouts]:
-    pinned, profile = request.pin.algorithm, request.profile
+    pinned = request.pin.algorithm
+    profile = request.profile
     for algorithm in (pinned,) if pinned else ALGORITHMS:
         if algorithm == "data" or profile.heads or (algorithm == "megatron" and profile.tensor > 1):
             yield from space.grid(algorithm, on.ranks, on.per_node, limits)
@@ -385,7 +391,9 @@ def _price(
         at = int(np.argmin(over))
         return [], [], Option(batch.at(at), part, float("inf"), float(peak[at]), float(over[at]))
     fits = np.flatnonzero(over <= 0)
-    chosen, peak, over = batch.at(fits), peak[fits], over[fits]
+    chosen = batch.at(fits)
+    peak = peak[fits]
+    over = over[fits]
     seconds = np.broadcast_to(slowest(request, weak, chosen), fits.shape)
 
     def options(picked: list[int]) -> list[Option]:
@@ -397,7 +405,8 @@ def _price(
         return [Option(layout, part, taken, most, beyond, leaving=sent) for layout, taken, most, beyond, sent in rows]
 
     picked = _pick(seconds, peak, chosen, np.arange(len(fits)))
-    priced, unequal = options(picked), []
+    priced = options(picked)
+    unequal = []
     if len(on.kinds) > 1 and batch.algorithm == "data":
         single = [index for index, option in zip(picked, priced, strict=True) if option.layout.pp == 1][:UNEQUAL]
         unequal = by_speed(request, part, on, chosen.at(np.array(single, dtype=int)), seconds[single])
@@ -415,8 +424,11 @@ def leaving(request: Request, on: collective_time.Fleet, layouts: Layouts) -> An
     at once from all of its ranks."""
     if on.between is None:
         return 0.0
-    step, samples, machine = CostInputs(request, on, on.kinds[0], layouts), samples_each(request, layouts), on.per_node
-    rounds, outgoing = -(-samples // np.minimum(layouts.micro_batch, samples)), np.zeros(len(layouts))
+    step = CostInputs(request, on, on.kinds[0], layouts)
+    samples = samples_each(request, layouts)
+    machine = on.per_node
+    rounds = -(-samples // np.minimum(layouts.micro_batch, samples))
+    outgoing = np.zeros(len(layouts))
     for states, division in step.parts:
         for exchange in exchanges(volumes(states, division), division, rounds):
             inside = np.clip(machine // exchange.stride, 1, exchange.ranks)
@@ -478,7 +490,8 @@ def slots_by_speed(
     device's speed, where that fits and is faster than the `equal` seconds [n]."""
     if not len(equal):
         return []
-    rates, ranks = _rates(request, on, layouts), np.array([kind.ranks for kind in on.kinds])
+    rates = _rates(request, on, layouts)
+    ranks = np.array([kind.ranks for kind in on.kinds])
     speeds = rates * ranks.sum() / (rates * ranks[:, None]).sum(0)
     costs = price(request, on, layouts, Shares(speeds=speeds))
     seconds, peak, over = _worst(costs)
@@ -509,7 +522,8 @@ def _rates(request: Request, on: collective_time.Fleet, layouts: Layouts) -> Any
 def _in_proportion(batch: int, rates: Any, ranks: Any) -> Any:
     """Samples [kinds, layouts] of one rank of each kind, in proportion to `rates` [kinds, layouts], one at least; kinds
     are of `ranks` [kinds]."""
-    least, exact = np.zeros(rates.shape, dtype=bool), np.zeros(rates.shape)
+    least = np.zeros(rates.shape, dtype=bool)
+    exact = np.zeros(rates.shape)
     for _ in ranks:
         others = np.where(least, 0.0, rates * ranks[:, None]).sum(axis=0)
         left = batch - (least * ranks[:, None]).sum(axis=0)

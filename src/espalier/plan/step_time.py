@@ -83,7 +83,8 @@ def step_seconds(step: CostInputs, samples: Number) -> Terms:
     """Seconds by part of a step in which each replica has `samples` samples; they add up to the whole."""
     layouts = step.layouts
     size = np.minimum(np.maximum(1, np.asarray(layouts.micro_batch)), samples)
-    full, rest = samples // size, samples % size
+    full = samples // size
+    rest = samples % size
     whole, stage = passes(step, size)
     terms = {name: full * value for name, value in stage.items()}
     last = stage
@@ -113,7 +114,9 @@ def _elsewhere(step: CostInputs, terms: Terms, rounds: Number) -> Terms:
     if step.request.offload == offload.NODE:
         without = dict.fromkeys(("all_reduce", "refresh", "optimizer"), 0.0 * passes)
         return {**without, "offload": optimizer_node.seconds(step.request, step.on, step.kind, passes)}
-    way, backward, again = step.request.offload, terms["backward"] + terms["recompute"], offload.again(step.request)
+    way = step.request.offload
+    backward = terms["backward"] + terms["recompute"]
+    again = offload.again(step.request)
     rounds = 1 if offload.windowed(way) else rounds  # all that wait are counted
     work = offload_cost.HidingWork(terms["optimizer"], terms["forward"], backward, step.stage_layers, rounds, again)
     rate = offload.rate(step.kind, offload.tier_of(way))
@@ -141,7 +144,9 @@ def passes(step: CostInputs, size: Number) -> tuple[Pass, dict[str, Number]]:
 
 def compute(step: CostInputs, work: Work) -> Pass:
     """Seconds of forward, backward and recomputation of `work`, alone on its device."""
-    device, setting, precision = step.kind.table.device, step.kind.setting, step.request.precision
+    device = step.kind.table.device
+    setting = step.kind.setting
+    precision = step.request.precision
     factors = step.on.factors
 
     def products(chosen: Sequence[Product]) -> Number:
@@ -170,7 +175,8 @@ def compute(step: CostInputs, work: Work) -> Pass:
 def core_seconds(step: CostInputs, work: Work) -> Number:
     """Seconds of the attention core of `work`, forward; ranks that share tokens have so many fewer in a block."""
     request, device, setting, factors = step.request, step.kind.table.device, step.kind.setting, step.on.factors
-    kernel, catalogued = request.system.kernel, step.cuda and not device.rates
+    kernel = request.system.kernel
+    catalogued = step.cuda and not device.rates
     if catalogued and kernel == "written" and work.head_size:
         product = device_model.written(work)
         return factors.attention * device_model.product_seconds(device, request.precision, product, setting, factors)
@@ -207,7 +213,8 @@ def _together(step: CostInputs, part: Pass) -> Pass:
 
 def _exchanged(step: CostInputs, layer: Pass, anatomy: Anatomy) -> Pass:
     """A layer's pass with what its tensor, sequence and state groups exchange in it."""
-    request, layouts = step.request, step.layouts
+    request = step.request
+    layouts = step.layouts
     again = np.asarray(anatomy.layer.again) > 0.4
     stream = anatomy.layer.tokens * request.profile.width * request.compute
     tensor = sequence = 0.0 * np.asarray(layer.forward)
@@ -245,7 +252,8 @@ def ends_seconds(step: CostInputs, tokens: Number) -> Number:
 
 def tensor_load(step: CostInputs, tokens: Number, layers: Number) -> tensor_cost.TensorLoad:
     """What ranks that share matrices exchange for `tokens` in so many layers, embedding, head and loss."""
-    request, layouts = step.request, step.layouts
+    request = step.request
+    layouts = step.layouts
     return tensor_cost.TensorLoad(
         tokens=tokens,
         width=request.profile.width,
@@ -272,7 +280,8 @@ def weights(step: CostInputs) -> Terms:
     one_length: dict[str, Any] = {"sizes": (), "tensors": None, "layers": 1, "layer": 0, "outside": 0, "largest": 0}
     layer = ((replace(states, elements=states.layer, **one_length), division) for states, division in step.parts)
     seconds = reduce(add, (cost(*part, wire=step.wire) for part in layer)).seconds
-    scatter, layouts = seconds["scatter"], step.layouts
+    scatter = seconds["scatter"]
+    layouts = step.layouts
     if step.request.system.refresh == "broadcast":
         tensors = step.request.profile.tensors / max(1, step.request.profile.layers)
         scatter = _owner_by_owner(step, step.storage.grads * step.states.layer, layouts.grads, layouts.tp, tensors)
@@ -287,10 +296,12 @@ def gathering(step: CostInputs, layer: Pass, work: Work) -> dict[Prefetch, Numbe
     the exchanges that attention waits for; from the end of attention (`attention`) it has the feed-forward. Scatters
     begin with the block in any case.
     """
-    request, layouts = step.request, step.layouts
+    request = step.request
+    layouts = step.layouts
     transfers = weights(step)
     frozen = step.frozen(wire=step.wire).seconds.get("gather", 0.0) / 2 / request.profile.layers
-    gather, scatter = transfers["all_gather"] + frozen, transfers["reduce_scatter"]
+    gather = transfers["all_gather"] + frozen
+    scatter = transfers["reduce_scatter"]
     backward = layer.backward + layer.recompute
     # Whether ranks that share a sequence and ranks that split parameters are as far apart as each other.
     within = [np.asarray(ranks) * layouts.tp <= step.on.per_node for ranks in (layouts.sp, layouts.params)]
@@ -317,7 +328,8 @@ def gathering(step: CostInputs, layer: Pass, work: Work) -> dict[Prefetch, Numbe
 
 def _after_attention(step: CostInputs, work: Work) -> Number:
     """The share of a decoder layer's pass that comes after its attention, by FLOP."""
-    width, kv_width = step.request.profile.width, step.request.profile.kv_width
+    width = step.request.profile.width
+    kv_width = step.request.profile.kv_width
     projections = 4 * work.tokens * width * (width + kv_width) / step.layouts.tp
     return np.clip(1 - (work.attention + projections) / work.forward_flops, 0.0, 1.0)
 
@@ -370,7 +382,8 @@ def pipeline(
 
     Each tensor rank sends its part of a value, also where each has all of it (Megatron-LM, arXiv 2104.04473, section
     4.1; DeepSpeed's pipelines do the same)."""
-    layouts, request = step.layouts, step.request
+    layouts = step.layouts
+    request = step.request
     tokens = size * request.profile.tokens_per_sample / layouts.sp
     bytes_ = tokens * request.profile.width * step.stream_bytes / layouts.tp
     stride = layouts.tp * layouts.sp * layouts.dp
@@ -434,7 +447,9 @@ def refresh(step: CostInputs) -> Number:
 
 def optimizer(step: CostInputs) -> Number:
     """Seconds of the optimizer step on a rank's shard, clipping included."""
-    request, device, setting = step.request, step.kind.table.device, step.kind.setting
+    request = step.request
+    device = step.kind.table.device
+    setting = step.kind.setting
     muon = request.profile.hidden / max(1, request.profile.trainable) if request.muon else 0.0
     each = ADAM_BYTES * (1 - muon) + MUON_BYTES * muon
     foreach = step.cuda and request.system.temporaries > 0
@@ -456,7 +471,8 @@ def optimizer(step: CostInputs) -> Number:
 def _orthogonal(step: CostInputs, shape: tuple[int, int], count: int) -> float:
     """Seconds of Newton-Schulz on `count` matrices: three products an iteration, on the smaller side."""
     device, (rows, columns) = step.kind.table.device, shape
-    small, large = min(rows, columns), max(rows, columns)
+    small = min(rows, columns)
+    large = max(rows, columns)
     times = count * NEWTON_SCHULZ
     low = device.kind == "cuda" and device_model.has(device, "bf16")
     precision = "bf16" if low else "fp64" if step.request.precision == "fp64" else "fp32"
@@ -470,7 +486,8 @@ def _orthogonal(step: CostInputs, shape: tuple[int, int], count: int) -> float:
 
 def sources(step: CostInputs) -> dict[str, str]:
     """Where each part's number comes from."""
-    device, on = step.kind.table.device, step.on
+    device = step.kind.table.device
+    on = step.on
     links = [("inside", on.inside)] + ([("between", on.between)] if on.between is not None else [])
     listed = "; ".join(f"{n}: {k.bandwidth:.3g} bytes/s, {k.latency:.2g} s per hop ({k.source})" for n, k in links)
     return {

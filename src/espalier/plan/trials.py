@@ -71,7 +71,8 @@ class Trials:
         if not (self.recipe.plan.trial and all(map(self.is_local, plans))):
             return {}
         file = cache_folder() / "trials.json"
-        known, asked = table(file), self._asked()
+        known = table(file)
+        asked = self._asked()
         names = {key(plan): f"{asked}/{key(plan)}/{plan.recompute}/{plan.precision}" for plan in plans}
         if self.run is not None and (any(name not in known for name in names.values()) or self.doubtful()):
             load = resource_limits.busy(probe.LOOK_SECONDS)
@@ -109,7 +110,8 @@ class Trials:
     def forget(self) -> bool:
         """Has the candidates measured anew when they are planned the next time, as steps took another time; whether
         any was measured."""
-        file, old = cache_folder() / "trials.json", self.known()
+        file = cache_folder() / "trials.json"
+        old = self.known()
         if old:
             replace(
                 file, json.dumps({name: seconds for name, seconds in table(file).items() if name not in old}, indent=1)

@@ -158,7 +158,7 @@ class Cluster(Value, frozen=True, kw_only=True, dict=True):
     `standbys`: those with `role = "standby"`, each of which goes on where an optimizer node is lost. They are numbered
     after the others, in this order, and have no devices among `devices()`.
 
-    (`dict=True` gives room to remember its devices, of which there may be thousands.)
+    (`dict=True` gives room to remember its devices and fleets, of which there may be thousands.)
     """
 
     nodes: tuple[Node, ...]
@@ -188,7 +188,22 @@ class Cluster(Value, frozen=True, kw_only=True, dict=True):
                     named[table.name] = (node, first + table.devices)
         return places
 
-    @property
+    @cached_property
+    def fleets(self) -> dict[tuple[int, int], Any]:
+        """By ranks and threads of each what planners worked out of them: `plan.collective_time.Fleet`."""
+        return {}
+
+    @cached_property
+    def gpus(self) -> list[Place]:
+        """The devices that are GPUs, in rank order."""
+        return [place for place in self.devices() if place.table.device.kind == "cuda"]
+
+    @cached_property
+    def slots(self) -> dict[tuple[int, int], Place]:
+        """Where each device is, by its machine and its number there."""
+        return {(place.node, place.slot): place for place in self.devices()}
+
+    @cached_property
     def machines(self) -> int:
         """How many machines there are."""
         return 1 + max(place.node for place in self.devices())

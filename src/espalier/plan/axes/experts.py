@@ -134,11 +134,13 @@ def expected(tokens: Number, active: int, sizes: Sequence[int], me: int = 0) -> 
 
     A token has an expert on a rank of n experts out of E with probability 1 - C(E - n, k) / C(E, k).
     """
-    every, routed = sum(sizes), []
+    every = sum(sizes)
+    routed = []
     for rank, size in enumerate(sizes):
         if rank == me:
             continue
-        entries, answers = tokens * active * size / every, tokens * active * sizes[me] / every
+        entries = tokens * active * size / every
+        answers = tokens * active * sizes[me] / every
         fresh = tokens * (1 - comb(every - size, active) / comb(every, active))
         routed.append(Routed(size, fresh, entries - fresh, answers))
     return routed

@@ -143,7 +143,9 @@ class PieceStream:
         piece exceeds it by much; one of `whole` pieces when also little of it is padding. Inside a run all units but
         the first of all are alike.
         """
-        begin, limit, every = 0, min(FIRST_BUCKET, law.bucket_bytes), self._ends[-1]
+        begin = 0
+        limit = min(FIRST_BUCKET, law.bucket_bytes)
+        every = self._ends[-1]
         while begin < every:
             wanted = self._before(begin) + max(1, -(-limit // self.element_bytes))
             end = self._reaching(wanted, begin) if limit else every
@@ -159,7 +161,8 @@ class PieceStream:
 
     def between(self, begin: int, end: int) -> list[tuple[int, int]]:
         """(elements, count) of the runs of the parameters from `begin` to `end`."""
-        first, last = bisect_right(self._ends, begin), bisect_left(self._ends, end)
+        first = bisect_right(self._ends, begin)
+        last = bisect_left(self._ends, end)
         each = zip(self.sizes[first : last + 1], [begin, *self._ends[first:last]], self._ends[first:], strict=False)
         return [(size, min(stop, end) - start) for size, start, stop in each]
 
@@ -179,7 +182,8 @@ class PieceStream:
         """Where, from `end` on, little of a unit of whole pieces is padding; beyond all pieces: nowhere."""
         before = self._before(begin)
         while end < self._ends[-1]:
-            unit, filled = self.between(begin, end), self._before(end)
+            unit = self.between(begin, end)
+            filled = self._before(end)
             # Every owner's share is as long as the largest piece.
             wanted = math.ceil(before + (1 - PADDING) * law.owners * max(unit)[0])
             if filled < wanted:
@@ -224,7 +228,8 @@ def fullest_shard(unit: Sequence[tuple[int, int]], owners: int) -> int:
                 rounds, left = divmod(left, owners)
                 shards = {filled + rounds * size: number for filled, number in shards.items()}
                 continue
-            taking, number = min(left, shards[least]), shards.pop(least)
+            taking = min(left, shards[least])
+            number = shards.pop(least)
             if number > taking:
                 shards[least] = number - taking
             shards[least + size] = shards.get(least + size, 0) + taking

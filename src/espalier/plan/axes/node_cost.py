@@ -49,7 +49,8 @@ class Layers:
         of backward, as far as a window of so many layers has room (`train.layer_window`)."""
         turns = self.order
         size = max(window, *(len(used) for _, used in turns))
-        ahead, busy = [layer for _, used in turns for layer in used], list[int]()
+        ahead = [layer for _, used in turns for layer in used]
+        busy = list[int]()
         staying: list[tuple[int, ...]] = []
         for _, used in turns:
             for layer in used:
@@ -109,13 +110,17 @@ def seconds(layers: Layers, compute: Number, rates: Rates, wire: Sequence[float]
         wire: bytes of a value that is pulled, and of one that is pushed.
         readers: workers, or aggregators, for each of which the node reads its disk.
     """
-    sizes, last = np.asarray(layers.numel, dtype=float), len(layers.uses) - 1
-    node, down = min(rates.disk / STATE_BYTES, rates.adam), min(rates.link, rates.disk / readers)
+    sizes = np.asarray(layers.numel, dtype=float)
+    last = len(layers.uses) - 1
+    node = min(rates.disk / STATE_BYTES, rates.adam)
+    down = min(rates.link, rates.disk / readers)
     work = np.array([sum(sizes[[*used]]) * (piece not in layers.lookups) for piece, used in enumerate(layers.uses)])
     each = work * np.where(np.arange(last + 1) == last, 0.75, 1.0)
     share = each / max(each.sum(), 1.0)
     pulled = computed = pushed = 0.0 * compute
-    released, sent, left = [pulled] * WINDOW, [pushed] * PUSHES, [pulled] * len(sizes)
+    released = [pulled] * WINDOW
+    sent = [pushed] * PUSHES
+    left = [pulled] * len(sizes)
     loaded: tuple[int, ...] = ()
     pulls = 0
     for turn, ((piece, used), stay) in enumerate(zip(layers.order, layers.staying(WINDOW), strict=True)):

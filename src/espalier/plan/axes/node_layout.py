@@ -52,7 +52,8 @@ class FlatLayer:
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """Each tensor as a view of `flat`, [numel]."""
-        views, at = [], 0
+        views = []
+        at = 0
         for _, shape in self.tensors:
             size = prod(shape)
             views.append(flat[at : at + size].view(shape))

@@ -49,7 +49,8 @@ def resident_optimizer(request: Request, room: float, waiting: Terms) -> Number:
 
 def rate(kind: DeviceGroup, tier: Tier, free: float | None = None) -> TierRate:
     """Of a rank on such a device, when all ranks of its machine use the tier at once; `free`: bytes of its disk."""
-    table, cuda = kind.table, kind.table.device.kind == "cuda"
+    table = kind.table
+    cuda = kind.table.device.kind == "cuda"
     ranks = min(table.devices, kind.ranks) if cuda else kind.setting.processes
     link = COPY_SHARE * (table.inside.bandwidth if "PCI" in table.inside.source else PCIE) if cuda else math.inf
     if tier == "host":

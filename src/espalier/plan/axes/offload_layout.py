@@ -87,9 +87,11 @@ def _filled(given: Elements, limit: int) -> Iterator[list[StatePiece]]:
                 length = (limit - at) // line * line
             if length:
                 pieces.append(StatePiece(number, start, start + length, at))
-                start, at = start + length, at + length
+                start = start + length
+                at = at + length
             if start < count:
                 yield pieces
-                pieces, at = [], 0
+                pieces = []
+                at = 0
     if pieces:
         yield pieces

@@ -101,11 +101,15 @@ def seconds(away: Terms, speed: TierRate, hiding: HidingWork) -> Number:
     """Seconds by which a step gets longer: the optimizer's walk goes at the pace of the slowest of reading, moving and
     writing, and begins with a read and ends with a write; passes wait for what they do not hide, and for the first
     layer."""
-    step, values, activation_bytes = walked(away), passed(away, hiding.again), saved(away, hiding.rounds)
-    read, write = step.read / speed.read, step.written / speed.write
+    step = walked(away)
+    values = passed(away, hiding.again)
+    activation_bytes = saved(away, hiding.rounds)
+    read = step.read / speed.read
+    write = step.written / speed.write
     pieces = np.maximum(1, np.ceil(step.read / CHUNK))
     taken = np.maximum(0.0, np.maximum(read, write) - hiding.optimizer) + (read + write) / pieces
-    out, back = activation_bytes.written / speed.write, activation_bytes.read / speed.read
+    out = activation_bytes.written / speed.write
+    back = activation_bytes.read / speed.read
     if "frozen" in away:  # read in forward, and in backward but for the last layer
         fetched = hiding.rounds * away["frozen"] / speed.read
         first = fetched / hiding.layers

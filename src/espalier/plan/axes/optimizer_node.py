@@ -32,7 +32,8 @@ PAYS = 0.02
 def layers(request: Request) -> Layers:
     """The model's layers, between an embedding and a head, or one table that is both."""
     profile = request.profile
-    each, table = int(request.layer_parameters), int(profile.outside / max(1, profile.tables))
+    each = int(request.layer_parameters)
+    table = int(profile.outside / max(1, profile.tables))
     numel = (table, *[each] * profile.layers, *[table] * (profile.tables - 1))
     uses = [(number,) for number in range(profile.layers + 1)]
     return Layers(numel, (*uses, (len(numel) - 1 if profile.tables > 1 else 0,)))
@@ -95,7 +96,8 @@ def ranks(request: Request, cluster: Cluster, numbers: Sequence[int], sites: Seq
     `sites`. One whose table has the name of another is the same machine. `numbers`: of the machines in the user's
     cluster; empty: the same."""
     named = {place.table.name: place.node for place in cluster.devices() if place.table.name}
-    new, roles = itertools.count(cluster.machines), request.pin.roles
+    new = itertools.count(cluster.machines)
+    roles = request.pin.roles
     count = max(1, sum(table.count for table in cluster.optimizers))
     tables: list[Node | None] = [table for table in cluster.optimizers for _ in range(table.count)] or [None]
     standbys: list[Node | None] = []

@@ -49,7 +49,8 @@ class PipelineLoad:
 def cost(load: PipelineLoad) -> Cost:
     """`pipeline`: seconds without work; `send`: seconds of hand-overs; `activations`: bytes of the rank that sends most
     of them (gradients of activations too)."""
-    ranks, several = np.asarray(load.ranks), np.asarray(load.ranks) > 1
+    ranks = np.asarray(load.ranks)
+    several = np.asarray(load.ranks) > 1
     put_off = np.where(load.split, 2 * np.asarray(load.weights), 0.0)
     idle = waits(load) * np.maximum(0.0, load.seconds - put_off) / load.chunks
     ahead = load.ahead & (np.asarray(load.chunks) == 1)
@@ -67,7 +68,8 @@ def cost(load: PipelineLoad) -> Cost:
 def waits(load: PipelineLoad) -> Number:
     """Micro-batches for whose time a rank has no work, in 1F1B: the first ones until they come to it, the last ones
     until they come back. Ranks that share cores are slowed down by the others' work only."""
-    ranks, count = np.asarray(load.ranks), np.asarray(load.micro_batches)
+    ranks = np.asarray(load.ranks)
+    count = np.asarray(load.micro_batches)
     alone = (count + ranks - 1) * load.share  # the longest chain of passes, with cores of its own
     shared = count + (ranks - load.together) * load.share  # all work of the cores that begin last
     return np.maximum(0.0, np.maximum(alone, shared) - count)

@@ -131,7 +131,9 @@ def place(factors: ShardFactors, nodes: Sequence[int]) -> Placement:
         factors.optimizer // factors.grads,
         ranks // factors.optimizer,
     )
-    each, stride, axes = per_node(nodes), 1, []
+    each = per_node(nodes)
+    stride = 1
+    axes = []
     for state, size in zip(STATES, sizes, strict=True):
         near = int(inside(size, stride, each))
         for part in (near, size // near):

@@ -170,7 +170,8 @@ def groups(
     chosen: Sequence[ShardFactors], blocks: Sequence[int | None], kinds: Sequence[Any], fetched: bool = False
 ) -> list[ParameterGroup]:
     """The group of each parameter, in the model's order. `fetched`: blocks come one by one, sharded or not."""
-    parameter_groups, before = [], 0
+    parameter_groups = []
+    before = 0
     for factors, block, kind in zip(chosen, blocks, kinds, strict=True):
         before = before if block is None else block + 1
         parameter_groups.append(

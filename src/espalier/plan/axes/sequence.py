@@ -14,7 +14,8 @@ import numpy as np
 
 from espalier.recipe.cost import Cost, Number
 
-KEYS_VALUES, ACTIVATIONS = "keys_values", "activations"
+KEYS_VALUES = "keys_values"
+ACTIVATIONS = "activations"
 Wire = Callable[[str, Number, Number, Number, str], Number]
 """(operation, bytes, ranks, their distance, class of traffic) -> seconds: `all_to_all` of a whole tensor, and `ring`,
 one step in which every rank sends so many bytes to the next."""
@@ -84,11 +85,13 @@ def cost(load: SequenceLoad, grid: SequenceGrid, wire: Wire | None = None) -> Co
         `seconds`: `heads`, the all-to-alls, and `ring`, transfers that attention does not hide.
     """
     hp, cp, w, rings = np.asarray(grid.heads), np.asarray(grid.context), np.asarray(grid.window), grid.windows
-    width, local_tokens = load.head_size * load.element_bytes, load.tokens / (hp * cp)
+    width = load.head_size * load.element_bytes
+    local_tokens = load.tokens / (hp * cp)
     keys = np.maximum(load.kv_heads, hp)
     rounds = {"none": (1, 1, 2), "selective": (1, 2, 3), "block": (2, 2, 3)}[load.recompute]
     forwards, inward, exchanges = rounds
-    queries, triples = local_tokens * load.heads * width, local_tokens * (load.heads + 2 * keys) * width
+    queries = local_tokens * load.heads * width
+    triples = local_tokens * (load.heads + 2 * keys) * width
     # Forward q, k, v in and out back; backward the same; what is computed again goes in again, and its result back.
     whole = (inward + 1) * triples + exchanges * queries
     share = (hp - 1) / hp

@@ -26,9 +26,13 @@ if TYPE_CHECKING:
 
     from espalier.plan.axes.flat_layout import Sized
 
-GRADIENTS, PARAMETERS = "gradients", "parameters"
+GRADIENTS = "gradients"
+PARAMETERS = "parameters"
 FEEDBACK_BYTES = 4
 """Of what a lossy codec has not sent yet, per parameter: float32 at least."""
+
+MOST_CODES = 2**62
+"""So many integers tell layouts apart at most."""
 
 Wire = Callable[[Any, Number, Number, Number, str], Number]
 """(operation, bytes of the whole tensor, ranks, their distance, class of traffic) -> seconds of a collective."""
@@ -46,7 +50,7 @@ class StateBytes(NamedTuple):
         return self if factor == 1 else StateBytes(*(value * factor for value in self))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class StateSizes:
     """A model's states as far as their cost depends on them. Numbers may be arrays, one value for each layout.
 
@@ -88,7 +92,7 @@ class StateSizes:
     lossy: str = ""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Division:
     """Over how many ranks each state is split. Every field may be an array [n].
 
@@ -221,14 +225,16 @@ class Lengths:
         last = max((stream.group.gathered[1] for stream in members if stream.group.gathered), default=0)
         kinds: dict[tuple[bool, int], list[tuple[int, bool, int]]] = {}
         for stream in members:
-            gathered, kind = stream.group.gathered, (stream.group.kind[1], stream.element_bytes)
+            gathered = stream.group.gathered
+            kind = (stream.group.kind[1], stream.element_bytes)
             stays = gathered is not None and (gathered[0] is None or gathered[1] == last)
             rows = [(length, stays, times) for _, _, length, times in stream.cuts(rules.rule)]
             kinds.setdefault(kind, []).extend(rows)
         return tuple(Units(*kind, *map(np.array, zip(*rows, strict=True))) for kind, rows in kinds.items())
 
     def _pieces(self, gathered: bool, dealt: bool) -> list[Piece]:
-        sizes, shards = self.sizes, ShardFactors(params=2 if gathered else 1)
+        sizes = self.sizes
+        shards = ShardFactors(params=2 if gathered else 1)
         of = groups([shards] * len(sizes), [sized.block for sized in sizes], [sized.kind for sized in sizes])
         return [
             Piece(sized.elements, sized.element_bytes, group, self.whole and sized.matrix and dealt, sized.copies)
@@ -245,8 +251,9 @@ def lengths(sizes: tuple[Sized, ...], whole: bool) -> Lengths:
     return Lengths(sizes, whole)
 
 
-def volumes(states: StateSizes, division: Division) -> list[Volume]:
-    """The lengths of all layouts, by storage."""
+@lru_cache(maxsize=8)
+def volumes(states: StateSizes, division: Division) -> Sequence[Volume]:
+    """The lengths of all layouts, by storage. Those of the last states are kept: bytes and seconds ask for them."""
     if not states.sizes and states.tensors is None:
         return [_even(states, division)]
     exact = _arranged(states, division)
@@ -279,10 +286,15 @@ def _arranged(states: StateSizes, division: Division) -> list[Volume]:
 def _alike(columns: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
     """The columns that differ [m, rows], and which of them each column is [n]."""
     code = np.zeros(columns.shape[1], dtype=np.int64)
-    for column in columns:
-        if len(column) and np.any(column != column[0]):
-            values, ranked = np.unique(column, return_inverse=True)
-            code = np.unique(code * len(values) + ranked, return_inverse=True)[1]
+    codes = 1
+    for column in columns if columns.shape[1] else ():
+        least = column.min()
+        values = int(column.max() - least) + 1
+        if codes * values > MOST_CODES:
+            code = np.unique(code, return_inverse=True)[1]
+            codes = int(code.max()) + 1
+        code = code * values + (column - least)
+        codes = codes * values
     _, first, at = np.unique(code, return_index=True, return_inverse=True)
     return columns[:, first].T, at
 
@@ -342,15 +354,15 @@ def cost(states: StateSizes, division: Division, *, rounds: Number = 1, wire: Wi
 def exchanges(state_volumes: Sequence[Volume], division: Division, rounds: Number = 1) -> Iterator[GroupTraffic]:
     """Everything that a step sends of `state_volumes`. Axes that go on from one another count as one: in all a rank
     sends the bytes of one flat collective (see `plan.axes.placement`)."""
-    params, grads = np.asarray(division.params), np.asarray(division.grads)
-    optimizer, stride = np.asarray(division.optimizer), np.asarray(division.stride)
+    params = np.asarray(division.params)
+    grads = np.asarray(division.grads)
+    optimizer = np.asarray(division.optimizer)
+    stride = np.asarray(division.stride)
     replicas = np.asarray(division.ranks) // optimizer
     for volume in state_volumes:
-        size, back, units = (
-            volume.elements * volume.storage.grads,
-            volume.elements * volume.storage.params,
-            volume.units,
-        )
+        size = volume.elements * volume.storage.grads
+        back = volume.elements * volume.storage.params
+        units = volume.units
         gathered = 2 * back - volume.staying * volume.storage.params
         times = 2 * units - volume.staying_units
         yield GroupTraffic("gather", PARAMETERS, "all_gather", rounds * gathered, rounds * times, params, stride)
@@ -366,9 +378,11 @@ def memory_bytes(states: StateSizes, division: Division, state_volumes: Sequence
     """Bytes on a rank by kind (AMSP, section 2.4): the states, where these are sharded two whole layers of parameters
     and of gradients on their way (the one at work and the next) and what is outside the layers, which stays from
     forward to backward, gradients in buckets, and what codecs keep back."""
-    params, grads = np.asarray(division.params), np.asarray(division.grads)
+    params = np.asarray(division.params)
+    grads = np.asarray(division.grads)
     whole = [sum(volume.storage[state] * volume.elements for volume in state_volumes) for state in range(3)]
-    layers, storage = 2 * states.layer, states.storage
+    layers = 2 * states.layer
+    storage = states.storage
     gathered = np.where((params > 1) | states.fetched, (layers + states.outside) * storage.params, 0.0)
     gathered = gathered + np.where(grads > 1, np.maximum(layers, states.outside) * storage.grads, 0.0)
     summed = whole[1] / grads
@@ -386,9 +400,7 @@ def memory_bytes(states: StateSizes, division: Division, state_volumes: Sequence
     return result
 
 
-def passing(
-    states: StateSizes, division: Division, staged: bool, rounds: Number = 2
-) -> dict[str, tuple[Number, Number]]:
+def passing(states: StateSizes, division: Division, staged: bool) -> dict[str, tuple[Number, Number]]:
     """Bytes that a rank holds beside its states, at most: of gathered parameters and of gradients, by moment of a step.
 
     Gathered are the tables, the layer at work and the next one; of gradients a layer (or a bucket) is filled, and
@@ -396,26 +408,28 @@ def passing(
 
     Args:
         states, division: see `cost`; `staged`: what Gloo sends lies beside where it goes (NCCL works in place).
-        rounds: micro-batches of the step.
 
     Returns:
-        `next`: the end of a later forward pass; the backward passes of the `loss`, of the `head`, of the `last` layer,
-        of a `layer` before it, and of the `table`; the `update`.
+        `next`: the end of a later micro-batch's forward pass; the backward passes of the `loss`, of the `head`, of the
+        `last` layer, of a `layer` before it, and of the `table`; the `update`.
     """
     params, grads, optimizer = (np.asarray(factor) for factor in (division.params, division.grads, division.optimizer))
     each, layer, table, layers = states.storage, states.layer, states.table, np.asarray(states.layers)
     total = sum(volume.elements for volume in volumes(states, division))
     bucket = states.bucket_bytes / each.grads
-    unit, way = np.minimum(total, np.maximum(bucket, table)), np.minimum(2 * bucket, total)
-    rest, later = np.minimum(2 * bucket, total - unit), np.asarray(rounds) > 1
+    unit = np.minimum(total, np.maximum(bucket, table))
+    way = np.minimum(2 * bucket, total)
+    rest = np.minimum(2 * bucket, total - unit)
     sent = 1 + staged * (1 + 1 / grads)  # as it lies, as it comes, and the sum
     shares = staged * (grads == 1) * ((optimizer > 1) | division.by_level) * (1 + 1 / optimizer)
-    near, ahead, apart = states.outside + layer, (1 + staged) * layer, (1 - states.tied) * table
+    near = states.outside + layer
+    ahead = (1 + staged) * layer
+    apart = (1 - states.tied) * table
     sharded = params > 1
     moved = staged * (optimizer > params) * each.params / params
     cast = (optimizer > 1) * (each.params < states.width) * states.width / optimizer  # for masters
     rows = {  # gathered; gradients scattered by blocks, by buckets, not scattered, and fresh ones
-        "next": (near, later * sent * table, later * sent * way, 0, 0),
+        "next": (near, sent * table, sent * way, 0, 0),
         "loss": (near, 0, 0, 0, 0),
         "head": (near, apart, unit, 0, table),
         "last": (near + (layers > 1) * ahead, layer + sent * apart, unit + sent * rest, rest, table - apart),

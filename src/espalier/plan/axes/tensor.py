@@ -14,7 +14,8 @@ import numpy as np
 
 from espalier.recipe.cost import Cost, Number, ring_bytes
 
-ACTIVATIONS, GRADIENTS = "activations", "gradients"
+ACTIVATIONS = "activations"
+GRADIENTS = "gradients"
 Wire = Callable[[str, Number, Number, Number, str], Number]
 """(operation, bytes of the whole tensor, ranks, their distance, class of traffic) -> seconds."""
 
@@ -56,7 +57,8 @@ class Transfers(NamedTuple):
 def of_layer(again: Number, regather: Any, sharded: Any = True, repeated: int = 3) -> Transfers:
     """What one layer exchanges of its stream in a micro-batch. `repeated`: exchanges that recomputation repeats (4 in
     systems that compute to the layer's end)."""
-    again, regather = np.asarray(again) * 1.0, np.asarray(regather) * 1.0
+    again = np.asarray(again) * 1.0
+    regather = np.asarray(regather) * 1.0
     if not np.all(sharded):
         return Transfers(0.0 * again, 0.0 * again, 4 + (repeated - 2) * again)
     return Transfers(4 + 2 * again + 2 * regather, 4 + (repeated - 2) * again, 0.0 * again)

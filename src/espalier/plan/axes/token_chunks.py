@@ -32,7 +32,8 @@ def chunk_tokens(work: Work, room: float, allowed: Number = True) -> Number:
 
 def by_chunks(work: Work, chunk: Number) -> Work:
     """`work` computed `chunk` tokens at a time; 0: all at once."""
-    chunks, used = work.chunks, np.asarray(chunk) > 0
+    chunks = work.chunks
+    used = np.asarray(chunk) > 0
     if chunks is None or not np.any(used):
         return work
     rows = np.where(used, np.minimum(np.maximum(1, chunk), work.tokens), work.tokens)

@@ -60,7 +60,8 @@ def row_model(model_words: RowTable, notes: set[str]) -> RowModel:
         raise UserError(f"model.kind = {words['kind']!r} is not possible.", do='"gpt" or "moe"')
     if "depth" not in words and "shape" not in words:
         raise UserError("model.depth is missing.", do="model.depth, or model.shape")
-    width, heads = words.get("width"), words.get("heads")
+    width = words.get("width")
+    heads = words.get("heads")
     plain = words.get("kv_heads", heads) == heads
     classic = plain and isinstance(width, int) and words.get("feed_forward") == 4 * width
     gated = model_words.flag("gated", not classic)
@@ -86,7 +87,8 @@ def _with_heads(size: DecoderSizes, words: RowTable, has_heads: bool, notes: set
         heads = words.count("heads")
         kv_heads = words.count("kv_heads", heads)
         if heads % kv_heads:
-            why, do = f"model.heads = {heads} is not a multiple of it", f"model.kv_heads = {heads}"
+            why = f"model.heads = {heads} is not a multiple of it"
+            do = f"model.kv_heads = {heads}"
             raise UserError(f"model.kv_heads = {kv_heads} does not divide the heads.", why=why, do=do)
         size = replace(size, heads=heads, kv_heads=kv_heads)
     if "head_size" in words:

@@ -104,7 +104,8 @@ class Descriptions:
         model_words, cluster_words, layout, train, _, measured = tables.values()
         for name, known in _KEYS.items():
             refuse_misspelled(tables[name], known, name, self.notes)
-        model_text, cluster_text = model_words.text, cluster_words.text
+        model_text = model_words.text
+        cluster_text = cluster_words.text
         model = self._models.get(model_text) or self._models.setdefault(model_text, row_model(model_words, self.notes))
         cluster = self._clusters.get(cluster_text) or self._clusters.setdefault(cluster_text, _cluster(cluster_words))
         sequence = self._sequence(train, model)
@@ -115,7 +116,8 @@ class Descriptions:
         _check_possible(model, cluster, layouts, precision)
         practice = self._practice(row, {key: words[key] for words in (layout, train) for key in words})
         request = self._request(model, tables, layouts, (samples, sequence, precision), practice)
-        seconds, peak = measured.number("step_seconds"), measured.number("peak_gib")
+        seconds = measured.number("step_seconds")
+        peak = measured.number("peak_gib")
         ended = measured.flag("out_of_memory", False) if "out_of_memory" in measured else None
         if ended is None and (seconds is not None or peak is not None):
             ended = False
@@ -161,7 +163,8 @@ class Descriptions:
     ) -> Request:
         """Of a step of (samples, tokens of each, precision)."""
         (samples, sequence, precision), layout, train = step, tables["layout"], tables["train"]
-        habits, compiled = practice.habits, train.flag("compile", False)
+        habits = practice.habits
+        compiled = train.flag("compile", False)
         fused = model.words.flag("fused", practice.kernel != "written")
         # Who says that nothing is compiled runs PyTorch's own operations; other systems bring fused kernels.
         eager = model.words.flag("eager", model.gated and "compile" in train and not compiled)
@@ -198,7 +201,8 @@ class Descriptions:
 
     def _experts(self, layout: RowTable, layouts: Layouts, model: RowModel) -> int:
         """Ranks over which experts are spread; 0: none."""
-        ep, most = layout.count("ep", 1), math.gcd(int(layouts.shards), model.size.experts)
+        ep = layout.count("ep", 1)
+        most = math.gcd(int(layouts.shards), model.size.experts)
         if ep == 1 or most % ep == 0:
             return ep if ep > 1 else 0
         priced = math.gcd(ep, most)
@@ -263,12 +267,11 @@ def _check_possible(model: RowModel, cluster: Cluster, layouts: Layouts, precisi
 
 def _at_fp8(device: Device) -> Device:
     """The device with its fp8 rate in place of bf16's in products, not in attention. Raises UserError."""
-    rate, bf16 = device.flops.get(FP8), device.flops.get("bf16")
+    rate = device.flops.get(FP8)
+    bf16 = device.flops.get("bf16")
     if rate is None or bf16 is None:
-        why, do = (
-            f"{device.name} has no rate for it",
-            "the device as a table with flops = { fp8 = 1979e12, bf16 = ... }",
-        )
+        why = f"{device.name} has no rate for it"
+        do = "the device as a table with flops = { fp8 = 1979e12, bf16 = ... }"
         raise UserError("precision = 'fp8' is not possible.", why=why, do=do)
     attention = device_model.share(device, "attention") * bf16 / rate
     return device.changed(flops={**device.flops, "bf16": rate}, sustained={**device.sustained, "attention": attention})
@@ -284,7 +287,9 @@ def _frozen_on_rank(request: Request, ranks: int, shards: int) -> int:
 
 def _stages(words: RowTable, layouts: Layouts, decoder: ReferenceDecoder, practice: Practice) -> tuple[int, ...]:
     """Layers of each rank of a pipeline where the row or its system divides them unequally. Raises UserError."""
-    layers, pp, chunks = decoder.size.layers, int(layouts.pp), int(layouts.chunks)
+    layers = decoder.size.layers
+    pp = int(layouts.pp)
+    chunks = int(layouts.chunks)
     given = words.get("stages")
     if given is None:
         head = decoder.size.vocabulary * decoder.size.width
@@ -304,7 +309,9 @@ def _stages(words: RowTable, layouts: Layouts, decoder: ReferenceDecoder, practi
 def by_cost(layers: int, layer: float, head: float, pp: int) -> tuple[int, ...]:
     """Layers of each stage as nanotron divides them: a stage ends with the layer by which all before have reached its
     share of the cost, of which the head is a part."""
-    stages, done, share = [0] * pp, 0.0, (layers * layer + head) / pp
+    stages = [0] * pp
+    done = 0.0
+    share = (layers * layer + head) / pp
     at = 0
     for _ in range(layers):
         stages[at] += 1
@@ -314,7 +321,8 @@ def by_cost(layers: int, layer: float, head: float, pp: int) -> tuple[int, ...]:
 
 
 def _with_muon(request: Request, decoder: ReferenceDecoder) -> Request:
-    size, matrices = decoder.size, Counter[tuple[int, int]]()
+    size = decoder.size
+    matrices = Counter[tuple[int, int]]()
     for rows, columns, count, part in decoder.matrices:
         matrices[columns, rows] += count * size.layers
         if part == "attention" and decoder.latent is None:  # three matrices, one product
@@ -335,7 +343,8 @@ def _layout(words: RowTable, samples: int | None, cluster: Cluster, notes: set[s
     algorithm, sharded = _algorithm(words)
     devices = gpus(cluster) or len(cluster.devices())
     dp, tp, sp, pp = _degrees(words, algorithm, devices)
-    cp, chunks = words.count("cp", 1), max(words.count(name, 1) for name in CHUNKS)
+    cp = words.count("cp", 1)
+    chunks = max(words.count(name, 1) for name in CHUNKS)
     if sp % cp:
         raise UserError(f"layout.cp = {cp} does not divide layout.sp = {sp}.", do=f"layout.sp = {cp * sp}")
     ranks = dp * tp * sp * pp
@@ -387,7 +396,8 @@ def _degrees(words: RowTable, algorithm: str | None, devices: int) -> tuple[int,
     if algorithm == "isp" and sp == 1:
         tp, sp = 1, tp
     if algorithm in ("megatron", "fsp") and tp == 1:
-        tp, sp = sp, 1
+        tp = sp
+        sp = 1
     if sp == 1:
         sp = words.count("cp", 1)  # a plan's `sp` holds the ranks of rings, other systems' does not
     if "dp" in words:
@@ -400,7 +410,8 @@ def _degrees(words: RowTable, algorithm: str | None, devices: int) -> tuple[int,
 
 def _same_group(words: RowTable, algorithm: str | None, devices: int) -> bool:
     """Whether `sp` and `tp` name one group: counted twice, the layout has more ranks than there are devices."""
-    tp, pp = words.count("tp"), words.count("pp", 1)
+    tp = words.count("tp")
+    pp = words.count("pp", 1)
     if "dp" not in words:
         return algorithm in ("megatron", "fsp") or devices < tp * tp * pp
     dp = words.count("dp")
@@ -419,7 +430,8 @@ def _shard(words: RowTable, default: dict[str, int], ranks: int) -> dict[str, in
     refuse_misspelled(shard, STATES, "layout.shard", set())
     # Ranks that were counted twice (see `_same_group`) are no shards of their own.
     twice = ranks * words.count("sp", 1)
-    shards, least = {}, 1
+    shards = {}
+    least = 1
     for state in STATES:
         value = shard.count(state, least)
         least = shards[state] = ranks if value == twice and state in shard else value

@@ -90,7 +90,8 @@ def predict(
     done = 0
     for chosen, request, on, layouts in Batch(rows).groups:
         costs = price(request, replace(on, factors=factors), layouts)
-        n, memory = len(chosen), rows[chosen[0]].memory
+        n = len(chosen)
+        memory = rows[chosen[0]].memory
         steps = np.array([np.broadcast_to(priced.step, n) for priced in costs])
         peaks = np.array([np.broadcast_to(priced.counted(memory), n) for priced in costs])
         over = np.array([np.broadcast_to(_least(priced) - priced.limit, n) for priced in costs])
@@ -98,7 +99,8 @@ def predict(
         terms = [{name: np.broadcast_to(value, n) for name, value in priced.seconds.items()} for priced in costs]
         for at, index in enumerate(chosen):
             parts = {name: float(value[at]) for name, value in terms[slowest[at]].items()}
-            seconds, peak = float(steps[:, at].max()), float(peaks[:, at].max())
+            seconds = float(steps[:, at].max())
+            peak = float(peaks[:, at].max())
             predictions[index] = Prediction(seconds, peak, float(over[:, at].max()), parts)
         done += n
         if progress:
@@ -113,7 +115,8 @@ def _least(priced: Priced) -> Number:
 
 def check_units(table: MeasuredTable) -> None:
     """Raises UserError when the file's times or peaks are a thousand times what the machines can do."""
-    rows, predicted = table.measurements, predict(table.measurements)
+    rows = table.measurements
+    predicted = predict(table.measurements)
     unit = "milliseconds" if table.form == "csv" else "seconds"
     for name, unit_, values, measured in (
         ("step times", unit, [prediction.seconds for prediction in predicted], [row.step_seconds for row in rows]),
@@ -187,7 +190,8 @@ def _groups(rows: Sequence[MeasuredRow]) -> list[list[int]]:
 def _regrets(
     rows: Sequence[MeasuredRow], predictions: Sequence[Prediction], taken: Mapping[int, float]
 ) -> dict[str, Any]:
-    all_, larger = [], []
+    all_ = []
+    larger = []
     for group in _groups(rows):
         timed = [index for index in group if index in taken]
         if len(timed) < 2:

@@ -183,7 +183,8 @@ def _bucket(value: Any, where: str) -> int | None:
 
 def practised(request: Request, practice: Practice) -> Request:
     """The request as a stack with these habits carries it out."""
-    habits, storage = practice.habits, request.system.storage
+    habits = practice.habits
+    storage = request.system.storage
     if storage is not None:
         if request.low and habits.states != "fp32":  # nothing is kept beside the weights
             storage = storage._replace(optimizer=storage.optimizer * 4 / 12)

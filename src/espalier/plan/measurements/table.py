@@ -113,7 +113,8 @@ def _at(path: str, line: int) -> Iterator[None]:
 
 
 def _json_lines(path: str, lines: list[tuple[int, str]]) -> MeasuredTable:
-    rows, descriptions = [], Descriptions()
+    rows = []
+    descriptions = Descriptions()
     for number, text in lines:
         with _at(path, number):
             try:
@@ -172,7 +173,9 @@ def _record(at: _Gpt, given: Mapping[str, Any]) -> dict[str, Any]:
     assumed = {key: value for key, value in _ASSUMED.items() if "executor" not in given or key not in _HABITS}
     words = {**assumed, **given}
     record: dict[str, Any] = {table: {key: words[key] for key in keys if key in words} for table, keys in MORE.items()}
-    place, row, each = record.pop("cluster"), record.pop("row"), int(words["per_node"])
+    place = record.pop("cluster")
+    row = record.pop("row")
+    each = int(words["per_node"])
     count, devices = (1, at.gpus) if at.gpus <= each else (-(-at.gpus // each), each)
     record["model"] = {"depth": at.layers, "width": at.hidden, "heads": at.heads, "feed_forward": 4 * at.hidden,
                       **record["model"]}  # fmt: skip
@@ -205,7 +208,8 @@ def _check_columns(columns: list[str], text: str) -> None:
             why = "without it nothing is measured; it holds milliseconds"
             raise UserError(f"there is no column {MEASURED!r}.", why=why, do=f"rename {near!r}, or another name for it")
         return
-    why, do = f"the columns are {', '.join(columns)}", "a first line of " + ",".join((*COLUMNS, MEASURED))
+    why = f"the columns are {', '.join(columns)}"
+    do = "a first line of " + ",".join((*COLUMNS, MEASURED))
     near = nearest(missing[0], [name for name in columns if name not in COLUMNS])
     if len(columns) == 1 and any(mark in text for mark in ";\t|"):
         do = "separate the columns with commas"
