@@ -192,17 +192,16 @@ def _dispatch(device: str = "cpu") -> float:
 
 
 def _best(run: Callable[[], Any], seconds: float, one_thread: bool = True) -> float:
-    """Seconds of the fastest `run` of at least three and of about `seconds`, after one warm-up.
+    """Seconds of the fastest `run` of at least two and of about `seconds`.
 
     The fastest, because what else the machine does while it is measured is not the machine; what the processes of one
     setting take from each other is in every run. For the same reason only processor time counts where torch uses one
     thread and `run` is done by the calling one (`one_thread`).
     """
     clock = time.thread_time if one_thread and torch.get_num_threads() == 1 else time.perf_counter
-    run()
     times: list[float] = []
     end = time.perf_counter() + seconds
-    while len(times) < 3 or time.perf_counter() < end:
+    while len(times) < 2 or time.perf_counter() < end:
         begin = clock()
         run()
         times.append(clock() - begin)
