@@ -140,7 +140,7 @@ def stands(plan: Plan) -> tuple[bool, str]:
 
 
 @pytest.mark.parametrize(
-    ("name", "every"), [("two sites", 6), *(pytest.param(name, 1, marks=pytest.mark.slow) for name in SITES)]
+    ("name", "every"), [("two sites", len(SWEEP)), *(pytest.param(name, 1, marks=pytest.mark.slow) for name in SITES)]
 )
 def test_rounds_are_chosen_below_the_bandwidth_that_the_plan_names_and_at_no_other(name: str, every: int) -> None:
     device, machines, devices = SITES[name]
@@ -305,7 +305,7 @@ def test_a_link_that_is_too_slow_is_told_a_faster_one(between: str, shown: str) 
 
 
 @pytest.mark.parametrize(
-    ("first", "count"), [(0, 12), *(pytest.param(first, 30, marks=pytest.mark.slow) for first in range(0, 240, 30))]
+    ("first", "count"), [(0, 6), *(pytest.param(first, 30, marks=pytest.mark.slow) for first in range(0, 240, 30))]
 )
 def test_a_plan_that_can_be_executed_never_exceeds_its_limit(first: int, count: int) -> None:
     """Outer states and buckets included; the sentence says what is counted. Of `count` drawn requests."""
