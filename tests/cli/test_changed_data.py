@@ -142,6 +142,7 @@ CHANGES = [
 ]
 
 
+@pytest.mark.extremes
 @pytest.mark.parametrize(
     ("kind", "change", "says"),
     [

@@ -118,6 +118,7 @@ def exact(corpus):
     return train(recipe_of(corpus), plan_of(precision="fp32"))[0]
 
 
+@pytest.mark.extremes
 @pytest.mark.parametrize(
     "way", [pytest.param(one, marks=pytest.mark.slow if number % 3 else ()) for number, one in enumerate(WAYS)]
 )

@@ -91,6 +91,7 @@ def same(one, other):
 OPTIMIZERS = pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 
 
+@pytest.mark.extremes
 @pytest.mark.parametrize(
     ("optimizer", "ranks", "shard"),
     [
@@ -241,6 +242,7 @@ ON_HOST = plans.Offload(optimizer="host", parameters="host")
 """What is on a GPU's host; a processor copies within its memory, by the same code."""
 
 
+@pytest.mark.extremes
 @pytest.mark.parametrize(
     ("away", "micro_batch", "ranks", "equal"),
     [
@@ -341,6 +343,7 @@ def test_copies_in_memory_are_refused_where_the_recipe_asks_for_them(corpus):
     assert table.recovery(recipe_of(corpus), plan_of(ranks=2)) == ""
 
 
+@pytest.mark.extremes
 @pytest.mark.parametrize(
     "offload",
     [DISK, pytest.param(PARAMETERS, marks=pytest.mark.slow), ACTIVATIONS],

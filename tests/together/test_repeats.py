@@ -70,6 +70,7 @@ def trained(corpus: Path, planned: Any, name: str, seed: int = 1) -> list[tuple[
     return agent.run(life, launch.places(plan))
 
 
+@pytest.mark.extremes
 @pytest.mark.parametrize(("planned", "name"), [(by_codec, "exact"), (by_codec, "sparse"), *KINDS])
 def test_the_same_seed_gives_the_same_bits(corpus: Path, planned: Any, name: str) -> None:
     first, again = (trained(corpus, planned, name) for _ in range(2))

@@ -135,6 +135,7 @@ def test_a_penalty_over_shards_is_that_of_the_whole(corpus):
     close(shards[1], whole[1], 1e-6)
 
 
+@pytest.mark.extremes
 @pytest.mark.parametrize("method", METHODS)
 def test_all_ranks_end_with_one_model_and_have_learned(corpus, method):
     recipe = recipe_of(corpus, precision="fp32")

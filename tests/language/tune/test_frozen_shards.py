@@ -98,6 +98,7 @@ AWAY = [(1, 1, "none"), (2, 2, "block"), (1, 1, "block"), (2, 1, "block"), (2, 2
 """Ranks, ranks that share the parameters, and what is computed again."""
 
 
+@pytest.mark.extremes
 @pytest.mark.parametrize(
     ("stored", "world", "params", "recompute"),
     [

@@ -56,6 +56,7 @@ def recipe_of(model, quant=None, halo=None, graph=None, **train):
     return defaults.resolve(recipe_file.from_table(table))[0]
 
 
+@pytest.mark.extremes
 @pytest.mark.parametrize("quant", ["a2q", *(pytest.param(one, marks=pytest.mark.slow) for one in ("mega", "uniform"))])
 @pytest.mark.parametrize("name", ["transformer", "own layers"])
 def test_networks_learn_with_every_policy_within_the_target(tmp_path, name, quant):

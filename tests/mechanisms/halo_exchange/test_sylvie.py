@@ -184,6 +184,7 @@ class Simulator:
             yield target, fake, weight
 
 
+@pytest.mark.extremes
 @pytest.mark.parametrize("kind", ["gcn", pytest.param("sage", marks=pytest.mark.slow), "gat", "gin"])
 @pytest.mark.parametrize("synchronize", [0, pytest.param(3, marks=pytest.mark.slow)])
 def test_late_rows_give_the_bits_of_a_simulator_of_stale_halos(kind, synchronize):

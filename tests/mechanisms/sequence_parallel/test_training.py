@@ -172,6 +172,7 @@ def test_weights_are_sharded_over_ranks_of_their_own_number(
             assert sent.get(name, 0) == wanted.get(name, 0), (factors, name)
 
 
+@pytest.mark.extremes
 @pytest.mark.parametrize(
     "mode", ["block", *(pytest.param(one, marks=pytest.mark.slow) for one in ("none", "selective"))]
 )
@@ -204,6 +205,7 @@ def test_the_bytes_of_a_step_are_those_of_the_formula(corpus: Path, cut: tuple[i
     assert sent.get("activations", 0) == wanted["activations"]
 
 
+@pytest.mark.extremes
 @pytest.mark.parametrize(("codec", "bound", "share"), [("split", 1e-9, 1.0), ("int8", 2e-3, 0.5)])
 def test_keys_and_values_travel_encoded_where_the_plan_says_so(
     corpus: Path, codec: str, bound: float, share: float
