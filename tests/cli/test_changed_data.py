@@ -142,7 +142,7 @@ CHANGES = [
 ]
 
 
-@pytest.mark.extremes
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("kind", "change", "says"),
     [

@@ -165,6 +165,7 @@ def _some(channel: Channel, backend: str, cut: list[list[int]]) -> Any:
     return dict(model.module.state_dict()), whole
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("backend", ["gloo", "espalier"])
 def test_ranks_of_a_group_may_have_made_other_groups_before(backend: str) -> None:
     cut = [[0, 2], [1, 3, 4]]

@@ -43,7 +43,7 @@ def survives(corpus, unbroken, folder, world, rank, what):
     return recovered
 
 
-@pytest.mark.extremes
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("what", "rank"),
     [

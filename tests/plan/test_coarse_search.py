@@ -117,6 +117,7 @@ def test_where_devices_differ_it_loses_at_most_a_hundredth(searched: Any, first:
         nearly_as_fast(searched, *mixed_case(seed))
 
 
+@pytest.mark.slow
 def test_shares_by_speed_are_found_among_many_ranks(searched: Any) -> None:
     """No search of whole models alone finds a faster plan, though with equal shares they are not among the best."""
     table = {

@@ -174,7 +174,7 @@ def test_of_a_thousand_matrices_dealt_to_three_owners(tmp_path: Path, monkeypatc
     equal(module(tmp_path, monkeypatch, "muon", many=True), 3, shard=shard(1, 1, 3))
 
 
-@pytest.mark.extremes
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("frozen", "states"),
     [("bf16", (2, 2, 4)), ("int8", (1, 1, 4)), ("int4", (4, 4, 4))],
@@ -204,7 +204,7 @@ def test_of_a_graph(tmp_path: Path, ranks: int, states: Any) -> None:
     equal(graph(tmp_path), ranks, shard=shard(*states))
 
 
-@pytest.mark.extremes
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("states", [(1, 1, 1), (1, 3, 3), (3, 3, 3)])
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
 def test_of_unequal_buckets_on_three_ranks(corpus: Path, states: Any, kind: str) -> None:
@@ -213,7 +213,7 @@ def test_of_unequal_buckets_on_three_ranks(corpus: Path, states: Any, kind: str)
     equal(recipe, 3, shard=shard(*states), micro_batch=2)
 
 
-@pytest.mark.extremes
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "states",
     [(1, 2, 4), (1, 1, 1), (1, 1, 2), (2, 2, 2), (2, 2, 4)],
@@ -223,7 +223,7 @@ def test_of_sixteen_bit_shards(corpus: Path, states: Any) -> None:
     equal(language(corpus, train={"precision": "bf16"}), 4, shard=shard(*states))
 
 
-@pytest.mark.extremes
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "states",
     [(1, 2, 4), (1, 1, 1), (2, 2, 4), (4, 4, 4)],
@@ -246,6 +246,7 @@ def test_of_codecs_of_fixed_length(corpus: Path, codec: str, ranks: int, states:
     assert [one.codec for one in plan.exchanges] == [codec]
 
 
+@pytest.mark.slow
 def test_of_a_codec_between_machines(corpus: Path) -> None:
     recipe = language(corpus, sync={"kind": "every_step"}, comm={"codec": "int8"})
     for states in ((1, 1, 1), (1, 2, 4)):
@@ -289,6 +290,7 @@ def test_of_rounds(corpus: Path, kind: str, codec: str) -> None:
     assert plan.state(LocalRoundsState).steps == 4
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("penalty", ["none", "norm"])
 def test_of_rounds_of_replicas_of_two_ranks(corpus: Path, penalty: str) -> None:
     sync = {"kind": "co2", "replicas": 2, "steps": 4, "adapt": True, "codec": "int8", "penalty": penalty}

@@ -129,7 +129,7 @@ def test_planned_bytes_are_allocated_bytes(folder: Path, seed: int) -> None:
         assert allocated(recipe, plan, steps=False) == foretold(plan), (model, train, degrees)
 
 
-@pytest.mark.extremes
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("world", "pins"),
     [

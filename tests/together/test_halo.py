@@ -215,7 +215,7 @@ LATE = {
 SLOW = {"late, whole", "late differences", "late by the loss"}
 
 
-@pytest.mark.extremes
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("memory", [pytest.param(0, marks=pytest.mark.slow), 1 << 26])
 @pytest.mark.parametrize("kind", [pytest.param(kind, marks=pytest.mark.slow if kind in SLOW else ()) for kind in LATE])
 def test_a_rank_that_is_killed_while_rows_are_late_changes_no_bit(strike, kind, memory):

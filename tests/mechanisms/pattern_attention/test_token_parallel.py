@@ -35,6 +35,7 @@ def _folder(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "options",
     [

@@ -114,7 +114,7 @@ def test_waves_give_the_loss_and_gradients_of_one_task_after_the_other(
         trains_as_one(drawn(10 * ranks + seed, ranks, nested), absent, WORKLOAD)
 
 
-@pytest.mark.extremes
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("ranks", "nested"), [(2, 1), (3, 4)])
 def test_a_radiance_field_trains_in_waves_as_on_one_rank(ranks: int, nested: int) -> None:
     """Rays of a scene are divided over ranks beside glyphs and nodes; the head of a field may be elsewhere."""
@@ -162,7 +162,7 @@ def trains_as_one(plan: plans.Plan, absent: int | None, workload: MultitaskWorkl
     assert seen >= set(expected) - {"loss", "weight"}
 
 
-@pytest.mark.extremes
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_the_plan_knows_the_bytes_that_slices_hand_on(ranks: int) -> None:
     """Of every rank, as on its ledger; outputs were counted in float32, and cross in float64."""

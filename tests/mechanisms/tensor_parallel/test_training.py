@@ -191,7 +191,7 @@ MUON = {
 }
 
 
-@pytest.mark.extremes
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "case", [pytest.param(case, marks=() if "4" in case[:11] else pytest.mark.slow) for case in MUON]
 )

@@ -170,6 +170,7 @@ def unlike(machines: int, depth: int = 16) -> tuple[Request, Cluster]:
     return request.changed(global_batch=1024, precision="bf16"), cluster
 
 
+@pytest.mark.slow
 def test_pipelines_found_on_a_part_are_laid_over_every_device_once() -> None:
     request, cluster = unlike(16)
     assert unequal.equal_parts(request, cluster) == 2
