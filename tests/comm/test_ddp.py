@@ -189,6 +189,7 @@ def _fsdp(channel: Channel, gradients: str, parameters: str) -> Any:
     return {name: value.full_tensor() for name, value in model.state_dict().items()}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("gradients", "parameters", "share"), [("split", "mpc", 1e-4), ("int8", "bf16", 0.03)])
 def test_fsdp2_trains_through_codecs(gradients: str, parameters: str, share: float, plain: Any) -> None:
     first, *others = forks(2, _fsdp, gradients, parameters)

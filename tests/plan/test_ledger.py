@@ -154,7 +154,7 @@ def shard(params: int, grads: int, optimizer: int) -> dict[str, int]:
     return {"params": params, "grads": grads, "optimizer": optimizer}
 
 
-@pytest.mark.extremes
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("ranks", "states"),
     [(3, (1, 3, 3)), (2, (1, 1, 1)), (2, (2, 2, 2)), (3, (3, 3, 3))],
@@ -236,7 +236,7 @@ def test_of_two_machines(corpus: Path, states: Any) -> None:
 CODECS = ["bf16", "int8", "int4", "int1", "topk:0.03", "zfp:8"]
 
 
-@pytest.mark.extremes
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize(("ranks", "states"), [(2, (1, 1, 2)), (3, (1, 3, 3))])
 def test_of_codecs_of_fixed_length(corpus: Path, codec: str, ranks: int, states: Any) -> None:
@@ -280,7 +280,7 @@ def test_what_a_policy_gathers_without_loss_is_no_more_than_foretold(corpus: Pat
 KINDS = ("eager", "co2", "local_sgd", "streaming_diloco")
 
 
-@pytest.mark.extremes
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("codec", ["exact", "int8", "int4"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_of_rounds(corpus: Path, kind: str, codec: str) -> None:

@@ -366,7 +366,7 @@ def fitted(kind: str = "voxels", steps: int = 60, *changes: str) -> tuple[Radian
     return own, model.eval()
 
 
-@pytest.mark.extremes
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", ["voxels", "spikingnerf"])
 def test_the_size_of_chunks_changes_no_pixel(kind: str) -> None:
     """Colours and depths before they are rounded to bytes, to 1e-6: products of few rows may be summed in another order

@@ -78,7 +78,7 @@ def taken_up_by_one_rank(folder: Path, alone: Trained, saved: Path) -> None:
         torch.testing.assert_close(value, alone.weights[name], rtol=1e-7, atol=TOLERANCE)
 
 
-@pytest.mark.extremes
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("ranks", "experts"),
     [(2, ((0, 1, 2), (3, 4))), (4, even(2)), (3, ((4, 0), (2,), (3, 1)))],

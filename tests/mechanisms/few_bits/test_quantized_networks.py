@@ -71,7 +71,7 @@ def test_networks_learn_with_every_policy_within_the_target(tmp_path, name, quan
     assert any("packages, everything counted" in row[0] for table in workload.sample(model)[1:2] for row in table.rows)
 
 
-@pytest.mark.extremes
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", MODELS)
 def test_codes_times_steps_are_what_is_computed_with_and_packed_answers_are_the_same_bit_for_bit(name):
     if name == "PyG":

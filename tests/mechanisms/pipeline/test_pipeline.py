@@ -40,7 +40,7 @@ def one_rank(folder):
     return train(recipe_of(folder), Cut((4,)).plan())[0]
 
 
-@pytest.mark.extremes
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", CUTS)
 def test_a_cut_model_trains_as_one_rank_does(folder, one_rank, name) -> None:
     ranks = train(recipe_of(folder), CUTS[name].plan())

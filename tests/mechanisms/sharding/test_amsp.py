@@ -132,6 +132,7 @@ def _unequal(channel: Channel, factors: ShardFactors) -> dict[str, Tensor]:
     return whole(sharding)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("factors", [ShardFactors(), ShardFactors(1, 1, 4), ShardFactors(2, 2, 4)])
 def test_unequal_shares_equal_the_whole_batch(factors: ShardFactors) -> None:
     expected = plain(torch.float64, STEPS)["parameters"]

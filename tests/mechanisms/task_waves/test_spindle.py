@@ -102,7 +102,7 @@ def alone(absent: int | None, workload: MultitaskWorkload = WORKLOAD) -> dict[st
     return {**found, "loss": loss.detach(), "weight": torch.tensor(weights, dtype=torch.float64)}
 
 
-@pytest.mark.extremes
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("ranks", "absent", "nested"), [(2, None, 1), (3, None, 1), (4, 0, 1), (4, 1, 1), (2, None, 4), (3, 0, 3)]
 )
