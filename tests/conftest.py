@@ -97,6 +97,7 @@ def starts_processes(file: Path, *readers: Path) -> bool:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """What is in a slice stays there when its file moves to another folder."""
     mark_slow_between_extremes(items)
+    mark_slow_unsampled(items)
     if config.option.slice is None:
         return
     number, slices = map(int, config.option.slice.split("/"))
@@ -115,13 +116,29 @@ def slice_unit(item: pytest.Item) -> str:
 
 def mark_slow_between_extremes(items: list[pytest.Item]) -> None:
     """Of a function marked `extremes` those cases that are neither its first nor its last, of those without a mark."""
-    functions: dict[str, list[pytest.Item]] = {}
-    for item in items:
-        if item.get_closest_marker("extremes") and not item.get_closest_marker("slow"):
-            functions.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    for cases in functions.values():
+    for cases in quick_cases(items, "extremes"):
         for item in cases[1:-1]:
             item.add_marker(pytest.mark.slow)
+
+
+def mark_slow_unsampled(items: list[pytest.Item]) -> None:
+    """Of a function marked `sampled(n)` all but the n cases whose names have the lowest hashes, of those without a
+    mark."""
+    for cases in quick_cases(items, "sampled"):
+        mark = cases[0].get_closest_marker("sampled")
+        assert mark is not None
+        (count,) = mark.args
+        for item in sorted(cases, key=lambda item: xxhash.xxh3_64_intdigest(slice_unit(item).encode()))[count:]:
+            item.add_marker(pytest.mark.slow)
+
+
+def quick_cases(items: list[pytest.Item], mark: str) -> list[list[pytest.Item]]:
+    """By function with this mark: its cases without the mark `slow`."""
+    functions: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker(mark) and not item.get_closest_marker("slow"):
+            functions.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    return list(functions.values())
 
 
 def pytest_configure(config: pytest.Config) -> None:

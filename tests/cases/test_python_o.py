@@ -9,6 +9,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 import espalier
 
 SOURCE = Path(espalier.__file__).parent
@@ -80,6 +82,7 @@ def test_an_assert_with_an_effect_is_noticed():
         assert effects(ast.parse(text, mode="eval").body)
 
 
+@pytest.mark.slow
 def test_all_kinds_of_runs_train_without_asserts(tmp_path):
     (tmp_path / "machine.toml").write_text(MACHINE)
     (tmp_path / "text.txt").write_text("".join(f"{n} foxes jump over {n * n} dogs\n" for n in range(400)))

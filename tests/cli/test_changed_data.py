@@ -142,6 +142,7 @@ CHANGES = [
 ]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("kind", "change", "says"),
     [

@@ -62,6 +62,7 @@ def same(found: dict[str, Any], expected: dict[str, Any]) -> None:
         assert one["probability"] == pytest.approx(other["probability"], abs=1e-5)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["sage", "tokens"])
 def test_any_number_of_ranks_evaluates_and_predicts_as_one(home: Path, name: str) -> None:
     over(home, name, 1)

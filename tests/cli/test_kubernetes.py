@@ -79,6 +79,7 @@ def schema(name):
     return getattr(models, name)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("kind", "model"), [("jobset", "JobsetV1alpha2JobSet"), ("trainjob", "TrainerV1alpha1TrainJob")]
 )

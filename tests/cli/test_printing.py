@@ -144,7 +144,7 @@ def test_each_system_has_one_row(monkeypatch: pytest.MonkeyPatch, capsys: pytest
 @pytest.fixture
 def too_large(tmp_path: Path) -> list[str]:
     (tmp_path / "recipe.toml").write_text('[model]\nshape = "llama-70b"\n')
-    (tmp_path / "cluster.toml").write_text('[[nodes]]\ndevice = "A100-80GB"\ndevices = 8\n')
+    (tmp_path / "cluster.toml").write_text('[[nodes]]\ndevice = "A100-80GB"\ndevices = 2\n')
     return ["plan", str(tmp_path / "recipe.toml"), "--cluster", str(tmp_path / "cluster.toml")]
 
 

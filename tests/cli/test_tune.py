@@ -188,6 +188,7 @@ def test_states_of_adapters_are_divided_over_ranks_and_a_run_goes_on_from_adapte
     assert "holds no adapters" in done.stderr
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("form", ["gguf", "gguf-q8_0", "peft"])
 def test_a_run_is_exported_for_other_programs(home: Path, form: str) -> None:
     recipe(home, "small", "lora", "rank = 2", steps=1)

@@ -66,7 +66,7 @@ def _trained(channel: comm.Channel, staged: bool, factors: ShardFactors) -> Any:
     return [parameter.detach() for parameter in model.parameters()]
 
 
-@pytest.mark.extremes
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("factors", [ShardFactors(), ShardFactors(1, 2, 4), ShardFactors(4, 4, 4)])
 def test_a_sharded_model_trains_the_same_through_host_memory(factors: ShardFactors) -> None:
     for plain, staged in zip(forks(4, _trained, False, factors), forks(4, _trained, True, factors), strict=True):

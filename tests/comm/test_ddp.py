@@ -165,6 +165,7 @@ def _some(channel: Channel, backend: str, cut: list[list[int]]) -> Any:
     return dict(model.module.state_dict()), whole
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("backend", ["gloo", "espalier"])
 def test_ranks_of_a_group_may_have_made_other_groups_before(backend: str) -> None:
     cut = [[0, 2], [1, 3, 4]]
@@ -188,6 +189,7 @@ def _fsdp(channel: Channel, gradients: str, parameters: str) -> Any:
     return {name: value.full_tensor() for name, value in model.state_dict().items()}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("gradients", "parameters", "share"), [("split", "mpc", 1e-4), ("int8", "bf16", 0.03)])
 def test_fsdp2_trains_through_codecs(gradients: str, parameters: str, share: float, plain: Any) -> None:
     first, *others = forks(2, _fsdp, gradients, parameters)

@@ -34,6 +34,7 @@ def _summed(channel: Channel, name: str, bad: float) -> str:
     return told
 
 
+@pytest.mark.extremes
 @pytest.mark.parametrize("name", ["int8!", "zfp:8!", "split!"])
 @pytest.mark.parametrize("bad", [float("nan"), pytest.param(float("inf"), marks=pytest.mark.slow)])
 def test_the_rank_the_class_and_the_collective_are_named(name: str, bad: float) -> None:

@@ -24,7 +24,10 @@ def blocks(language: str) -> list[str]:
 def home(tmp_path: Path) -> Path:
     """A folder with a copy of the package in which the page was followed, a recipe, and points."""
     package = tmp_path / "copy" / "espalier"
-    shutil.copytree(ROOT / "src" / "espalier", package, ignore=shutil.ignore_patterns("__pycache__"))
+    partial = shutil.ignore_patterns("*.pyc.*", "*.tmp.*")  # which other workers are writing
+    shutil.copytree(
+        ROOT / "src" / "espalier", package, ignore=partial
+    )  # with its bytecode, which takes seconds to make
     options, workload = blocks("python")
     (package / "curve").mkdir()
     (package / "curve" / "__init__.py").write_text('"""How is a curve found?"""\n')

@@ -283,12 +283,13 @@ class Row:
 
     @property
     def chosen(self) -> bool:
-        """Whether the normal suite runs it: a tenth of the rows of shift 0, which are a covering array."""
-        return self.shift == 0 and xxhash.xxh3_64_intdigest(self.subject.encode(), seed=TENTH) % 10 == 0
+        """Whether the normal suite runs it: a twentieth of the rows of shift 0, which are a covering array."""
+        return self.shift == 0 and xxhash.xxh3_64_intdigest(self.subject.encode(), seed=TWENTIETH) % 20 == 0
 
 
-TENTH = 75692
-"""Seed of the hash that picks the tenth, one of those whose rows have few ranks: the normal suite is to stay short."""
+TWENTIETH = 105257
+"""Seed of the hash that picks the twentieth: text, a graph and a scene, of at most two ranks, so that the normal suite
+stays short."""
 ROWS = [Row(subject, shift) for subject in SUBJECTS for shift in range(len(SIGNALS))]
 
 # --- what cannot be equal ---------------------------------------------------------------------------------------------

@@ -48,6 +48,7 @@ def greedy_without_cache(model, ids, tokens):
     return made
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", [config.Gpt, config.Moe])
 @pytest.mark.parametrize("prompt", [[3], list(range(11)), list(range(12)), list(range(25))])
 def test_greedy_with_cache_equals_greedy_without_also_past_the_context(kind, prompt):
@@ -144,6 +145,7 @@ def written(model, prompts, samplings):
     return tokens
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("read", [3, 512])
 def test_prompts_together_have_the_tokens_of_each_alone(size, read, monkeypatch):

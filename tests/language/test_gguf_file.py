@@ -127,6 +127,7 @@ UNREAD = ("gemma", "mixtral")
 caps: those of `KINDS` are its defaults."""
 
 
+@pytest.mark.extremes
 @pytest.mark.parametrize("kind", KINDS)
 def test_other_families_are_read_as_they_were_written_and_as_transformers_reads_them(
     kind: str, words: Tokenizer, tmp_path: Path

@@ -10,9 +10,9 @@ sequences also shares by speed and when parameters are gathered) and says why on
 
 import json
 import os
+import shutil
 import subprocess
 import sys
-import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +24,21 @@ import inspect, json, sys, threading
 from pathlib import Path
 
 folder = Path(sys.argv[1])
-seen = set()
+codes = {}  # by id: hashing one reads all its constants, at each of millions of calls
 
 
 def entered(frame, event, argument):
-    code = frame.f_code
-    ours = "/src/espalier/" in code.co_filename and not code.co_name.startswith("<")
-    if event == "call" and ours and code.co_flags & inspect.CO_OPTIMIZED:  # no bodies of classes
-        seen.add((code.co_filename.rpartition("/src/espalier/")[2], code.co_qualname))
+    if event == "call":
+        codes.setdefault(id(frame.f_code), frame.f_code)
+
+
+def seen():
+    functions = set()
+    for code in list(codes.values()):
+        ours = "/src/espalier/" in code.co_filename and not code.co_name.startswith("<")
+        if ours and code.co_flags & inspect.CO_OPTIMIZED:  # no bodies of classes
+            functions.add((code.co_filename.rpartition("/src/espalier/")[2], code.co_qualname))
+    return sorted(functions)
 
 
 sys.setprofile(entered)
@@ -45,13 +52,32 @@ plain = trainer.Trainer.train_step
 
 def train_step(self, *arguments):
     if self.setting.place.rank == 0 and not (folder / "seen").exists():
-        (folder / "seen").write_text(json.dumps(sorted(seen)))
+        sys.setprofile(None)
+        (folder / "seen").write_text(json.dumps(seen()))
         (folder / "modules").write_text(json.dumps(sorted(sys.modules)))
     return plain(self, *arguments)
 
 
 trainer.Trainer.train_step = train_step
 sys.exit(main(sys.argv[2:]))
+"""
+RECIPE = """
+[model]
+depth = 1
+width = 32
+heads = 2
+feed_forward = 64
+[data]
+path = "corpus"
+[train]
+steps = 2
+sequence = 32
+batch_tokens = 256
+validate_tokens = 256
+[plan]
+trial = false
+[plan.pin]
+ranks = 2
 """
 FIRST, REPEATED, RESILIENCE = 972, 651, 4
 """Functions of the package before rank 0's first step, in a first run and in another of the same recipe; and of what is
@@ -71,36 +97,21 @@ SLOW = ("sympy", "torch._dynamo", "torch._inductor", "torch.distributed.checkpoi
 
 
 @pytest.fixture(scope="module")
-def folder(corpus: Path, tmp_path_factory: pytest.TempPathFactory, machine: dict[str, Any]) -> Path:
-    """With two runs that share a cache, and what they saw; this machine was measured before."""
-    folder = tmp_path_factory.mktemp("before")
-    known(folder, machine)
-    (folder / "program.py").write_text(PROGRAM)
-    recipe = folder / "recipe.toml"
-    recipe.write_text(
-        textwrap.dedent(f"""
-        [model]
-        depth = 1
-        width = 32
-        heads = 2
-        feed_forward = 64
-        [data]
-        path = "{corpus}"
-        [train]
-        steps = 2
-        sequence = 32
-        batch_tokens = 256
-        [plan]
-        trial = false
-        [plan.pin]
-        ranks = 2
-        """)
-    )
-    for name in ("first", "repeated"):
-        (folder / name).mkdir()
-        program = (str(folder / "program.py"), str(folder / name))
-        errors_of(folder, *program, "train", str(recipe), "--run", str(folder / name / "run"))
-    return folder
+def folder(corpus: Path, once: Any, machine: dict[str, Any]) -> Path:
+    """With two runs that share a cache, and what they saw; this machine was measured before. Of all workers."""
+
+    def made(folder: Path) -> str:
+        known(folder, machine)
+        shutil.copytree(corpus, folder / "corpus")
+        (folder / "program.py").write_text(PROGRAM)
+        (folder / "recipe.toml").write_text(RECIPE)
+        for name in ("first", "repeated"):
+            (folder / name).mkdir()
+            program = (str(folder / "program.py"), str(folder / name))
+            errors_of(folder, *program, "train", "recipe.toml", "--run", str(folder / name / "run"))
+        return str(folder)
+
+    return Path(once("before_the_first_step", made))
 
 
 def errors_of(folder: Path, *words: str) -> str:

@@ -38,6 +38,7 @@ def flipped(corpus, folder, world, memory=1 << 26, stays="alike", **options):
     return run
 
 
+@pytest.mark.extremes
 @pytest.mark.parametrize(
     ("rank", "stays"),
     [(2, "alike"), *(pytest.param(*one, marks=pytest.mark.slow) for one in ((0, ""), (0, "alike"), (2, "")))],

@@ -185,6 +185,7 @@ def test_the_first_host_one_before_there_is_a_plan_and_one_without_restarts_end_
     assert outcome.said == []
 
 
+@pytest.mark.extremes
 @pytest.mark.parametrize("host", ["late", pytest.param("away", marks=pytest.mark.slow)])
 def test_a_host_that_the_others_go_on_without_is_started_whenever_that_works(outcome, host) -> None:
     outcome.carry_out(f"without,{host}", absence=0.3, patience=90.0)

@@ -45,6 +45,7 @@ def test_two_hosts_train_as_one_does_and_nothing_is_told(corpus, unbroken, tmp_p
     assert len(run.outcome(1)) == 2
 
 
+@pytest.mark.extremes
 @pytest.mark.parametrize(
     ("what", "rank"),
     [
@@ -72,6 +73,7 @@ def lives_of(run: Struck, rank: int) -> list[str]:
     return (run.folder / f"lives-{rank}").read_text().split()
 
 
+@pytest.mark.extremes
 @pytest.mark.parametrize(
     ("what", "rank"),
     [("kill", 2), pytest.param("stop", 0, marks=pytest.mark.slow), pytest.param("hang", 1, marks=pytest.mark.slow)],

@@ -275,6 +275,7 @@ def strike(hosts: int, killed: int, at: int, stays: str) -> None:
             assert gave_up or ended_well(actor), (struck.lines[-1], actor.outcome)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("killed", "stays"),
     [(0, "alike"), (1, ""), *(pytest.param(*one, marks=pytest.mark.slow) for one in ((0, ""), (1, "alike")))],

@@ -264,6 +264,7 @@ def test_a_hangup_stops_the_run_and_under_nohup_it_does_not(options, tmp_path) -
     assert all_ended(tmp_path, ("a", "b"))
 
 
+@pytest.mark.extremes
 @pytest.mark.parametrize(("stay", "within"), [("obeys", 3.0), pytest.param("stubborn", 15.0, marks=pytest.mark.slow)])
 def test_no_rank_outlives_a_killed_launcher(options, tmp_path, stay, within) -> None:
     process = started(options, tmp_path, stay)

@@ -43,6 +43,7 @@ def survives(corpus, unbroken, folder, world, rank, what):
     return recovered
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("what", "rank"),
     [
@@ -148,6 +149,7 @@ def test_a_hang_names_the_rank_that_the_others_wait_for_and_where_it_is(corpus, 
     assert recovered["seconds"] < 3 * run.heartbeat + 5
 
 
+@pytest.mark.extremes
 @pytest.mark.parametrize("method", ["evaluate", pytest.param("sample", marks=pytest.mark.slow)])
 def test_a_rank_that_falls_asleep_without_a_step_is_found_as_soon_as_in_one(corpus, unbroken, tmp_path, method):
     run = Struck(recipe_of(corpus), 2, tmp_path / "run", asleep=(0, method)).run()

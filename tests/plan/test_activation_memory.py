@@ -115,7 +115,7 @@ CUTS = {"heads": (4, 1, 1), "context": (1, 4, 2), "both": (2, 2, 2)}
 OFTEN = [("heads", "none"), ("context", "selective"), ("both", "block")]
 
 
-@pytest.mark.extremes
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("cut", "mode"),
     [
@@ -137,6 +137,7 @@ def test_of_cut_sequences(corpus: Path, cut: str, mode: str) -> None:
     assert per_layer(corpus, plan) == pytest.approx(float(wanted), rel=0.05)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("mode", ["none", "selective"])
 def test_of_pipelines(corpus: Path, mode: str) -> None:
     """The first of two stages keeps two of four micro-batches."""

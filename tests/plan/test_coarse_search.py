@@ -61,7 +61,7 @@ def mixed_case(seed: int) -> tuple[Request, Cluster]:
 
 
 @pytest.mark.parametrize(
-    ("first", "count"), [(0, 8), *(pytest.param(at, 32, marks=pytest.mark.slow) for at in range(8, 200, 32))]
+    ("first", "count"), [(0, 4), *(pytest.param(at, 32, marks=pytest.mark.slow) for at in range(4, 200, 32))]
 )
 def test_on_few_ranks_the_coarse_search_finds_what_pricing_every_layout_finds(
     searched: Any, first: int, count: int
@@ -89,7 +89,12 @@ def nearly_as_fast(searched: Any, request: Request, cluster: Cluster) -> tuple[S
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    ("first", "count"), [(0, 3), *(pytest.param(p.values[0], 24, marks=pytest.mark.slow) for p in SLOW)]
+    ("first", "count"),
+    [
+        (0, 1),
+        pytest.param(1, 2, marks=pytest.mark.slow),
+        *(pytest.param(p.values[0], 24, marks=pytest.mark.slow) for p in SLOW),
+    ],
 )
 def test_on_many_ranks_it_loses_at_most_a_hundredth(searched: Any, first: int, count: int) -> None:
     for seed in range(first, first + count):
@@ -100,13 +105,19 @@ def test_on_many_ranks_it_loses_at_most_a_hundredth(searched: Any, first: int, c
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    ("first", "count"), [(1, 2), *(pytest.param(p.values[0], 24, marks=pytest.mark.slow) for p in SLOW)]
+    ("first", "count"),
+    [
+        (1, 1),
+        pytest.param(2, 1, marks=pytest.mark.slow),
+        *(pytest.param(p.values[0], 24, marks=pytest.mark.slow) for p in SLOW),
+    ],
 )
 def test_where_devices_differ_it_loses_at_most_a_hundredth(searched: Any, first: int, count: int) -> None:
     for seed in range(first, first + count):
         nearly_as_fast(searched, *mixed_case(seed))
 
 
+@pytest.mark.slow
 def test_shares_by_speed_are_found_among_many_ranks(searched: Any) -> None:
     """No search of whole models alone finds a faster plan, though with equal shares they are not among the best."""
     table = {
@@ -130,7 +141,7 @@ def test_up_to_64_ranks_every_layout_is_priced_and_beyond_few_of_them(searched: 
     assert searched(request, many, 64).priced < searched(request, many, 10**9).priced / 2
 
 
-@pytest.mark.parametrize("machines", [1250, pytest.param(12500, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("machines", [125, *(pytest.param(count, marks=pytest.mark.slow) for count in (1250, 12500))])
 def test_layouts_priced_on_very_many_ranks_are_bounded(searched: Any, machines: int) -> None:
     request = decoder(8192, 120, 8192, 4 * machines).changed(precision="bf16")
     result = searched(request, gpus("H100", machines, 8, "3200Gbit/s"), 64)

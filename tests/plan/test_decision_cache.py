@@ -79,6 +79,7 @@ def test_what_only_the_training_depends_on_does_not_change_the_name() -> None:
     assert named() == named(asked(steps=20, seed=7))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("content", ["", "{", '{"unknown": 1}'])
 def test_an_entry_that_cannot_be_read_is_decided_anew(content: str, tmp_path: Path) -> None:
     decision_cache.keep("one", decide(asked(), CLUSTER).taken)

@@ -154,6 +154,7 @@ def shard(params: int, grads: int, optimizer: int) -> dict[str, int]:
     return {"params": params, "grads": grads, "optimizer": optimizer}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("ranks", "states"),
     [(3, (1, 3, 3)), (2, (1, 1, 1)), (2, (2, 2, 2)), (3, (3, 3, 3))],
@@ -168,10 +169,12 @@ def test_of_a_module_whose_first_rank_gives_its_running_statistics(
     equal(module(tmp_path, monkeypatch, norm=True), 3, shard=shard(1, 1, 1))
 
 
+@pytest.mark.slow
 def test_of_a_thousand_matrices_dealt_to_three_owners(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     equal(module(tmp_path, monkeypatch, "muon", many=True), 3, shard=shard(1, 1, 3))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("frozen", "states"),
     [("bf16", (2, 2, 4)), ("int8", (1, 1, 4)), ("int4", (4, 4, 4))],
@@ -192,6 +195,7 @@ def test_of_adapters_beside_sharded_weights(tmp_path: Path, frozen: str, states:
     equal(recipe_file.from_table(table), 4, shard=shard(*states), micro_batch=1)
 
 
+@pytest.mark.extremes
 @pytest.mark.parametrize(
     ("ranks", "states"),
     [(2, (1, 1, 2)), (3, (1, 1, 1)), (3, (3, 3, 3))],
@@ -200,6 +204,7 @@ def test_of_a_graph(tmp_path: Path, ranks: int, states: Any) -> None:
     equal(graph(tmp_path), ranks, shard=shard(*states))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("states", [(1, 1, 1), (1, 3, 3), (3, 3, 3)])
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
 def test_of_unequal_buckets_on_three_ranks(corpus: Path, states: Any, kind: str) -> None:
@@ -208,6 +213,7 @@ def test_of_unequal_buckets_on_three_ranks(corpus: Path, states: Any, kind: str)
     equal(recipe, 3, shard=shard(*states), micro_batch=2)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "states",
     [(1, 2, 4), (1, 1, 1), (1, 1, 2), (2, 2, 2), (2, 2, 4)],
@@ -217,6 +223,7 @@ def test_of_sixteen_bit_shards(corpus: Path, states: Any) -> None:
     equal(language(corpus, train={"precision": "bf16"}), 4, shard=shard(*states))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "states",
     [(1, 2, 4), (1, 1, 1), (2, 2, 4), (4, 4, 4)],
@@ -229,6 +236,7 @@ def test_of_two_machines(corpus: Path, states: Any) -> None:
 CODECS = ["bf16", "int8", "int4", "int1", "topk:0.03", "zfp:8"]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize(("ranks", "states"), [(2, (1, 1, 2)), (3, (1, 3, 3))])
 def test_of_codecs_of_fixed_length(corpus: Path, codec: str, ranks: int, states: Any) -> None:
@@ -238,6 +246,7 @@ def test_of_codecs_of_fixed_length(corpus: Path, codec: str, ranks: int, states:
     assert [one.codec for one in plan.exchanges] == [codec]
 
 
+@pytest.mark.slow
 def test_of_a_codec_between_machines(corpus: Path) -> None:
     recipe = language(corpus, sync={"kind": "every_step"}, comm={"codec": "int8"})
     for states in ((1, 1, 1), (1, 2, 4)):
@@ -271,6 +280,7 @@ def test_what_a_policy_gathers_without_loss_is_no_more_than_foretold(corpus: Pat
 KINDS = ("eager", "co2", "local_sgd", "streaming_diloco")
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("codec", ["exact", "int8", "int4"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_of_rounds(corpus: Path, kind: str, codec: str) -> None:
@@ -280,6 +290,7 @@ def test_of_rounds(corpus: Path, kind: str, codec: str) -> None:
     assert plan.state(LocalRoundsState).steps == 4
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("penalty", ["none", "norm"])
 def test_of_rounds_of_replicas_of_two_ranks(corpus: Path, penalty: str) -> None:
     sync = {"kind": "co2", "replicas": 2, "steps": 4, "adapt": True, "codec": "int8", "penalty": penalty}

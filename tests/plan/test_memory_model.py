@@ -76,6 +76,7 @@ def tracked(chosen: config.Gpt, mode: str) -> tuple[int, int]:
     return kept, most["Total"]
 
 
+@pytest.mark.extremes
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("changes", [pytest.param({}, marks=pytest.mark.slow), {"kv_heads": 2, "tied": True}])
 def test_activations_are_within_5_per_cent_of_the_memory_tracker_s(mode: str, changes: dict[str, Any]) -> None:

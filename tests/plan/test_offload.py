@@ -122,6 +122,7 @@ def brute_force(request: Request, cluster: Cluster) -> float:
     return min(times, default=float("inf"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("first", "count"), [(0, 4), *(pytest.param(first, 8, marks=pytest.mark.slow) for first in range(0, 72, 8))]
 )
@@ -342,6 +343,7 @@ def test_layers_are_divided_among_nodes_and_a_machine_may_be_both() -> None:
     assert here.ranks[-1] == Rank(role="optimizer", node=0, threads=1, layers=(0, 9))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["between", "disk"])
 def test_what_a_node_is_slow_at_makes_steps_longer(name: str) -> None:
     request = decoder(1024, 8, 16, 8).changed(pin=Pin(offload="node"))

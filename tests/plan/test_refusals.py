@@ -51,6 +51,7 @@ def test_seven_billion_on_one_home_card_wait_in_host_memory(tmp_path: Path) -> N
     assert not any("faults.memory" in sentence for sentence in plan.why), "copies have no room there"
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("cluster", [ROOMY, CARD])
 def test_what_is_offered_together_fits_and_each_part_of_it_is_needed(tmp_path: Path, cluster: str) -> None:
     line = offers(decided(tmp_path, SEVEN.format(65536, "muon"), cluster))[0]
@@ -139,6 +140,7 @@ def test_a_kind_of_change_that_does_not_help_is_planned_once(monkeypatch: pytest
     assert planned.asked <= 2 * len(keys)
 
 
+@pytest.mark.slow
 def test_adapters_are_offered_shorter_sequences_and_the_devices_that_shards_of_frozen_weights_fit_on(
     tmp_path: Path,
 ) -> None:

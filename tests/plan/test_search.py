@@ -100,9 +100,10 @@ def runs(request: Request, cluster: Cluster, layout: Layouts) -> bool:
     return True
 
 
-def test_the_search_leaves_out_what_the_check_of_plans_refuses_and_nothing_else() -> None:
+@pytest.mark.parametrize("batch", [3, pytest.param(11, marks=pytest.mark.slow)])
+def test_the_search_leaves_out_what_the_check_of_plans_refuses_and_nothing_else(batch: int) -> None:
     refused = 0
-    request, cluster = decoder(512, 4, batch=11), gpus(count=2, devices=2)
+    request, cluster = decoder(512, 4, batch=batch), gpus(count=2, devices=2)
     searched = {
         one
         for algorithm in ALGORITHMS
@@ -117,7 +118,7 @@ def test_the_search_leaves_out_what_the_check_of_plans_refuses_and_nothing_else(
 
 
 @pytest.mark.parametrize(
-    ("first", "count"), [(0, 8), *(pytest.param(first, 20, marks=pytest.mark.slow) for first in range(0, 200, 20))]
+    ("first", "count"), [(0, 4), *(pytest.param(first, 20, marks=pytest.mark.slow) for first in range(0, 200, 20))]
 )
 def test_the_search_equals_brute_force(first: int, count: int) -> None:
     for seed in range(first, first + count):
@@ -277,6 +278,7 @@ def test_what_fits_nowhere_says_what_is_missing_and_what_would_help() -> None:
         assert word in error
 
 
+@pytest.mark.slow
 def test_a_cure_cures() -> None:
     request = decoder(4096, 16, batch=64).changed(memory=2**30)
     found = search.search(request, gpus(devices=2))
@@ -368,10 +370,12 @@ def mixed(seed: int) -> tuple[Request, Cluster]:
     return request, msgspec.structs.replace(cluster, nodes=(*cluster.nodes, *nodes), between=between)
 
 
-@pytest.mark.parametrize("block", [0, *(pytest.param(block, marks=pytest.mark.slow) for block in range(1, 4))])
-def test_what_is_not_priced_could_not_have_been_better(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("first", "count"), [(0, 4), *(pytest.param(first, 12, marks=pytest.mark.slow) for first in range(4, 40, 12))]
+)
+def test_what_is_not_priced_could_not_have_been_better(first: int, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Kinds of device that others stand for, and parts of the cluster that cannot be fast enough."""
-    cases = [mixed(seed) for seed in range(10 * block, 10 * block + 10)]
+    cases = [mixed(seed) for seed in range(first, first + count)]
     quick = [search.search(*case) for case in cases]
     monkeypatch.setattr(search, "weakest", lambda request, on: on)
     monkeypatch.setattr(search, "least_seconds", lambda request, on: (0.0, 0.0))
@@ -382,6 +386,7 @@ def test_what_is_not_priced_could_not_have_been_better(block: int, monkeypatch: 
         assert (less.closest is None) == (every.closest is None)
 
 
+@pytest.mark.slow
 def test_a_thousand_devices_of_four_kinds_need_few_layouts() -> None:
     """At 200,000 layouts a second or more that is far less than importing PyTorch takes; without bounds millions."""
     kinds = [gpus(name, count=31).nodes[0] for name in ("H100", "A100-80GB", "A100-40GB", "L4")]

@@ -30,6 +30,7 @@ def line(decision: PlanDecision) -> str:
     return "".join(sentence for sentence in decision.plan.why if "plan.seconds" in sentence)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("machines", [2, 16])
 def test_a_search_that_is_cut_off_prices_fewer_layouts_and_says_so(ticks: None, machines: int) -> None:
     cluster = gpus("H100", machines)

@@ -93,6 +93,7 @@ def _both(channel: Channel) -> Any:
     return _trained(channel, "sparse"), _trained(channel, "split")
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_sparse_gradients_are_the_dense_ones_bit_for_bit_in_the_formulas_bytes(ranks: int) -> None:
     torch.set_num_threads(1)

@@ -218,6 +218,7 @@ def test_the_energy_of_an_image_is_told_by_part_and_for_the_colour_network(home:
     assert "energy of an image" in (home / "runs" / "on1" / "report.html").read_text()
 
 
+@pytest.mark.slow
 def test_a_killed_and_a_stopped_run_end_as_the_undisturbed_one(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank dies in the first step after the boundary of the phases, and another one later."""
     loss, began = RadianceWorkload.loss, os.getpid()
@@ -365,6 +366,7 @@ def fitted(kind: str = "voxels", steps: int = 60, *changes: str) -> tuple[Radian
     return own, model.eval()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", ["voxels", "spikingnerf"])
 def test_the_size_of_chunks_changes_no_pixel(kind: str) -> None:
     """Colours and depths before they are rounded to bytes, to 1e-6: products of few rows may be summed in another order

@@ -119,6 +119,7 @@ def hour(folder: Path, paths: tuple[str, ...], options: tuple[str, ...]) -> tupl
 NORMAL = ("weights", "nodes", "module")  # "weights" begins with text
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "name", [pytest.param(one, marks=() if one in NORMAL else pytest.mark.slow) for one in STORIES]
 )

@@ -21,7 +21,7 @@ def test_the_example_of_experts_runs_and_is_exported_whole(tmp_path: Path, token
     (tmp_path / "machine.toml").write_text(programs.MACHINE)
     programs.with_tokens(tmp_path, tokens)
     small = ["plan.cluster=machine.toml", "plan.trial=false", "train.steps=2", "train.batch_tokens=512"]
-    small += ["model.depth=2", "model.width=32"]
+    small += ["model.depth=2", "model.width=32", "train.validate_tokens=512"]
     plan = json.loads(done(tmp_path, "plan", EXAMPLE, *small, "--json"))
     assert "expert_parallel" not in plan.get("choices", {})  # two ranks of one processor gain nothing
     spread = ["plan.pin.ranks=2", "plan.pin.ep=2", "comm.experts=int8"]

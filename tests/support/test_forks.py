@@ -92,6 +92,7 @@ def test_a_scripted_error_names_rank_and_step() -> None:
         forks(2, _scripted, [Fault(rank=1, step=3, do="raise")])
 
 
+@pytest.mark.extremes
 @pytest.mark.parametrize("do", ["hang", "stop"])
 def test_a_timeout_kills_all_and_says_where_each_was(do: Any) -> None:
     before = _children()

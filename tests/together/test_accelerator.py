@@ -24,9 +24,9 @@ CASES = re.findall(r'^    "([a-z0-9 ]+)": \(', (HERE / "cuda_steps.py").read_tex
 CASES += [f"graph, {kind}" for kind in ("gcn", "sage", "gat", "gin")]
 WITH_VALUES = re.findall(r'^    "([a-z0-9 -]+)": \(', (HERE / "cuda_values.py").read_text(), re.M)
 FORGOTTEN = "one tensor forgotten"
-STEPS = ("decoder", "mixture of experts", "preferences", "states in shards", "scene", "graph, gat", "tasks")
+STEPS = ("decoder", "scene", "graph, gat", "tasks")
 """Of CASES, those that run every time; FakeTensorMode takes a second and more for each."""
-VALUES = ("codec int8", "experts over ranks", "sylvie")
+VALUES = ("codec int8", "sylvie")
 """Of WITH_VALUES, those that run every time; two ranks take two seconds each."""
 
 

@@ -207,6 +207,7 @@ def proved(case: Case, folder: Path, saved: Path, known: dict[Any, Any], steps: 
     return True
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "axis",
     ["context", "stages", *(pytest.param(one, marks=pytest.mark.slow) for one in ("tensor", "heads", "data", "shard"))],

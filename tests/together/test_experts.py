@@ -93,6 +93,7 @@ def trained(asked, plan):
     return agent.run(life, launch.places(plan))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("method", ["co2", "diloco"])
 def test_replicas_with_experts_over_ranks_are_replicas_of_one_rank(corpus, method):
     asked = recipe(corpus, 6)

@@ -118,6 +118,7 @@ def exact(corpus):
     return train(recipe_of(corpus), plan_of(precision="fp32"))[0]
 
 
+@pytest.mark.extremes
 @pytest.mark.parametrize(
     "way", [pytest.param(one, marks=pytest.mark.slow if number % 3 else ()) for number, one in enumerate(WAYS)]
 )
@@ -134,6 +135,7 @@ def test_muon_takes_gradients_of_fp16(corpus):
     assert half.losses == pytest.approx(plain.losses, rel=TOLERANCE)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "way",
     [
@@ -220,6 +222,7 @@ def test_two_runs_of_one_seed_are_equal_bit_by_bit(corpus):
     assert all(torch.equal(second.weights[name], value) for name, value in first.weights.items())
 
 
+@pytest.mark.slow
 def test_replicas_that_agree_by_rounds_have_a_factor_each(corpus, tmp_path):
     recipe = recipe_of(corpus, steps=8)
     outer = LocalRoundsState(replicas=((0,), (1,)), method="co2", steps=2, adapt=False)

@@ -171,6 +171,7 @@ def strike(graph, monkeypatch, tmp_path):
     return run
 
 
+@pytest.mark.extremes
 @pytest.mark.parametrize("halo", [pytest.param({}, marks=pytest.mark.slow), {"bits": 1}])
 def test_a_rank_that_is_killed_in_an_exchange_changes_no_bit(strike, halo):
     whole = strike(halo, "whole")
@@ -214,6 +215,7 @@ LATE = {
 SLOW = {"late, whole", "late differences", "late by the loss"}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("memory", [pytest.param(0, marks=pytest.mark.slow), 1 << 26])
 @pytest.mark.parametrize("kind", [pytest.param(kind, marks=pytest.mark.slow if kind in SLOW else ()) for kind in LATE])
 def test_a_rank_that_is_killed_while_rows_are_late_changes_no_bit(strike, kind, memory):
@@ -281,6 +283,7 @@ def test_bits_that_follow_losses_are_in_the_log_and_steps_that_are_made_again_ha
         assert event["halo"]["bits"] == known[max(step for step in known if step < event["step"])]
 
 
+@pytest.mark.slow
 def test_a_run_of_three_ranks_goes_on_with_two_and_its_losses_are_near_those_of_three(strike, monkeypatch):
     """One bit and late rows: the two ranks begin with fresh rows from the checkpoint of the three. Other rows are
     rounded then, and fewer: losses are those of three ranks that were not stopped within a tenth, or 0.03."""

@@ -91,6 +91,7 @@ def same(one, other):
 OPTIMIZERS = pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 
 
+@pytest.mark.extremes
 @pytest.mark.parametrize(
     ("optimizer", "ranks", "shard"),
     [
@@ -136,6 +137,7 @@ def test_states_for_which_the_plan_has_memory_stay_there(corpus, optimizer, monk
     assert moved[0] > moved[1] > moved[2] == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["adamw", pytest.param("muon", marks=pytest.mark.slow)])
 def test_stopped_on_disk_and_resumed_in_memory_and_the_other_way_is_unbroken(corpus, tmp_path, optimizer):
     recipe = recipe_of(corpus, optimizer={"kind": optimizer})
@@ -178,6 +180,7 @@ def test_beside_recomputation(corpus, recompute):
 ACTIVATIONS = plans.Offload(optimizer="disk", activations="disk")
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("tier", "ranks", "shard", "recompute"),
     [
@@ -241,6 +244,7 @@ ON_HOST = plans.Offload(optimizer="host", parameters="host")
 """What is on a GPU's host; a processor copies within its memory, by the same code."""
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("away", "micro_batch", "ranks", "equal"),
     [
@@ -341,6 +345,7 @@ def test_copies_in_memory_are_refused_where_the_recipe_asks_for_them(corpus):
     assert table.recovery(recipe_of(corpus), plan_of(ranks=2)) == ""
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "offload",
     [DISK, pytest.param(PARAMETERS, marks=pytest.mark.slow), ACTIVATIONS],

@@ -70,6 +70,7 @@ def trained(corpus: Path, planned: Any, name: str, seed: int = 1) -> list[tuple[
     return agent.run(life, launch.places(plan))
 
 
+@pytest.mark.extremes
 @pytest.mark.parametrize(("planned", "name"), [(by_codec, "exact"), (by_codec, "sparse"), *KINDS])
 def test_the_same_seed_gives_the_same_bits(corpus: Path, planned: Any, name: str) -> None:
     first, again = (trained(corpus, planned, name) for _ in range(2))
@@ -108,6 +109,7 @@ STRUCK = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "what", "step", "rank"), STRUCK)
 def test_a_failure_in_validation_changes_no_figure_and_leaves_none_out(
     corpus: Path, tmp_path: Path, kind: str, what: Any, step: int, rank: int

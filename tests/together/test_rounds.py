@@ -99,6 +99,7 @@ def test_replicas_of_two_ranks_with_shards_are_replicas_of_one(corpus, shard):
     close(shards[1], whole[1], 1e-6)
 
 
+@pytest.mark.slow
 def test_replicas_that_are_pipelines_are_replicas_of_one_rank(corpus):
     """Each of the two has two stages, which exchange nothing between rounds with the other's."""
     recipe = recipe_of(corpus, depth=2)
@@ -135,6 +136,7 @@ def test_a_penalty_over_shards_is_that_of_the_whole(corpus):
     close(shards[1], whole[1], 1e-6)
 
 
+@pytest.mark.extremes
 @pytest.mark.parametrize("method", METHODS)
 def test_all_ranks_end_with_one_model_and_have_learned(corpus, method):
     recipe = recipe_of(corpus, precision="fp32")

@@ -147,6 +147,7 @@ def test_a_corpus_is_opened_once(tokenizer: str, tmp_path: Path, monkeypatch: py
     assert workload.global_batch == request_from_recipe.of_recipe(resolved.recipe).profile.global_batch
 
 
+@pytest.mark.extremes
 @pytest.mark.parametrize(
     "text",
     [

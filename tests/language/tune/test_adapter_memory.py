@@ -70,6 +70,7 @@ def counted(tune: config.Adapters, depth: int, precision: str = "bf16", mode: st
     return replace(anatomy, rest=Work((), 0.0, 0.0, 0.0, 0.0, 0.0, SAMPLES, 0.0)).whole
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 @pytest.mark.parametrize("tune", TUNINGS)
 def test_activations_of_blocks_with_adapters_are_those_of_the_plan(tune: config.Lora, precision: str) -> None:

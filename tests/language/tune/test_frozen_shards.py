@@ -63,6 +63,7 @@ def trained(workload: TuneWorkload, plan: Plan, folder: Path | None = None, **se
     return agent.run(life, places)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("stored", STORED)
 @pytest.mark.parametrize("recompute", ["none", "block"])
 def test_sharded_frozen_weights_train_as_whole_ones_and_take_the_planned_bytes(
@@ -98,6 +99,7 @@ AWAY = [(1, 1, "none"), (2, 2, "block"), (1, 1, "block"), (2, 1, "block"), (2, 2
 """Ranks, ranks that share the parameters, and what is computed again."""
 
 
+@pytest.mark.extremes
 @pytest.mark.parametrize(
     ("stored", "world", "params", "recompute"),
     [

@@ -165,6 +165,7 @@ def test_a_killed_inference_goes_on_where_it_stood(world, name, monkeypatch, con
     assert calls == draws + 6  # the six that were killed, once more
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("commit", [1, 64 << 20])
 def test_a_full_disk_says_how_much_is_missing_and_inference_goes_on(world, commit, monkeypatch, condensed):
     _, topology, features, folder = world

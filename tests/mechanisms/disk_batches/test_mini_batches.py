@@ -59,6 +59,7 @@ def losses(recipe, graph, micro_batch=None, pack=True):
     return found, workload
 
 
+@pytest.mark.extremes
 @pytest.mark.parametrize("micro_batch", [None, 3])
 @pytest.mark.parametrize("store", [{"memory": "60KiB"}, {"memory": "1GiB"}, {"memory": "60KiB", "disk": "8KiB"}])
 def test_training_from_disk_is_training_in_memory_with_the_same_pool_bitwise(tmp_path, store, micro_batch):

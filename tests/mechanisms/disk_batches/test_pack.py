@@ -40,6 +40,7 @@ def same_rows(packed, wanted, hot=None) -> None:
         assert torch.equal(read_whole(packed, at, hot), plain(wanted.features, packed.pool.nodes(at)))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("row_bytes", WIDTHS)
 @pytest.mark.parametrize("shared", [False, True])
 def test_batches_read_back_bitwise_for_any_row_size(tmp_path, row_bytes, shared):

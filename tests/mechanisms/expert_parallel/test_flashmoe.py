@@ -94,6 +94,7 @@ def by_messages(channel, held):
     return FlashMoE(channel, held, PeerMessages(channel))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", [AllToAll, FlashMoE, by_messages])
 @settings(max_examples=15, deadline=None)
 @given(data=st.data())

@@ -78,7 +78,7 @@ def taken_up_by_one_rank(folder: Path, alone: Trained, saved: Path) -> None:
         torch.testing.assert_close(value, alone.weights[name], rtol=1e-7, atol=TOLERANCE)
 
 
-@pytest.mark.extremes
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("ranks", "experts"),
     [(2, ((0, 1, 2), (3, 4))), (4, even(2)), (3, ((4, 0), (2,), (3, 1)))],
@@ -114,6 +114,7 @@ def test_a_checkpoint_goes_on_with_experts_and_shards_elsewhere(folder, alone, t
             torch.testing.assert_close(value, whole.weights[name], rtol=1e-7, atol=TOLERANCE)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "shard", [(1, 1, 4), (1, 2, 4), (1, 4, 4), (2, 2, 2), (2, 4, 4), (4, 4, 4)], ids="{0[0]}-{0[1]}-{0[2]}".format
 )
@@ -121,6 +122,7 @@ def test_states_of_experts_are_sharded_over_the_ranks_that_share_them(folder, al
     same(train(moe_recipe(folder), plan_of(4, even(2), shard=shard, micro_batch=1)), alone)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recompute", ["block", "selective"])
 def test_recomputed_layers_gather_their_experts_again(folder, alone, recompute):
     plan = plan_of(8, even(2), shard=(2, 4, 8), recompute=recompute, micro_batch=1)
@@ -131,6 +133,7 @@ def test_the_only_rank_with_an_expert_has_all_its_states(folder, alone):
     same(train(moe_recipe(folder), plan_of(3, ((4, 0), (2,), (3, 1)), shard=(3, 3, 3))), alone)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("shard", [(1, 1, 1), (1, 4, 4), (4, 4, 4)], ids=["whole", "gradients", "parameters"])
 def test_experts_over_the_ranks_of_each_stage(folder, alone, tmp_path, shard):
     shares = [(2 * rank, 2 * rank + 2) for rank in range(4)]
@@ -143,6 +146,7 @@ def test_experts_over_the_ranks_of_each_stage(folder, alone, tmp_path, shard):
     taken_up_by_one_rank(folder, alone, tmp_path)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("replicas", "heads", "context", "ep", "shard"),
     [
@@ -165,6 +169,7 @@ def test_experts_over_ranks_that_share_sequences(folder, alone, replicas, heads,
     same(train(moe_recipe(folder), plan), alone)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("degrees", [{"dp": 1, "cp": 4}, {"dp": 1, "hp": 2, "cp": 2}, {"dp": 2, "hp": 2}], ids=str)
 def test_the_planner_spreads_experts_over_more_ranks_than_replicas(folder, alone, degrees):
     recipe, shard = moe_recipe(folder), {"params": 1, "grads": 4, "optimizer": 4}
@@ -174,6 +179,7 @@ def test_the_planner_spreads_experts_over_more_ranks_than_replicas(folder, alone
     same(train(recipe, plan), alone)
 
 
+@pytest.mark.slow
 def test_experts_of_which_ranks_also_share_the_matrices(folder, alone, tmp_path):
     """experts x tensor x data: two groups of two hold the experts, and each rank half the columns of its own; taken up
     by one rank."""
@@ -196,6 +202,7 @@ def test_experts_of_which_ranks_also_share_the_matrices(folder, alone, tmp_path)
         torch.testing.assert_close(value, alone.weights[name], rtol=1e-7, atol=TOLERANCE)
 
 
+@pytest.mark.slow
 def test_experts_of_stages_whose_ranks_share_the_matrices(folder, alone, tmp_path):
     """experts x tensor x pipeline: a stage of four ranks has one layer, its experts over two, each matrix over two;
     taken up by one rank."""
@@ -212,6 +219,7 @@ def test_experts_of_stages_whose_ranks_share_the_matrices(folder, alone, tmp_pat
     taken_up_by_one_rank(folder, alone, tmp_path)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("recompute", ["block", "selective"])
 def test_recomputed_layers_dispatch_again(folder, alone, recompute):
     same(train(moe_recipe(folder), plan_of(2, even(2), recompute=recompute)), alone)

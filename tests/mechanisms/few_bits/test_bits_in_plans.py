@@ -58,6 +58,7 @@ def stepping(workload):
     return step, sum(kept.values())
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", ["a2q", "uniform"])
 def test_the_plan_counts_what_quantizers_take(graph, kind):
     plain, quantized = made(graph, None), made(graph, {"kind": kind, "aggregates": 8})

@@ -48,7 +48,7 @@ def trained(graph: Graph, options: config.Recipe, steps: int = 60):
     return workload, model.eval()
 
 
-@pytest.mark.extremes
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("kind", "quant"),
     [

@@ -138,6 +138,7 @@ def test_degrees_are_those_of_the_graph_that_training_sees():
     assert index.shown.nonzero()[:, 0].tolist() == graph.parts.train.tolist()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", ["a2q", "mega"])
 def test_ranks_that_hide_nodes_train_as_one(kind):
     known = {"model": {"kind": "gcn", "width": 8, "dropout": 0.0}, "train": {"precision": "fp64", "steps": 4}}

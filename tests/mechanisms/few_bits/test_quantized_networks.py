@@ -56,6 +56,7 @@ def recipe_of(model, quant=None, halo=None, graph=None, **train):
     return defaults.resolve(recipe_file.from_table(table))[0]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("quant", ["a2q", *(pytest.param(one, marks=pytest.mark.slow) for one in ("mega", "uniform"))])
 @pytest.mark.parametrize("name", ["transformer", "own layers"])
 def test_networks_learn_with_every_policy_within_the_target(tmp_path, name, quant):
@@ -70,6 +71,7 @@ def test_networks_learn_with_every_policy_within_the_target(tmp_path, name, quan
     assert any("packages, everything counted" in row[0] for table in workload.sample(model)[1:2] for row in table.rows)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", MODELS)
 def test_codes_times_steps_are_what_is_computed_with_and_packed_answers_are_the_same_bit_for_bit(name):
     if name == "PyG":

@@ -33,6 +33,7 @@ from espalier.train import request_from_recipe, table
 from many_ranks import ranks
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("synchronize", [1, 4])
 def test_a_plan_has_no_bits_to_choose_where_no_rows_cross(synchronize, tmp_path, monkeypatch):
     """One layer, whose rows cross once before training; two parts between which there is no edge."""

@@ -155,6 +155,7 @@ CODED = {
 OFTEN = ("messages", "attention", "few bits of gradients")
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", [pytest.param(one, marks=() if one in OFTEN else pytest.mark.slow) for one in CODED])
 def test_rows_cross_as_codes_with_the_same_result_in_the_bytes_of_the_plan(name, monkeypatch):
     model, quant, options = CODED[name]
@@ -260,6 +261,7 @@ def test_sums_cross_around_hubs_and_train_as_one_rank(kind, monkeypatch, tmp_pat
     assert found["halo"][1] == halos.step_bytes(shares, 8)[0].sum()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("options", [{}, {"bits": 2, "synchronize": 2}])
 def test_bf16_rows_and_sums_cross_too(options, monkeypatch, tmp_path):
     """To two roundings of bf16. Two bits change losses by a seventh, from the first step on and in fp32 alike."""
@@ -290,6 +292,7 @@ def test_a_checkpoint_goes_on_with_another_number_of_parts(tmp_path):
         assert first["losses"] + then["losses"] == pytest.approx(whole["losses"], rel=1e-9)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", [pytest.param("gcn", marks=pytest.mark.slow), "gat", "maxk"])
 def test_bytes_of_a_step_are_those_of_the_plan(kind):
     model = {"activation": "maxk", "k": 3} if kind == "maxk" else {"kind": kind}
@@ -520,6 +523,7 @@ def test_bits_by_degree_are_a_rule_of_the_plan_and_what_it_says_is_sent():
     assert sent == [planned] * (STEPS - 1)
 
 
+@pytest.mark.extremes
 @pytest.mark.parametrize("by_degree", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_what_adapts_follows_from_the_losses_in_the_log_also_after_a_stop(tmp_path, by_degree, monkeypatch):
     monkeypatch.setattr("espalier.sparse.partition.installed", lambda: False)  # over METIS's parts no bit changes

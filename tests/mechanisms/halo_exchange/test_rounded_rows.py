@@ -61,6 +61,7 @@ class Measured(Sylvie):
         return both
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", ["gcn", "sage"])
 def test_one_bit_differences_are_a_quarter_as_wrong_as_one_bit_rows_in_the_50th_step_of_a_training(kind, monkeypatch):
     monkeypatch.setattr(test_sylvie, "STEPS", 50)

@@ -184,6 +184,7 @@ class Simulator:
             yield target, fake, weight
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", ["gcn", pytest.param("sage", marks=pytest.mark.slow), "gat", "gin"])
 @pytest.mark.parametrize("synchronize", [0, pytest.param(3, marks=pytest.mark.slow)])
 def test_late_rows_give_the_bits_of_a_simulator_of_stale_halos(kind, synchronize):
@@ -216,6 +217,7 @@ def test_rows_of_unlike_age_give_the_bits_of_a_simulator_with_these_ages(kind, s
             assert torch.equal(logits[step], expected[step][rank]), (rank, step)
 
 
+@pytest.mark.extremes
 @pytest.mark.parametrize(
     ("kind", "name"),
     [*((kind, "random") for kind in NETWORKS), *(pytest.param(kind, "metis", marks=METIS) for kind in ("gcn", "sage"))],
@@ -243,6 +245,7 @@ def expected_bytes(own, widths, columns, alone):
     return total
 
 
+@pytest.mark.extremes
 @pytest.mark.parametrize("by_degree", [False, True])
 @pytest.mark.parametrize("bits", [1, 2, 4, 8])
 def test_bytes_of_few_bits_are_those_of_the_formula(bits, by_degree):

@@ -70,6 +70,7 @@ def test_a_round_is_the_shortest_that_hides_its_exchange() -> None:
     assert loads(dumps(plan)) == plan
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("between", ["30Mbit/s", "15Mbit/s", "5Mbit/s", "2Mbit/s"])
 def test_the_mildest_codec_is_taken_with_which_rounds_are_not_long(between: str) -> None:
     names = ["exact", *co2.CODECS]
@@ -140,7 +141,7 @@ def stands(plan: Plan) -> tuple[bool, str]:
 
 
 @pytest.mark.parametrize(
-    ("name", "every"), [("two sites", 6), *(pytest.param(name, 1, marks=pytest.mark.slow) for name in SITES)]
+    ("name", "every"), [("two sites", len(SWEEP)), *(pytest.param(name, 1, marks=pytest.mark.slow) for name in SITES)]
 )
 def test_rounds_are_chosen_below_the_bandwidth_that_the_plan_names_and_at_no_other(name: str, every: int) -> None:
     device, machines, devices = SITES[name]
@@ -263,6 +264,7 @@ def test_rounds_whose_states_do_not_fit_are_refused_with_their_bytes() -> None:
     assert kept.predicted.memory_bytes["peak"] <= kept.predicted.memory_limit
 
 
+@pytest.mark.slow
 def test_what_rounds_keep_waits_in_host_memory_where_cards_have_no_room_for_it() -> None:
     cards = '[[nodes]]\ndevice = "RTX 3060"\ncount = 8\nmemory = "{}"\n[links]\nbetween = "100Mbit/s"'
     table = {"model": {"shape": "gpt2-355m"}, "data": {"path": "python:stdlib"}, "train": {"sequence": 1024}}
@@ -282,6 +284,7 @@ def test_what_rounds_keep_waits_in_host_memory_where_cards_have_no_room_for_it()
     assert any("Rounds keep" in sentence for sentence in refused.why)
 
 
+@pytest.mark.slow
 def test_a_machine_is_a_replica_where_none_of_its_cards_can_hold_one() -> None:
     plan = planned(shape("", Auto(), depth=28, width=2048, heads=16), hosts("A10"))
     assert plan.replicas
@@ -305,7 +308,7 @@ def test_a_link_that_is_too_slow_is_told_a_faster_one(between: str, shown: str) 
 
 
 @pytest.mark.parametrize(
-    ("first", "count"), [(0, 12), *(pytest.param(first, 30, marks=pytest.mark.slow) for first in range(0, 240, 30))]
+    ("first", "count"), [(0, 6), *(pytest.param(first, 30, marks=pytest.mark.slow) for first in range(0, 240, 30))]
 )
 def test_a_plan_that_can_be_executed_never_exceeds_its_limit(first: int, count: int) -> None:
     """Outer states and buckets included; the sentence says what is counted. Of `count` drawn requests."""

@@ -89,6 +89,7 @@ def test_the_node_sends_and_receives_as_much_as_for_one_worker() -> None:
     assert 4 * bytes_of_layers < received < 4 * 1.2 * bytes_of_layers
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("which", ["worker", "aggregator"])
 def test_where_a_step_needs_all_workers_it_is_made_again_at_all_sites(which: str) -> None:
     one, steps = job(workers=4), 4

@@ -19,7 +19,7 @@ from espalier.plan.axes.node_layout import FlatLayer, NodeJob
 from espalier.recipe.errors import RunFailed
 
 
-@pytest.mark.extremes
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("chunk", "steps", "disk"), [(128, 8, False), (1 << 20, 50, False), (512, 50, True)])
 def test_one_worker_on_an_fp32_wire_is_plain_adamw(chunk: int, steps: int, disk: bool, tmp_path: Path) -> None:
     one = job(chunk=chunk)

@@ -233,6 +233,7 @@ def vanish(worker: Client) -> None:
     worker.close(leave=False)
 
 
+@pytest.mark.extremes
 @pytest.mark.parametrize("where", ["before its push", "in its push", "behind its push"])
 @pytest.mark.parametrize("lost", [False, True], ids=["comes again", "is lost first"])
 def test_where_a_step_needs_all_workers_it_is_made_again_with_one_that_comes_for_a_lost_one(

@@ -92,6 +92,7 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
         PushResiduals(INT8, 0, tmp_path / "worker-0" / "residuals")
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("struck", ["node", "worker", "both"])
 def test_int8_steps_after_a_kill_are_those_of_an_unbroken_run(tmp_path: Path, struck: str) -> None:
     """Struck when one worker has pushed a layer of the step and the other all of it."""

@@ -62,6 +62,7 @@ def run(asked: Recipe, how: plans.Plan, folder: Path, until: int) -> list[Traine
     return [Trained(*one) for one, rank in zip(told, how.ranks, strict=True) if rank.role == "trainer"]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_one_worker_and_its_nodes_train_to_the_last_bit_as_plain_adamw(tmp_path: Path, nodes: int) -> None:
     asked = recipe(tmp_path / "data", steps=20, clip=0.5)
@@ -83,6 +84,7 @@ def test_a_run_goes_on_from_the_nodes_files_to_the_last_bit(tmp_path: Path) -> N
     assert all(torch.equal(value, parameters[name]) for name, value in then.weights.items())
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("workers", [2, 4])
 def test_several_workers_train_as_one_and_end_with_the_same_bits(tmp_path: Path, workers: int) -> None:
     asked = recipe(tmp_path / "data", steps=10, optimizer={"kind": "adamw", "learning_rate": 0.002})
@@ -182,6 +184,7 @@ def fully_sharded(asked: Recipe, steps: int) -> list[float]:
     return forks(2, life)[0]
 
 
+@pytest.mark.slow
 def test_two_workers_lose_what_fully_sharded_ranks_do_within_rounding(tmp_path: Path) -> None:
     asked = recipe(tmp_path / "data", steps=10, clip=0.0, optimizer={"kind": "adamw", "learning_rate": 0.002})
     peers = fully_sharded(asked, 10)

@@ -35,6 +35,7 @@ def _folder(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "options",
     [
@@ -72,6 +73,7 @@ def test_a_checkpoint_goes_on_with_another_number_of_ranks(tmp_path):
         assert first["losses"] + then["losses"] == pytest.approx(whole["losses"], rel=1e-9)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_bytes_of_a_step_are_those_of_the_plan_and_the_plan_says_what_each_rank_has(precision):
     recipe = recipe_of({**MODEL, "virtual": 2}, {"halo": {}}, precision=precision)

@@ -40,7 +40,7 @@ def one_rank(folder):
     return train(recipe_of(folder), Cut((4,)).plan())[0]
 
 
-@pytest.mark.extremes
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", CUTS)
 def test_a_cut_model_trains_as_one_rank_does(folder, one_rank, name) -> None:
     ranks = train(recipe_of(folder), CUTS[name].plan())
@@ -52,7 +52,7 @@ def test_a_cut_model_trains_as_one_rank_does(folder, one_rank, name) -> None:
     assert sum(rank.held for rank in ranks) == CUTS[name].dp * one_rank.held  # each parameter on one rank of a pipeline
 
 
-@pytest.mark.extremes
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("model", "optimizer", "schedule"),
     [
@@ -122,6 +122,7 @@ SHARED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name.startswith("fewer") else pytest.mark.slow) for name in SHARED]
 )
@@ -165,6 +166,7 @@ def test_activations_cross_by_the_codec_of_the_plan(folder, one_rank) -> None:
     assert rounded[0].bytes[key] < 0.3 * exact[0].bytes[key]
 
 
+@pytest.mark.slow
 def test_every_rank_of_a_pipeline_shows_the_sample_of_one_rank(folder) -> None:
     recipe = recipe_of(folder)
     (whole,), ranks = (train(recipe, Cut(ends).plan(), sample=True, until=1) for ends in ((4,), (1, 3, 4)))

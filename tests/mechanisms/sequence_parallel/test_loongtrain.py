@@ -107,7 +107,7 @@ def variants(case: Case) -> list[Case]:
     return [*found, *odd, *packed, *uneven, fast, slow_head]
 
 
-@pytest.mark.extremes
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("ranks", [1, 2, 4, pytest.param(8, marks=pytest.mark.slow)])
 def test_every_cut_equals_one_device(ranks: int) -> None:
     cases = [

@@ -156,6 +156,7 @@ def rounded(channel: Any, slots: SequenceSlots, dtype: torch.dtype) -> list[Tens
     return [out.detach().double(), *(one.double() for one in torch.autograd.grad(out, leaves, gradient))]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("context", [2, pytest.param(4, marks=pytest.mark.slow), 8])
 def test_the_error_of_bf16_does_not_grow_with_the_ring(context: int) -> None:
     length = 512

@@ -172,6 +172,7 @@ def test_weights_are_sharded_over_ranks_of_their_own_number(
             assert sent.get(name, 0) == wanted.get(name, 0), (factors, name)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "mode", ["block", *(pytest.param(one, marks=pytest.mark.slow) for one in ("none", "selective"))]
 )
@@ -189,7 +190,7 @@ def test_the_balance_of_experts_is_that_of_whole_sequences(corpus: Path) -> None
     assert train(recipe, plan_of(4, (2, 2, 2)))[0] == pytest.approx(train(recipe, plan_of(1))[0], rel=1e-9)
 
 
-@pytest.mark.extremes
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("cut", "mode"), [((1, 4, 2), "none"), ((4, 1, 1), "block"), ((1, 2, 2), "block"), ((2, 2, 1), "selective")]
 )
@@ -204,6 +205,7 @@ def test_the_bytes_of_a_step_are_those_of_the_formula(corpus: Path, cut: tuple[i
     assert sent.get("activations", 0) == wanted["activations"]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("codec", "bound", "share"), [("split", 1e-9, 1.0), ("int8", 2e-3, 0.5)])
 def test_keys_and_values_travel_encoded_where_the_plan_says_so(
     corpus: Path, codec: str, bound: float, share: float

@@ -38,6 +38,7 @@ def _often(factors: ShardFactors) -> Any:
     return pytest.param(factors, marks=() if plain else pytest.mark.slow, id="-".join(map(str, factors)))
 
 
+@pytest.mark.extremes
 @pytest.mark.parametrize("factors", [_often(factors) for factors in triples(8)])
 def test_every_triple_on_eight_ranks_trains_as_one_rank_does(factors: ShardFactors) -> None:
     steps = STEPS // 4  # all twenty on real ranks: below, and marked slow for eight
@@ -56,7 +57,7 @@ def _all_triples(channel: Channel, accumulate: int, dtype: torch.dtype, nodes: A
 @pytest.mark.parametrize(
     ("accumulate", "dtype", "tolerance", "nodes", "step"),
     [
-        (3, torch.float64, 1e-12, TWO_NODES[4], 3),
+        (3, torch.float64, 1e-12, TWO_NODES[4], 6),
         pytest.param(3, torch.float64, 1e-12, TWO_NODES[4], 1, marks=pytest.mark.slow),
         pytest.param(1, torch.float32, 1e-5, (), 1, marks=pytest.mark.slow),
         pytest.param(1, torch.float64, 1e-12, (), 1, marks=pytest.mark.slow),
@@ -65,7 +66,7 @@ def _all_triples(channel: Channel, accumulate: int, dtype: torch.dtype, nodes: A
 def test_every_triple_on_four_gloo_ranks_trains_as_one_rank_does(
     accumulate: int, dtype: torch.dtype, tolerance: float, nodes: Any, step: int
 ) -> None:
-    """Every third in the normal suite; on threads all are in it (the test above)."""
+    """Every sixth in the normal suite; on threads all are in it (the test above)."""
     expected = plain(dtype, STEPS)
     for results in forks(4, _all_triples, accumulate, dtype, nodes, step, timeout=150):
         for parameters, norms in results:
@@ -87,6 +88,7 @@ def test_every_triple_on_eight_gloo_ranks_trains_as_one_rank_does(factors: Shard
 MIXED = [("blocks.1.*", ShardFactors(2, 4, 4)), ("blocks.*", ShardFactors(1, 2, 4)), ("embed", ShardFactors(4, 4, 4))]
 
 
+@pytest.mark.slow
 def test_every_part_of_a_model_may_have_factors_of_its_own() -> None:
     expected = plain(torch.float64, STEPS)
     for parameters, norms in ranks(4, _trained, Spread(factors=MIXED, bucket_bytes=1000), 3, torch.float64):
@@ -130,6 +132,7 @@ def _unequal(channel: Channel, factors: ShardFactors) -> dict[str, Tensor]:
     return whole(sharding)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("factors", [ShardFactors(), ShardFactors(1, 1, 4), ShardFactors(2, 2, 4)])
 def test_unequal_shares_equal_the_whole_batch(factors: ShardFactors) -> None:
     expected = plain(torch.float64, STEPS)["parameters"]

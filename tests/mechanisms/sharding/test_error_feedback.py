@@ -186,6 +186,7 @@ def _resumed(channel: Channel, folder: Path, factors: ShardFactors) -> Any:
     return parameters(sharding), kept
 
 
+@pytest.mark.extremes
 @pytest.mark.parametrize(
     "factors",
     [
@@ -219,6 +220,7 @@ def test_when_a_run_saves_changes_no_bit_of_it() -> None:
         same(often, never, bitwise=True)
 
 
+@pytest.mark.extremes
 @pytest.mark.parametrize(
     ("ranks", "factors"),
     [

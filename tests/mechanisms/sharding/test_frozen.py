@@ -83,6 +83,7 @@ def trained(channel: Channel, factors: ShardFactors, kind: str, accumulate: int,
     return {name: parameter.detach().clone() for name, parameter in sharding.model.named_parameters()}, norms
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("factors", SHARDED, ids=lambda factors: "-".join(map(str, factors)))
 @pytest.mark.parametrize("kind", MODELS)
 def test_a_model_with_sharded_frozen_parameters_trains_as_on_one_rank(kind: str, factors: ShardFactors) -> None:
@@ -95,6 +96,7 @@ def test_a_model_with_sharded_frozen_parameters_trains_as_on_one_rank(kind: str,
                 assert torch.equal(parameters[name], parameter)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "factors", [ShardFactors(1, 1, 1), ShardFactors(1, 2, 4), ShardFactors(2, 2, 4), ShardFactors(4, 4, 4)], ids=str
 )

@@ -108,7 +108,7 @@ def _loaded_bits(channel: Channel, folder: Path, factors: ShardFactors) -> Any:
     return before, other.state_dict(), whole(sharding), whole(fresh)
 
 
-@pytest.mark.extremes
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("factors", [ShardFactors(), ShardFactors(1, 2, 4), ShardFactors(4, 4, 4)])
 def test_what_is_loaded_under_the_same_factors_is_what_was_saved_bit_for_bit(
     factors: ShardFactors, tmp_path: Path

@@ -129,6 +129,7 @@ def _odd_loop(channel: Channel | None, plan: Plan, way: str) -> Any:
     return average if way == "averages" else list(copy.deepcopy(model.state_dict()).values())
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("way", [*ODD, "clamps", "zeros", "norm 0", "norm 1", "norm inf", "norm -inf"])
 @pytest.mark.parametrize(
     "shard", [*(pytest.param(one, marks=pytest.mark.slow) for one in ((1, 1, 1), (1, 1, 2), (1, 2, 2))), (2, 2, 2)]

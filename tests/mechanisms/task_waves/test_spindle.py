@@ -102,7 +102,7 @@ def alone(absent: int | None, workload: MultitaskWorkload = WORKLOAD) -> dict[st
     return {**found, "loss": loss.detach(), "weight": torch.tensor(weights, dtype=torch.float64)}
 
 
-@pytest.mark.extremes
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("ranks", "absent", "nested"), [(2, None, 1), (3, None, 1), (4, 0, 1), (4, 1, 1), (2, None, 4), (3, 0, 3)]
 )
@@ -114,6 +114,7 @@ def test_waves_give_the_loss_and_gradients_of_one_task_after_the_other(
         trains_as_one(drawn(10 * ranks + seed, ranks, nested), absent, WORKLOAD)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("ranks", "nested"), [(2, 1), (3, 4)])
 def test_a_radiance_field_trains_in_waves_as_on_one_rank(ranks: int, nested: int) -> None:
     """Rays of a scene are divided over ranks beside glyphs and nodes; the head of a field may be elsewhere."""
@@ -161,6 +162,7 @@ def trains_as_one(plan: plans.Plan, absent: int | None, workload: MultitaskWorkl
     assert seen >= set(expected) - {"loss", "weight"}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_the_plan_knows_the_bytes_that_slices_hand_on(ranks: int) -> None:
     """Of every rank, as on its ledger; outputs were counted in float32, and cross in float64."""

@@ -74,6 +74,7 @@ def test_the_worked_example_is_solved_as_by_hand() -> None:
     assert level.shares == [("text", 1, 2), ("text", 2, 10), ("image", 4, 11), ("image", 8, 13), ("audio", 1, 12)]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("chains", [False, True])
 def test_program_is_never_slower_than_greedy_nor_that_than_static_nor_that_than_sequential(chains: bool) -> None:
     order: tuple[Method, ...] = ("program", "greedy", "static", "sequential")

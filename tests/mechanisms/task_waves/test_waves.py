@@ -98,6 +98,7 @@ def test_a_run_in_waves_is_taken_up_by_other_waves_and_by_one_rank(
         assert [one["loss"] for one in rest] == pytest.approx([one["loss"] for one in whole[2:4]], rel=1e-9)
 
 
+@pytest.mark.slow
 def test_a_rank_killed_in_the_middle_of_a_wave_changes_no_bit(
     two: plans.Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -145,6 +146,7 @@ def test_one_rank_has_no_waves() -> None:
     assert (len(plan.ranks), plan.choices) == (1, {})
 
 
+@pytest.mark.extremes
 @pytest.mark.parametrize(
     ("edit", "said"),
     [

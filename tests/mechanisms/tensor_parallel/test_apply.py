@@ -88,6 +88,7 @@ def applied(channel: Channel, tensor: int, shard: int, tied: bool) -> Any:
     return *found, shape
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("world", "tensor", "shard", "tied"),
     [(2, 2, 1, False), pytest.param(2, 2, 1, True, marks=pytest.mark.slow), (4, 2, 2, True)],

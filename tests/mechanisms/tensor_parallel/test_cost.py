@@ -43,6 +43,7 @@ def step(channel: Channel, regather: bool, mode: str, changes: dict[str, Any]) -
     return channel.ledger.by_class()["activations"], float(sum(kept.values()))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("mode", ["none", "selective", "block"])
 @pytest.mark.parametrize("regather", [False, True])

@@ -46,6 +46,7 @@ GEMMA2 = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("regather", [False, True])
 @pytest.mark.parametrize(
     ("world", "mode", "changes"),

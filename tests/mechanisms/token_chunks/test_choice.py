@@ -48,9 +48,10 @@ def planned(request: Request, cluster: Cluster) -> Plan:
     return decide(request, cluster).taken
 
 
-@pytest.mark.parametrize(
-    ("sequence", "device"), [pytest.param(9 << 17, "H200", marks=pytest.mark.slow), (1 << 19, "H100")]
-)
+LONG = [pytest.param(9 << 17, "H200", marks=pytest.mark.slow), (1 << 19, "H100")]
+
+
+@pytest.mark.parametrize(("sequence", "device"), LONG)
 def test_8b_at_very_long_context_has_a_plan_on_eight_cards(sequence: int, device: str) -> None:
     assert planned(request_of(sequence), cards(device)).state(TokenChunksState).loss
     plan = planned(request_of(sequence, tp=1), cards(device))
@@ -60,10 +61,15 @@ def test_8b_at_very_long_context_has_a_plan_on_eight_cards(sequence: int, device
     assert sum(plan.predicted.memory_bytes.values()) / 2 <= plan.predicted.memory_limit  # with their sum, `peak`
     assert any(sentence.startswith(f"Logits are computed {state.loss:,} tokens at a time") for sentence in plan.why)
     assert f"Loss by {state.loss:,} tokens, feed-forward by {state.feed_forward:,} tokens" in plan.why[0]
+
+
+@pytest.mark.parametrize(("sequence", "device"), LONG)
+@pytest.mark.parametrize(
+    "pins", [{"tp": 1, "feed_forward_chunk": 0}, pytest.param({"loss_chunk": 0}, marks=pytest.mark.slow)]
+)
+def test_8b_at_very_long_context_does_not_fit_without_chunks(sequence: int, device: str, pins: dict[str, int]) -> None:
     with pytest.raises(UserError, match="does not fit"):
-        planned(request_of(sequence, loss_chunk=0), cards(device))
-    with pytest.raises(UserError, match="does not fit"):
-        planned(request_of(sequence, tp=1, feed_forward_chunk=0), cards(device))
+        planned(request_of(sequence, **pins), cards(device))
 
 
 def test_below_a_tenth_a_plan_says_nothing_of_chunks() -> None:

@@ -60,6 +60,7 @@ def planned(model_options: Gpt, mode: str, loss: int, feed_forward: int) -> floa
     return float(whole.layers * layer.saved + rest.saved + max(layer.transient, rest.transient))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("mode", ["none", "block"])
 @pytest.mark.parametrize("chunks", [(0, 0), (64, 0), (256, 0), (64, 128)])
 @pytest.mark.parametrize("changes", [{"vocabulary": 2048}, {"feed_forward": 1024}], ids=["words", "columns"])

@@ -28,6 +28,7 @@ def computed(channel: Channel, regather: bool, chunk: int, changes: dict[str, An
     return float(loss.detach()), gradients, model_cut
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("chunk", [1, 8, 30])
 @pytest.mark.parametrize(
     ("regather", "changes"),

@@ -66,7 +66,7 @@ def as_one(ranks: Sequence[Trained], one: Trained) -> None:
     same(together(ranks), one.weights, relative=1e-10)
 
 
-@pytest.mark.extremes
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "plan",
     [
@@ -166,6 +166,7 @@ def test_pipelines_cut_matrices_over_unequal_numbers_of_ranks(
     as_one_rank(train(recipe_of(folder, WIDE), plan), one_wide)
 
 
+@pytest.mark.extremes
 @pytest.mark.parametrize(
     "plan",
     [
@@ -235,6 +236,7 @@ def test_unlike_degrees_beside_shared_sequences_are_refused(folder: Path) -> Non
         train(recipe_of(folder, WIDE), plan)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "second",
     [plans.Plan(ranks=(plans.Rank(share=(0, 8)),), precision="fp64"), ragged([((4,), 3), ((1, 4), 5)])],
@@ -257,6 +259,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("first", "second"), [("unequal, sharded", "equal stages"), ("equal stages", "unequal")])
 def test_a_checkpoint_of_any_layout_is_that_of_any_other_to_the_bit(
     folder: Path, tmp_path: Path, first: str, second: str

@@ -78,6 +78,7 @@ def test_samples_and_micro_batches_of_the_file_are_kept(planned: Planned) -> Non
     assert [one.micro_batches for one in plan.stages] == [8, 8, 4, 4]
 
 
+@pytest.mark.extremes
 @pytest.mark.parametrize(
     ("change", "what"),
     [
