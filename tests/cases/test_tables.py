@@ -8,6 +8,7 @@ import io
 import pickle
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -400,7 +401,7 @@ def test_keys_are_understood_named_or_refused(tmp_path: Path) -> None:
             with pytest.raises(UserError, match=f"the key '{key}', which is not understood"):
                 load(tmp_path / name)
     with pytest.raises(UserError, match="keys x and features"):
-        pyg.from_pyg(pyg._Named({"edge_index": torch.tensor(ends), "x": torch.ones(3, 2), "features": torch.ones(3)}))
+        pyg.from_pyg(SimpleNamespace(edge_index=torch.tensor(ends), x=torch.ones(3, 2), features=torch.ones(3)))
 
 
 @pytest.mark.parametrize("values", [np.ones((3, 2), complex), np.array([["a", "b"]] * 3), np.zeros((3, 2), "M8[s]")])

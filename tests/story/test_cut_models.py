@@ -21,7 +21,7 @@ SMALL = {
     ],
 }
 COMMON = [
-    f"data.path={EXAMPLES.parent / 'src' / 'espalier' / 'mechanisms' / 'pipeline'}",
+    f"data.path={EXAMPLES.parent / 'src' / 'espalier' / 'mechanisms' / 'sharding'}",
     "plan.cluster=machine.toml",
     "plan.trial=false",
     "train.optimizer.kind=adamw",

@@ -90,7 +90,8 @@ def seats(cluster: Cluster, ranks: int) -> list[Place]:
     machine, in the order in which a ring through them crosses slow links least."""
     places = cluster.devices()
     each, over = divmod(ranks, len(places))
-    taken = cluster.gpus[:ranks] or [place for index, place in enumerate(places) for _ in range(each + (index < over))]
+    gpus = [place for place in places if place.table.device.kind == "cuda"]
+    taken = gpus[:ranks] or [place for index, place in enumerate(places) for _ in range(each + (index < over))]
     assert ranks == len(taken), "planners refuse more ranks than GPUs"
     if not cluster.pairs:
         return taken
@@ -109,11 +110,6 @@ def power_and_price(cluster: Cluster, ranks: int, optimizers: bool = False) -> t
     return sum(watts) if all(watts) else 0.0, sum(prices) if all(prices) else 0.0
 
 
-def devices(cluster: Cluster, ranks: int) -> dict[int, Device]:
-    """The devices that `ranks` ranks use, by their number in the cluster."""
-    return {place.rank: place.table.device for place in seats(cluster, ranks)}
-
-
 def used(cluster: Cluster, plan: Plan) -> list[Device]:
     """The devices of a plan's ranks."""
     there = {(rank.node, rank.device) for rank in plan.ranks}
@@ -127,12 +123,8 @@ def gpus(cluster: Cluster) -> int:
 
 def fleet(cluster: Cluster, ranks: int, threads: int = 1) -> Fleet:
     """The fleet of `ranks` ranks of `threads` threads on `cluster`, seated as planners do."""
-    if (ranks, threads) not in cluster.fleets:
-        cluster.fleets[ranks, threads] = _seated(cluster, ranks, threads)
-    return cluster.fleets[ranks, threads]
-
-
-def _seated(cluster: Cluster, ranks: int, threads: int) -> Fleet:
+    if (ranks, threads) in cluster.fleets:
+        return cluster.fleets[ranks, threads]
     placed = seats(cluster, ranks)
     on_device = Counter(place.rank for place in placed)
     on_node = Counter(place.node for place in placed)
@@ -146,7 +138,7 @@ def _seated(cluster: Cluster, ranks: int, threads: int) -> Fleet:
         setting = DeviceUse() if table.device.kind == "cuda" else DeviceUse(threads, processes, cores)
         groups.append(DeviceGroup(table, setting, count))
     across = len(on_node) > 1
-    return Fleet(
+    seated = cluster.fleets[ranks, threads] = Fleet(
         ranks=ranks,
         nodes=len(on_node),
         per_node=min(on_node.values()),
@@ -156,6 +148,7 @@ def _seated(cluster: Cluster, ranks: int, threads: int) -> Fleet:
         optimizers=cluster.optimizers,
         serving=reached(cluster.slowest(used, "between"), "between") if cluster.optimizers else None,
     )
+    return seated
 
 
 def kinds(placed: Sequence[Place]) -> list[tuple[int, int]]:

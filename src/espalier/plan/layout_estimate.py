@@ -21,7 +21,7 @@ from espalier.plan.axes.placement import ShardFactors as Shards
 from espalier.plan.axes.sharding import wire_bytes
 from espalier.plan.base import RESIDENT, TOTAL_BYTES, TOTALS, Predicted, task_totals
 from espalier.plan.calibration_factors import CostFactors
-from espalier.plan.collective_time import Fleet, devices, seats
+from espalier.plan.collective_time import Fleet, seats
 from espalier.plan.cost_inputs import CostInputs
 from espalier.plan.layouts import Layouts
 from espalier.plan.request import Request, exchanges
@@ -163,12 +163,13 @@ def estimate(
     tokens = request.profile.global_batch * request.profile.tokens_per_sample
     made = CostInputs(request, on, on.kinds[slow], layout)
     most = int(samples_each(request, layout)) if shares.samples is None else int(np.max(shares.samples))
-    peak = sum(device_model.peak(device, request.precision) for device in devices(cluster, ranks).values())
+    devices = [(kind.ranks // kind.setting.processes, kind.table.device) for kind in on.kinds]
+    peak = sum(count * device_model.peak(device, request.precision) for count, device in devices)
     nodes = [0 if on.cuda else place.node for place in seats(cluster, ranks)]
     return Predicted(
         step_seconds=step,
         tokens_per_second=tokens / step,
-        tokens_per_second_per_device=tokens / step / len(devices(cluster, ranks)),
+        tokens_per_second_per_device=tokens / step / sum(count for count, _ in devices),
         mfu=request.model_flops / step / peak,
         terms=terms,
         memory_bytes={**kinds, "peak": sum(kinds.values())},

@@ -124,7 +124,8 @@ def table_of(plan: Plan, cluster: Cluster) -> Node:
 def places_of(plan: Plan, cluster: Cluster) -> list[Place]:
     """Where each rank sits."""
     slot = {name: int(name.partition(":")[2] or 0) for name in {rank.device for rank in plan.ranks}}
-    return [cluster.slots[rank.node, slot[rank.device]] for rank in plan.trainer_ranks]
+    place_at = {(place.node, place.slot): place for place in cluster.devices()}
+    return [place_at[rank.node, slot[rank.device]] for rank in plan.trainer_ranks]
 
 
 # --- seconds ---------------------------------------------------------------------------------------------------------

@@ -155,7 +155,7 @@ def test_pipelines_that_cut_a_layer_differently_sum_whole_gradients_over_all_its
 
 
 def test_where_equal_pipelines_do_not_fit_the_refusal_says_that_unequal_ones_do() -> None:
-    small = processors((4e10, 330 * 2**20), (1e10, 260 * 2**20))
+    small = processors((4e10, 263 * 2**20), (1e10, 193 * 2**20))
     assert decide(asked(None), small, DATASHEET).taken.planner == "flashflex"
     with pytest.raises(UserError, match="does not fit") as caught:
         decide(asked("equal"), small, DATASHEET).taken  # noqa: B018
@@ -212,7 +212,7 @@ def test_no_plan_holds_more_than_its_devices_may(clusters: int) -> None:
     request = asked()
     for _ in range(clusters):
         count = draw.randint(1, 3)
-        cores = [(draw.choice([1e9, 1e10, 4e10]), draw.randint(262, 330) * 2**20) for _ in range(count)]
+        cores = [(draw.choice([1e9, 1e10, 4e10]), draw.randint(195, 263) * 2**20) for _ in range(count)]
         costs = EngineCosts(request, processors(*cores), draw.choice([1, 2, 4]))
         try:
             layout = unequal.flashflex.place(costs.classes, costs)

@@ -194,16 +194,6 @@ class Cluster(Value, frozen=True, kw_only=True, dict=True):
         return {}
 
     @cached_property
-    def gpus(self) -> list[Place]:
-        """The devices that are GPUs, in rank order."""
-        return [place for place in self.devices() if place.table.device.kind == "cuda"]
-
-    @cached_property
-    def slots(self) -> dict[tuple[int, int], Place]:
-        """Where each device is, by its machine and its number there."""
-        return {(place.node, place.slot): place for place in self.devices()}
-
-    @cached_property
     def machines(self) -> int:
         """How many machines there are."""
         return 1 + max(place.node for place in self.devices())
