@@ -72,7 +72,6 @@ def home(begun: Path, tmp_path: Path) -> Path:
 # --- a run is itself -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 def test_a_checkpoint_of_another_run_in_the_place_of_this_runs_is_refused_by_name(home: Path) -> None:
     place = home / "one" / "checkpoints" / "step-00000002"
     shutil.rmtree(place)

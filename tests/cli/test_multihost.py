@@ -80,7 +80,6 @@ def refused(capfd, *arguments: str) -> str:
     return capfd.readouterr().err
 
 
-@pytest.mark.slow
 def test_two_hosts_train_as_two_ranks_of_one_machine_do_and_keep_one_log(home, capfd) -> None:
     assert cli.main(["train", "recipe.toml", "--hosts", "hosta,hostb", "name=far", SAME]) == 0
     out = capfd.readouterr().out

@@ -36,7 +36,6 @@ def test_the_page_shows_lines_of_the_loop_as_they_are():
     assert blocks("python", "disk-batches")[0] in (ROOT / "examples" / "disk_loop.py").read_text(encoding="utf-8")
 
 
-@pytest.mark.slow
 def test_the_example_of_parts_trains_over_two_ranks_as_it_stands(tmp_path, monkeypatch):
     """On the modules of three distributions."""
     modules = [one for one in import_graph.installed() if one.owner in ("python", "numpy", "scipy")]

@@ -44,7 +44,6 @@ def stays(corpus, unbroken, folder, world, rank, what):
         assert len(set(lives(run, other))) == (2 if other == rank else 1)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("what", "rank"),
     [
@@ -145,7 +144,6 @@ def test_what_has_done_its_part_does_not_come_back():
     assert supervisor.ranks_to_replace(Failure("killed", 1, ""), children, pulses.read()) == []
 
 
-@pytest.mark.slow
 def test_without_room_for_copies_all_begin_anew(corpus, unbroken, tmp_path):
     run = Struck(
         recipe_of(corpus), 2, tmp_path / "run", (Fault(1, 6, "kill"),), memory=shared_memory.SLOTS, stays="alike"

@@ -73,7 +73,6 @@ def test_slow_processors_are_left_out_of_mixed_machines() -> None:
     assert {rank.node for rank in decided(mixed).plan.ranks} == {1}
 
 
-@pytest.mark.slow
 def test_as_many_processors_as_are_allowed_and_no_more() -> None:
     asked = request(max_devices=2)
     found = search.search(asked, processors(4, "10Gbit/s"))

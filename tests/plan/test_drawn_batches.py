@@ -86,7 +86,6 @@ def test_named_machines_have_a_rank_each_and_no_plan_of_one(tmp_path):
     assert len(plan.ranks) == 2
 
 
-@pytest.mark.slow
 def test_without_halos_each_machine_passes_over_the_whole_graph_and_the_plan_says_what_cuts_it(tmp_path, monkeypatch):
     """As `espalier train examples/graph.toml --hosts a,b`: what a recipe leaves out is not chosen for it."""
     named = "".join(f'[[nodes]]\nname = "h{one}"\ndevice = "cpu"\ncores = 1\nmemory = "8GiB"\n' for one in range(2))

@@ -169,7 +169,6 @@ def test_of_a_module_whose_first_rank_gives_its_running_statistics(
     equal(module(tmp_path, monkeypatch, norm=True), 3, shard=shard(1, 1, 1))
 
 
-@pytest.mark.slow
 def test_of_a_thousand_matrices_dealt_to_three_owners(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     equal(module(tmp_path, monkeypatch, "muon", many=True), 3, shard=shard(1, 1, 3))
 
@@ -246,7 +245,6 @@ def test_of_codecs_of_fixed_length(corpus: Path, codec: str, ranks: int, states:
     assert [one.codec for one in plan.exchanges] == [codec]
 
 
-@pytest.mark.slow
 def test_of_a_codec_between_machines(corpus: Path) -> None:
     recipe = language(corpus, sync={"kind": "every_step"}, comm={"codec": "int8"})
     for states in ((1, 1, 1), (1, 2, 4)):

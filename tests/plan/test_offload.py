@@ -122,7 +122,6 @@ def brute_force(request: Request, cluster: Cluster) -> float:
     return min(times, default=float("inf"))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("first", "count"), [(0, 4), *(pytest.param(first, 8, marks=pytest.mark.slow) for first in range(0, 72, 8))]
 )

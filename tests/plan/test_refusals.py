@@ -140,7 +140,6 @@ def test_a_kind_of_change_that_does_not_help_is_planned_once(monkeypatch: pytest
     assert planned.asked <= 2 * len(keys)
 
 
-@pytest.mark.slow
 def test_adapters_are_offered_shorter_sequences_and_the_devices_that_shards_of_frozen_weights_fit_on(
     tmp_path: Path,
 ) -> None:

@@ -278,7 +278,6 @@ def test_what_fits_nowhere_says_what_is_missing_and_what_would_help() -> None:
         assert word in error
 
 
-@pytest.mark.slow
 def test_a_cure_cures() -> None:
     request = decoder(4096, 16, batch=64).changed(memory=2**30)
     found = search.search(request, gpus(devices=2))

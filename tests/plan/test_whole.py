@@ -86,7 +86,6 @@ def test_what_was_measured_decides_and_is_said() -> None:
     assert "17 % slower (measured 14 ms)" in [other.loses for other in two.runners_up]
 
 
-@pytest.mark.slow
 def test_others_are_told_once_and_as_within_the_tie_only_where_they_are() -> None:
     measured = {(1, 2): 1.0, (2, 1): 0.9, (1, 6): 0.01, (2, 3): 0.02, (3, 2): 0.03, (6, 1): 0.06}
     faster = 0

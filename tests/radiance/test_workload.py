@@ -218,7 +218,6 @@ def test_the_energy_of_an_image_is_told_by_part_and_for_the_colour_network(home:
     assert "energy of an image" in (home / "runs" / "on1" / "report.html").read_text()
 
 
-@pytest.mark.slow
 def test_a_killed_and_a_stopped_run_end_as_the_undisturbed_one(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank dies in the first step after the boundary of the phases, and another one later."""
     loss, began = RadianceWorkload.loss, os.getpid()

@@ -253,7 +253,6 @@ def test_torchrun_gives_the_same_curve_as_local_ranks(home, by_its_agent):
     shutil.rmtree(home / "runs" / "elastic")
 
 
-@pytest.mark.slow
 def test_ranks_that_torchrun_starts_on_two_hosts_measure_the_links_and_are_planned_for(home):
     def run():
         multihost_probe.host = lambda: f"host{os.environ['RANK']}|boot|1"  # each rank on a host of its own

@@ -54,7 +54,6 @@ def check_what_is_told(run: Path, predicted: dict[str, Any]) -> None:
         assert words in page
 
 
-@pytest.mark.slow
 def test_one_command_trains_on_a_node_and_goes_on_where_it_stood(tmp_path: Path) -> None:
     recipe = str(EXAMPLES / "luwu.toml")
     data = f"data.path={EXAMPLES.parent / 'src' / 'espalier' / 'mechanisms' / 'optimizer_node'}"

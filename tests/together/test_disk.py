@@ -108,7 +108,6 @@ def test_ranks_share_one_packed_set_and_change_no_bit(graph, tmp_path, ranks, di
     assert all(read[2][1] >= STEPS for read in packed)
 
 
-@pytest.mark.slow
 def test_stopped_and_resumed_on_another_budget_is_unbroken(graph, tmp_path):
     def recipe(memory):
         return recipe_of({"path": str(tmp_path / "packed"), "memory": memory})

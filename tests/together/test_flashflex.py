@@ -106,7 +106,6 @@ def test_replicas_that_are_unequal_pipelines_agree_by_rounds(corpus):
         close({name: whole[1][name] for name in one[1]}, one[1], 1e-6)
 
 
-@pytest.mark.slow
 def test_replicas_of_several_unequal_pipelines_agree_by_rounds(corpus):
     """In each of two replicas pipelines of unlike depth, layers and shares sum their gradients at every step."""
     recipe = rounds_recipe(corpus, depth=4)

@@ -222,7 +222,6 @@ def test_two_runs_of_one_seed_are_equal_bit_by_bit(corpus):
     assert all(torch.equal(second.weights[name], value) for name, value in first.weights.items())
 
 
-@pytest.mark.slow
 def test_replicas_that_agree_by_rounds_have_a_factor_each(corpus, tmp_path):
     recipe = recipe_of(corpus, steps=8)
     outer = LocalRoundsState(replicas=((0,), (1,)), method="co2", steps=2, adapt=False)

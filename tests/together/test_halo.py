@@ -283,7 +283,6 @@ def test_bits_that_follow_losses_are_in_the_log_and_steps_that_are_made_again_ha
         assert event["halo"]["bits"] == known[max(step for step in known if step < event["step"])]
 
 
-@pytest.mark.slow
 def test_a_run_of_three_ranks_goes_on_with_two_and_its_losses_are_near_those_of_three(strike, monkeypatch):
     """One bit and late rows: the two ranks begin with fresh rows from the checkpoint of the three. Other rows are
     rounded then, and fewer: losses are those of three ranks that were not stopped within a tenth, or 0.03."""

@@ -69,7 +69,6 @@ def test_a_worker_that_always_dies_is_left_out_and_the_others_go_on_from_the_nod
     assert same(fewer, run)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("when", ["before", pytest.param("after", marks=pytest.mark.slow)])
 def test_a_node_killed_as_it_commits_goes_on_from_a_whole_step(
     corpus: Path, tmp_path: Path, whole: OnNode, when: str
@@ -99,7 +98,6 @@ def test_a_node_of_another_version_ends_the_run_before_its_first_step(
     assert not run.all("recovered")
 
 
-@pytest.mark.slow
 def test_a_node_whose_clocks_are_hours_off_changes_no_bit(corpus: Path, tmp_path: Path, whole: OnNode) -> None:
     def shift(place: launch.RankSpec) -> None:
         real, since_boot = time.time, time.monotonic
@@ -262,7 +260,6 @@ def test_rounds_on_a_node_are_those_of_replicas_that_hold_everything(
     assert all(abs(run.validated[step] - loss) < 1e-5 * loss for step, loss in rounds.validated.items())
 
 
-@pytest.mark.slow
 def test_rounds_of_differences_in_int8_train_as_well(corpus: Path, tmp_path: Path, rounds: OnNode) -> None:
     asked = recipe(corpus)
     exchanges = (plans.Exchange(traffic="outer_step", codec="int8"),)

@@ -137,7 +137,6 @@ def test_states_for_which_the_plan_has_memory_stay_there(corpus, optimizer, monk
     assert moved[0] > moved[1] > moved[2] == 0
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["adamw", pytest.param("muon", marks=pytest.mark.slow)])
 def test_stopped_on_disk_and_resumed_in_memory_and_the_other_way_is_unbroken(corpus, tmp_path, optimizer):
     recipe = recipe_of(corpus, optimizer={"kind": optimizer})

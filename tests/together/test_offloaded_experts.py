@@ -39,7 +39,6 @@ def test_experts_that_wait_elsewhere_follow_the_curve_of_those_in_memory(corpus,
     assert all(fields["offload"][tier]["read"] > 0 for fields in made[0][2])
 
 
-@pytest.mark.slow
 def test_experts_that_wait_are_saved_and_taken_up_on_other_ranks(corpus, tmp_path):
     recipe = recipe_of(corpus, model=MODEL)
     whole = train(recipe, plan(plans.Offload(), 2, 2))
@@ -55,7 +54,6 @@ def test_experts_that_wait_are_saved_and_taken_up_on_other_ranks(corpus, tmp_pat
             torch.testing.assert_close(after[1][name], whole[1][name], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("away", "recompute"),
     [

@@ -109,7 +109,6 @@ STRUCK = [
 ]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "what", "step", "rank"), STRUCK)
 def test_a_failure_in_validation_changes_no_figure_and_leaves_none_out(
     corpus: Path, tmp_path: Path, kind: str, what: Any, step: int, rank: int

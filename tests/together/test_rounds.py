@@ -99,7 +99,6 @@ def test_replicas_of_two_ranks_with_shards_are_replicas_of_one(corpus, shard):
     close(shards[1], whole[1], 1e-6)
 
 
-@pytest.mark.slow
 def test_replicas_that_are_pipelines_are_replicas_of_one_rank(corpus):
     """Each of the two has two stages, which exchange nothing between rounds with the other's."""
     recipe = recipe_of(corpus, depth=2)

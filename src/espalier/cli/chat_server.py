@@ -8,6 +8,7 @@ users of this machine do not know. `completion_requests` has the protocol's own 
 from __future__ import annotations
 
 import asyncio
+import errno
 import secrets
 import socket
 import time
@@ -20,6 +21,8 @@ from espalier.recipe.terminal import say
 from espalier.train.workload_row import Sampling, TextPiece, Writer
 
 HOST = "127.0.0.1"
+PORTS = 65535
+"""The last port."""
 LARGEST = 16 << 20
 """Bytes of a request."""
 VISITORS = 64
@@ -87,10 +90,11 @@ def protocol() -> Any:
 def listening(port: int) -> socket.socket:
     """A socket that listens at `port` of this machine's loopback. Raises UserError where it is in use."""
     try:
+        if not 0 <= port <= PORTS:  # create_server would leave its socket open
+            raise OSError(errno.EINVAL, f"ports are 0 to {PORTS}")
         return socket.create_server((HOST, port))
-    except (OSError, OverflowError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise UserError(f"--port {port} cannot be used: {reason}.", do="another one, or leave it out") from None
+    except OSError as error:
+        raise UserError(f"--port {port} cannot be used: {error.strerror}.", do="another one, or leave it out") from None
 
 
 def application(name: str, writer: Writer, defaults: Sampling) -> Any:

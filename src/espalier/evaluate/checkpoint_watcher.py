@@ -26,8 +26,8 @@ from espalier.evaluate.eval_history import EvalHistory, ResultKey
 from espalier.evaluate.shared_model import SharedModel
 from espalier.evaluate.tasks import EvaluationTask
 from espalier.evaluate.worker_pool import Result, Workers, evaluate
-from espalier.recipe.closing import Closing
 from espalier.recipe.errors import EspalierError, RunFailed, UserError
+from espalier.recipe.resource import Resource
 from espalier.track import events
 
 POLL = 0.5
@@ -54,7 +54,7 @@ class _Pending(NamedTuple):
     tasks: tuple[str, ...]
 
 
-class CheckpointWatcher(Closing):
+class CheckpointWatcher(Resource):
     """One run, watched until the end of the `with` block. Has state: the lock on its `eval` folder, what was seen.
 
     Args:

@@ -36,8 +36,8 @@ from torch import nn
 from espalier.evaluate.shared_model import Source, attach
 from espalier.evaluate.tasks import EvaluationTask, means
 from espalier.parallel.workload import Sums
-from espalier.recipe.closing import Closing
 from espalier.recipe.errors import RunFailed
+from espalier.recipe.resource import Resource
 
 T = TypeVar("T")
 
@@ -88,7 +88,7 @@ class Result(NamedTuple):
     why: str = ""
 
 
-class Workers(Closing):
+class Workers(Resource):
     """Worker processes, until the end of its `with` block. Has state: the processes.
 
     Args:

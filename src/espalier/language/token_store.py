@@ -20,11 +20,13 @@ from numpy.typing import NDArray
 from espalier.language import text_sources, token_shards
 from espalier.language.token_shards import Damaged, Index, SplitIndex
 from espalier.language.tokenizer import SAMPLE, Ids, Tokenizer, open_tokenizer, trained
-from espalier.parallel.workload import Progress
 from espalier.recipe import Data
 from espalier.recipe.cache_dir import cache_folder, sync_folder, writing
 from espalier.recipe.errors import UserError
 from espalier.recipe.units import show_size
+
+Progress = Callable[[int, int], None]
+"""Called with (source bytes done, source bytes in all), ten times a second at most, and once at the end."""
 
 CHECKED_AT_OPEN = 256 << 20
 """Stores up to this many bytes are hashed at every opening (under 0.1 s); larger ones by `verify`."""

@@ -7,7 +7,10 @@ hold the model know to the same bits, so that no rank leaves a step out alone an
 
 from __future__ import annotations
 
-from espalier.optim.base import StateDict
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from espalier.optim.base import StateDict
 
 START = 2.0**16
 GROWTH, BACKOFF = 2.0, 0.5

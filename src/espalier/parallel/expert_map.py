@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from espalier.parallel.mesh import Ranks
-
 if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
     from jaxtyping import Float, Int
     from torch import Tensor, nn
+
+    from espalier.parallel.mesh import Ranks
 
 
 class ExpertRoute(Protocol):

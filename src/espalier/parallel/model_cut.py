@@ -11,13 +11,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from espalier.comm.base import Traffic, traffic
-from espalier.comm.plain_collectives import RankGroup
-from espalier.parallel.mesh import Ranks
 
 if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
     from torch import Tensor, nn
+
+    from espalier.comm.plain_collectives import RankGroup
+    from espalier.parallel.mesh import Ranks
 
 
 class Slab(NamedTuple):

@@ -25,8 +25,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from espalier.recipe.cache_dir import DiskFull, disk_full, free_bytes
-from espalier.recipe.closing import Closing
 from espalier.recipe.errors import UserError
+from espalier.recipe.resource import Resource
 from espalier.recipe.units import show_size
 from espalier.store.cost import PAGE, pages
 
@@ -105,7 +105,7 @@ def open_file(where: Where, mode: Mode, size: int = 0) -> File:
     return StripedFile(where, mode, size)
 
 
-class DirectFile(Closing):
+class DirectFile(Resource):
     """One file, past the page cache where the file system allows it (`direct`). Holds a file descriptor.
 
     Args:
@@ -276,7 +276,7 @@ class DirectFile(Closing):
         self.close()
 
 
-class StripedFile(Closing):
+class StripedFile(Resource):
     """One file in pieces of `STRIPE` bytes on several disks in turn: `paths` names a file on each."""
 
     def __init__(self, paths: Sequence[Path], mode: Mode, size: int = 0) -> None:

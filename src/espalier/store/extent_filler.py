@@ -17,7 +17,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from espalier.recipe.closing import Closing
+from espalier.recipe.resource import Resource
 from espalier.store.cost import PAGE, pages
 from espalier.store.direct_io import Where, aligned, bytes_of, open_file
 from espalier.store.extents import Extent, first_path, index_path, page_hashes, write_index
@@ -35,7 +35,7 @@ class ExtentRoom(NamedTuple):
     data: Tensor
 
 
-class ExtentFiller(Closing):
+class ExtentFiller(Resource):
     """Fills the extents of one container. Holds the file, a hash and the last partial page of each extent.
 
     Args:

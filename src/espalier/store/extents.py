@@ -21,9 +21,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from espalier.recipe.cache_dir import sync_folder, write_atomic, writing
-from espalier.recipe.closing import Closing
 from espalier.recipe.errors import UserError
 from espalier.recipe.foreign_files import parsing
+from espalier.recipe.resource import Resource
 from espalier.store.cost import PAGE, pages
 from espalier.store.direct_io import (
     ANOTHER,
@@ -79,7 +79,7 @@ def page_hashes(data: Tensor) -> PageHashes:
     return struct.pack(f"<{len(hashes)}I", *hashes)
 
 
-class ExtentFile(Closing):
+class ExtentFile(Resource):
     """Reads a container. Holds the index in memory and the file open.
 
     Args:
@@ -185,7 +185,7 @@ class ExtentFile(Closing):
         self.file.close()
 
 
-class ExtentWriter(Closing):
+class ExtentWriter(Resource):
     """Appends tensors to a container. Holds two files and the extents not yet committed.
 
     A name that is appended again replaces its first tensor for readers.

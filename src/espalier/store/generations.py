@@ -16,8 +16,8 @@ import xxhash
 from torch import Tensor
 
 from espalier.recipe.cache_dir import sync_folder
-from espalier.recipe.closing import Closing
 from espalier.recipe.errors import UserError
+from espalier.recipe.resource import Resource
 from espalier.recipe.serialization import Value
 from espalier.store.cost import PAGE, pages
 from espalier.store.direct_io import File, Where, aligned, bytes_of, checksum, flat_bytes, open_file
@@ -45,7 +45,7 @@ class _Header(Value, frozen=True):
     hashes: tuple[int, ...]
 
 
-class Generations(Closing):
+class Generations(Resource):
     """Rewritten extents. Has state: the file, and what is written and not committed.
 
     Threads may read and write different extents at once; `commit` and `rollback` are called when no write runs.

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 import espalier.store.io_uring as uring
-from espalier.recipe.closing import Closing
+from espalier.recipe.resource import Resource
 from espalier.store.direct_io import DirectFile, File, flat_bytes
 
 DEPTH = 64
@@ -71,7 +71,7 @@ class _Piece:
     run: Callable[[], None]
 
 
-class IoQueue(Closing):
+class IoQueue(Resource):
     """Threads that read and write files for their callers. Holds threads until it is closed; a forked process has its
     own.
 

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from espalier.recipe.closing import Closing
+from espalier.recipe.resource import Resource
 
 DEPTH = 2
 """Items that wait between two stages (arXiv 2405.05231, section 6)."""
@@ -26,7 +26,7 @@ class _End:
 
 
 class BoundedQueue:
-    """First in, first out; `put` waits while it is full. Closing it ends all waits."""
+    """First in, first out; `put` waits while it is full. Resource it ends all waits."""
 
     def __init__(self, depth: int) -> None:
         self._items: deque[Any] = deque()
@@ -60,7 +60,7 @@ class BoundedQueue:
             self._changed.notify_all()
 
 
-class PrefetchPipeline(Closing, Iterator[Any]):
+class PrefetchPipeline(Resource, Iterator[Any]):
     """What the last of `stages` makes of each item. Has state: a thread for each stage until it is closed.
 
     An error in a stage is raised by `next` after the results of the items before it.

@@ -20,8 +20,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from espalier.recipe.closing import Closing
 from espalier.recipe.errors import UserError
+from espalier.recipe.resource import Resource
 from espalier.store import base
 from espalier.store.cost import PAGE, pages
 from espalier.store.direct_io import File, Where, aligned, bytes_of, open_file
@@ -81,7 +81,7 @@ class _Group:
         scatter_rows(buffer.data_ptr(), self.places, group_order, out.data_ptr(), out[0].nbytes)
 
 
-class RowFile(Closing):
+class RowFile(Resource):
     """A table in a file. Holds the file and two buffers; threads that read at once take turns.
 
     Args:
@@ -183,7 +183,7 @@ class RowFile(Closing):
             opened.close()
 
 
-class RowWriter(Closing):
+class RowWriter(Resource):
     """Writes a table from its first row to its last. Holds the file and one buffer.
 
     Args:

@@ -66,9 +66,9 @@ import msgspec
 
 from espalier.recipe import serialization
 from espalier.recipe.cache_dir import writing
-from espalier.recipe.closing import Closing
 from espalier.recipe.data_table import data_table
 from espalier.recipe.foreign_files import parsing, printable
+from espalier.recipe.resource import Resource
 from espalier.recipe.units import plural
 
 NAME = "events.jsonl"
@@ -82,7 +82,7 @@ _MARK = b'_is":"'
 _BLOCK = 1 << 20
 
 
-class Log(Closing):
+class Log(Resource):
     """Appends events to the run log at `path`. Has state: an open file. One writer at a time, from any thread.
 
     Each event is one `write` call, so a process killed at any moment leaves at most one torn last line; opening the

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
-from espalier.recipe.closing import Closing
+from espalier.recipe.resource import Resource
 from espalier.recipe.terminal import visible
 from espalier.recipe.units import plural, show_count, show_seconds, show_size
 from espalier.track.events import Event
@@ -216,7 +216,7 @@ class _Bar:
         self._bars.stop()
 
 
-class Waiting(Closing):
+class Waiting(Resource):
     """Shows that something long is under way, once it has taken two seconds. Has state.
 
     `with Waiting("Tokenizing", total_bytes, show_size) as waiting: … waiting.advance(n)`. `show` writes amounts.

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Self
 
 from espalier.kernels import accelerator
 from espalier.recipe.cache_dir import writing
-from espalier.recipe.closing import Closing
 from espalier.recipe.errors import UserError
+from espalier.recipe.resource import Resource
 
 if TYPE_CHECKING:
     from torch.profiler import profile, record_function
 
 
-class StepProfiler(Closing):
+class StepProfiler(Resource):
     """Traces steps `from_step` to `to_step`, both included, into `path`. Has state: the profiler while it runs.
 
     `with Profile(10, 12, "trace.json") as profile:` round the loop, `profile.step()` after every step; `first_step`

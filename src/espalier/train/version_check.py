@@ -13,9 +13,12 @@ from functools import cache
 from hashlib import sha256
 from importlib import metadata
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from espalier.comm.plain_collectives import RankGroup
 from espalier.recipe.errors import DISTRIBUTION, UserError
+
+if TYPE_CHECKING:
+    from espalier.comm.plain_collectives import RankGroup
 
 
 def identity(**hashes: str) -> dict[str, str]:

@@ -122,7 +122,6 @@ def test_states_of_experts_are_sharded_over_the_ranks_that_share_them(folder, al
     same(train(moe_recipe(folder), plan_of(4, even(2), shard=shard, micro_batch=1)), alone)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("recompute", ["block", "selective"])
 def test_recomputed_layers_gather_their_experts_again(folder, alone, recompute):
     plan = plan_of(8, even(2), shard=(2, 4, 8), recompute=recompute, micro_batch=1)
@@ -179,7 +178,6 @@ def test_the_planner_spreads_experts_over_more_ranks_than_replicas(folder, alone
     same(train(recipe, plan), alone)
 
 
-@pytest.mark.slow
 def test_experts_of_which_ranks_also_share_the_matrices(folder, alone, tmp_path):
     """experts x tensor x data: two groups of two hold the experts, and each rank half the columns of its own; taken up
     by one rank."""
@@ -202,7 +200,6 @@ def test_experts_of_which_ranks_also_share_the_matrices(folder, alone, tmp_path)
         torch.testing.assert_close(value, alone.weights[name], rtol=1e-7, atol=TOLERANCE)
 
 
-@pytest.mark.slow
 def test_experts_of_stages_whose_ranks_share_the_matrices(folder, alone, tmp_path):
     """experts x tensor x pipeline: a stage of four ranks has one layer, its experts over two, each matrix over two;
     taken up by one rank."""

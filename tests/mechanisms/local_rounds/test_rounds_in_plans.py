@@ -264,7 +264,6 @@ def test_rounds_whose_states_do_not_fit_are_refused_with_their_bytes() -> None:
     assert kept.predicted.memory_bytes["peak"] <= kept.predicted.memory_limit
 
 
-@pytest.mark.slow
 def test_what_rounds_keep_waits_in_host_memory_where_cards_have_no_room_for_it() -> None:
     cards = '[[nodes]]\ndevice = "RTX 3060"\ncount = 8\nmemory = "{}"\n[links]\nbetween = "100Mbit/s"'
     table = {"model": {"shape": "gpt2-355m"}, "data": {"path": "python:stdlib"}, "train": {"sequence": 1024}}
@@ -284,7 +283,6 @@ def test_what_rounds_keep_waits_in_host_memory_where_cards_have_no_room_for_it()
     assert any("Rounds keep" in sentence for sentence in refused.why)
 
 
-@pytest.mark.slow
 def test_a_machine_is_a_replica_where_none_of_its_cards_can_hold_one() -> None:
     plan = planned(shape("", Auto(), depth=28, width=2048, heads=16), hosts("A10"))
     assert plan.replicas

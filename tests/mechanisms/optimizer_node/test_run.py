@@ -184,7 +184,6 @@ def fully_sharded(asked: Recipe, steps: int) -> list[float]:
     return forks(2, life)[0]
 
 
-@pytest.mark.slow
 def test_two_workers_lose_what_fully_sharded_ranks_do_within_rounding(tmp_path: Path) -> None:
     asked = recipe(tmp_path / "data", steps=10, clip=0.0, optimizer={"kind": "adamw", "learning_rate": 0.002})
     peers = fully_sharded(asked, 10)

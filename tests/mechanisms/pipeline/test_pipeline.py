@@ -122,7 +122,6 @@ SHARED = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name.startswith("fewer") else pytest.mark.slow) for name in SHARED]
 )
@@ -166,7 +165,6 @@ def test_activations_cross_by_the_codec_of_the_plan(folder, one_rank) -> None:
     assert rounded[0].bytes[key] < 0.3 * exact[0].bytes[key]
 
 
-@pytest.mark.slow
 def test_every_rank_of_a_pipeline_shows_the_sample_of_one_rank(folder) -> None:
     recipe = recipe_of(folder)
     (whole,), ranks = (train(recipe, Cut(ends).plan(), sample=True, until=1) for ends in ((4,), (1, 3, 4)))

@@ -88,7 +88,6 @@ def test_every_triple_on_eight_gloo_ranks_trains_as_one_rank_does(factors: Shard
 MIXED = [("blocks.1.*", ShardFactors(2, 4, 4)), ("blocks.*", ShardFactors(1, 2, 4)), ("embed", ShardFactors(4, 4, 4))]
 
 
-@pytest.mark.slow
 def test_every_part_of_a_model_may_have_factors_of_its_own() -> None:
     expected = plain(torch.float64, STEPS)
     for parameters, norms in ranks(4, _trained, Spread(factors=MIXED, bucket_bytes=1000), 3, torch.float64):

@@ -98,7 +98,6 @@ def test_a_run_in_waves_is_taken_up_by_other_waves_and_by_one_rank(
         assert [one["loss"] for one in rest] == pytest.approx([one["loss"] for one in whole[2:4]], rel=1e-9)
 
 
-@pytest.mark.slow
 def test_a_rank_killed_in_the_middle_of_a_wave_changes_no_bit(
     two: plans.Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

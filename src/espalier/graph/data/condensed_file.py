@@ -21,8 +21,8 @@ from torch import Tensor
 
 from espalier.graph.data.graph import Array
 from espalier.graph.sampling.neighbor_sampler import NeighborSampling
-from espalier.recipe.closing import Closing
 from espalier.recipe.offsets import offsets_of
+from espalier.recipe.resource import Resource
 from espalier.store import base
 from espalier.store.cost import PAGE, pages
 from espalier.store.direct_io import DirectFile, aligned, bytes_of
@@ -157,7 +157,7 @@ class CondensedLayout:
                 yield int(self.offsets[at] + (sizes[at] + begin) * self.row_bytes), outside[begin:end] - first
 
 
-class CondensedRows(Closing):
+class CondensedRows(Resource):
     """Rows [nodes, columns] in a file, of which each `read` takes those of one range and its outside sources, the
     first of them of the range itself. Holds the file and a buffer for the largest extent."""
 

@@ -33,8 +33,8 @@ from espalier.launch.hosts.remote_process import Far, compare
 from espalier.launch.ranks import postmortem
 from espalier.machine import network_interface
 from espalier.recipe import Launch
-from espalier.recipe.closing import Closing
 from espalier.recipe.errors import EspalierError, HostLost, UserError
+from espalier.recipe.resource import Resource
 from espalier.recipe.terminal import say_progress
 from espalier.train.signal_handling import handling
 
@@ -56,7 +56,7 @@ Show = Callable[[Far, str, str], None]
 """Called with a process, `out` or `err`, and a line that it wrote."""
 
 
-class Crowd(Closing):
+class Crowd(Resource):
     """The processes on all hosts. Has state: them, and their log. Use with `with`: none is left behind.
 
     Args:

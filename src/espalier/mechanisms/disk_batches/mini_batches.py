@@ -53,8 +53,8 @@ from espalier.mechanisms.disk_batches.row_format import Kind, RowFormat
 from espalier.parallel.workload import ALONE, PackStart, Progress, Shard, to_device
 from espalier.recipe import units
 from espalier.recipe.cache_dir import cache_folder
-from espalier.recipe.closing import Closing
 from espalier.recipe.errors import UserError
+from espalier.recipe.resource import Resource
 from espalier.store.artifacts import Artifact, Table
 from espalier.store.base import Rows
 from espalier.store.cost import PAGE, pages
@@ -446,7 +446,7 @@ class MiniBatch(NamedTuple):
     blocks: MessageBlocks
 
 
-class MiniBatches(Closing):
+class MiniBatches(Resource):
     """Mini-batches of a packed pool: each `for` passes over them once, an epoch. Has state: the number of the epoch."""
 
     def __init__(self, features: TieredFeatures, labels: Tensor | None, seed: int) -> None:

@@ -21,7 +21,7 @@ from espalier.graph.data.graph import Array
 from espalier.mechanisms.disk_batches.batch_pool import Pool, SampledBatch
 from espalier.mechanisms.disk_batches.pack import PackedSet
 from espalier.mechanisms.disk_batches.row_placement import AccessSplit
-from espalier.recipe.closing import Closing
+from espalier.recipe.resource import Resource
 from espalier.store.budget import Budget
 from espalier.store.cost import PAGE
 from espalier.store.direct_io import aligned
@@ -183,7 +183,7 @@ Repair = Callable[[str, DamagedExtent], None]
 """Writes an extent that is damaged again; the error says what was found."""
 
 
-class TieredFeatures(Closing):
+class TieredFeatures(Resource):
     """Rows of batches from all tiers. Has state: hot rows, the page cache, buffers, and what was read.
 
     Ranks that are forked after it was made share its hot rows. It starts threads at the first read. `budget` says what
@@ -372,7 +372,7 @@ def _wide(numbers: Array) -> Array:
     return numbers.astype(np.int64)
 
 
-class PackedBatches(Iterator[ReadBatch], Closing):
+class PackedBatches(Iterator[ReadBatch], Resource):
     """The batches `order` of a packed set with their features, read ahead. Has state: the pipeline's threads."""
 
     def __init__(self, features: TieredFeatures, order: Iterable[int]) -> None:

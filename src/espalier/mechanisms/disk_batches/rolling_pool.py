@@ -30,8 +30,8 @@ from espalier.mechanisms.disk_batches.options import check_share
 from espalier.mechanisms.disk_batches.pack import PackedSet, PackRequest, pack
 from espalier.mechanisms.disk_batches.reader import ReaderOptions, Repair, TieredFeatures
 from espalier.parallel.workload import Progress
-from espalier.recipe.closing import Closing
 from espalier.recipe.errors import UserError
+from espalier.recipe.resource import Resource
 
 AHEAD = 64
 """Batches that a reader may be ahead of training, at most."""
@@ -86,7 +86,7 @@ class ResampleSchedule:
         return dealt
 
 
-class RollingPool(Closing):
+class RollingPool(Resource):
     """The packed batches of one epoch after another. Has state: the sets that are open, and a thread that packs.
 
     Args:

@@ -1,4 +1,4 @@
-"""What `with` closes at the end of its block. Imports no torch."""
+"""What holds something to the end of a `with` block. Imports no torch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from typing import Self
 
 
-class Closing(ABC):
+class Resource(ABC):
     """What `with` closes at the end of its block; after an error in the block, abandons."""
 
     @abstractmethod
