@@ -295,3 +295,38 @@ def test_of_rounds_of_replicas_of_two_ranks(corpus: Path, penalty: str) -> None:
     plan = equal(language(corpus, sync=sync), 4)
     assert plan.replicas
     assert plan.replicas == ((0, 1), (2, 3))
+
+
+WIDE = {"sequence": 64, "batch_tokens": 1024, "validate_tokens": 1024}
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("codec", ["zhybrid", "naive"])
+@pytest.mark.parametrize(
+    ("ranks", "machines", "layout"),
+    [
+        (2, 2, {"pp": 2, "micro_batch": 4}),
+        (4, 2, {"pp": 4, "micro_batch": 4}),
+        (3, 3, {"pp": 3, "micro_batch": 5}),
+        (2, 1, {"pp": 2, "micro_batch": 4}),
+        (2, 2, {"tp": 2, "micro_batch": 4}),
+        (2, 2, {"sp": 2, "hp": 2, "micro_batch": 16}),
+        (2, 2, {"sp": 2, "cp": 2, "micro_batch": 16}),
+    ],
+)
+def test_of_what_stages_tensor_ranks_and_sequences_send(
+    corpus: Path, codec: str, ranks: int, machines: int, layout: dict[str, int]
+) -> None:
+    """Activations, keys and values in the codec of their class, where they leave a machine."""
+    sizes = {"depth": 4, "width": 64, "heads": 2, "feed_forward": 70, "tied": False}
+    sync = {"kind": "every_step"}
+    recipe, exact = (
+        language(corpus, sync=sync, comm={"codec": name}, train=WIDE, model=sizes) for name in (codec, "exact")
+    )
+    plan = equal(recipe, ranks, count=machines, **layout)
+    kind = "keys_values" if "cp" in layout else "activations"
+    assert kind in {exchange.traffic for exchange in plan.exchanges}
+    raw = espalier.make_plan(exact, processor(cores=ranks // machines, count=machines), ranks=ranks, **layout)
+    assert plan.predicted is not None
+    assert raw.predicted is not None
+    assert plan.predicted.sent_bytes[kind] < 0.9 * raw.predicted.sent_bytes[kind]

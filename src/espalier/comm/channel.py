@@ -10,7 +10,7 @@ sends half as much and gives each rank the same bits whatever the timing.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -89,6 +89,7 @@ class Channel(_ProcessGroup):
         self._codecs: dict[Traffic, Codec] = {}
         self._carriers: dict[tuple[Traffic, Any], Any] = {}
         self._coded: dict[Traffic, CodedCollectives] = {}
+        self._near: dict[Traffic, frozenset[int]] = {}
         self._alone = next(iter(inner.values())) if len(set(inner.values())) == 1 else None
         self._stream = inner["cuda"] if line.inner == "nccl" else None
         self._rank = asked.rank
@@ -102,13 +103,17 @@ class Channel(_ProcessGroup):
                 self._register_backend(torch.device(device), type_of(backend), backend)
                 self._set_default_backend(type_of(backend))
 
-    def use(self, kind: Traffic, codec: Codec) -> None:
+    def use(self, kind: Traffic, codec: Codec, near: Collection[int] = ()) -> None:
         """From now on, what is of class `kind` crosses this Channel as `codec` writes it. Same call on every rank.
 
         Sums, gathers, all-to-alls and messages of floats are encoded, in a Gloo group and a thread of their own;
-        other reductions, integers and small tensors go as they are. Raises UserError when the ranks' codecs differ.
+        other reductions, integers, small tensors, and messages to and from the ranks `near` this one (each other's) go
+        as they are. Raises UserError when the ranks' codecs differ.
         """
+        self._near[kind] = frozenset(near)
         if kind in self._coded:
+            if self._coded[kind].codec.name == codec.name:
+                return
             self._coded.pop(kind).close()
         if isinstance(codec, Carrying):
             self._codecs[kind] = codec
@@ -142,6 +147,11 @@ class Channel(_ProcessGroup):
             return None
         takes = coded.carries if parts else coded.takes
         return coded if all(takes(tensor) for tensor in tensors) else None
+
+    def _message_coding(self, tensors: Sequence[Tensor], peer: int) -> CodedCollectives | None:
+        """The same for a message to or from `peer`."""
+        near = self._near.get(current_traffic(self.default_traffic), ()) if self._near else ()
+        return None if peer in near else self._coding(tensors)
 
     def _encoded(
         self, coded: CodedCollectives, operation: str, tensors: Sequence[Tensor], starts: Sequence[Start]
@@ -394,7 +404,7 @@ class Channel(_ProcessGroup):
 
     def send(self, tensors: Any, peer: int, tag: int = 0) -> Pending:
         """Sends `tensors` to rank `peer` of this group."""
-        coded = self._coding(tensors)
+        coded = self._message_coding(tensors, peer)
         if coded is not None:
             works, sent = coded.send(tensors[0], peer, tag)
             return self._end(self._message("send", tensors, peer, tag, sent)[1], lambda: works)
@@ -409,7 +419,7 @@ class Channel(_ProcessGroup):
     def recv(self, tensors: Any, peer: int, tag: int = 0) -> Pending:
         """Receives into `tensors` from rank `peer` of this group."""
         carrier, entry = self._message("recv", tensors, peer, tag)
-        coded = self._coding(tensors)
+        coded = self._message_coding(tensors, peer)
         if coded is not None:
             work, finish = coded.recv(tensors[0], peer, tag)
             return self._end(entry, lambda: work, finish)

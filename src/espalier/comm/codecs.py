@@ -63,6 +63,7 @@ AUTO: dict[Traffic, str] = {
     Traffic.GRADIENTS: "int8",
     Traffic.OUTER_STEP: "int8",
     Traffic.ACTIVATIONS: "split",
+    Traffic.KEYS_VALUES: "split",
     Traffic.PARAMETERS: "split",
 }
 """What `auto` asks about, class by class: gradients hard, the rest without loss."""

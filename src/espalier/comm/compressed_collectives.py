@@ -38,6 +38,8 @@ ALIGNED = 1024
 SMALL = 2**14
 """Bytes of a tensor below which it is sent as it is: at 100 Mbit/s they take 1.3 ms, which a header and a second phase
 would cost too."""
+MESSAGES = ("send", "ring")
+"""From one rank to one other."""
 NAME = 64
 """Bytes of a codec's name that ranks compare."""
 
@@ -61,13 +63,15 @@ def sent_bytes(codec: Codec, operation: str, elements: Any, place: tuple[int, in
     included: exact for codecs of fixed length while all values are finite, else at most that.
 
     Args:
-        operation: `all_reduce`, `reduce_scatter` or `all_gather`.
-        elements: of the whole tensor, a multiple of the ranks but in an all-reduce.
+        operation: `all_reduce`, `reduce_scatter`, `all_gather`, `all_to_all`, or `send` and `ring` (one message).
+        elements: of the whole tensor, a multiple of the ranks but in an all-reduce and a message.
         place: the rank (the first sends most) and the number of ranks.
         width: bytes of a value; lossy codecs work on four or more.
     """
     width = width if codec.lossless else max(4, width)
     (rank, ranks), elements = place, np.asarray(elements)
+    if operation in MESSAGES:
+        return wire_format.most_bytes(codec, elements, width)
     if operation != "all_reduce":
         return (ranks - 1) * _part_bytes(codec, elements // ranks, width)
     each = -(-elements // (ranks * ALIGNED)) * ALIGNED

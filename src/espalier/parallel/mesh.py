@@ -21,6 +21,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch.distributed as dist
 
 from espalier.comm import plain_collectives
+from espalier.comm.base import Traffic
+from espalier.comm.channel import Channel
+from espalier.comm.codecs import codec
 from espalier.comm.plain_collectives import RankGroup
 from espalier.recipe.errors import UserError
 
@@ -302,10 +305,35 @@ class ProcessMesh:
             self._made[ranks] = self.channel if everyone else _new_group(self.channel, ranks)
         return self._made[ranks]
 
+    def encode(self, kind: Traffic, group: RankGroup, plan: Plan) -> None:
+        """Gives `group` the codec that the plan names for a class of traffic on links of its level. Between machines
+        only, messages inside one go as they are. Raises UserError where the group is not Espalier's."""
+        if self.channel is None or group is None:
+            return
+        world = list(_world_ranks(self.channel))
+        nodes = [plan.ranks[world.index(rank)].node for rank in dist.get_process_group_ranks(group)]
+        level = "between" if len(set(nodes)) > 1 else "inside"
+        for exchange in plan.exchanges:
+            if exchange.traffic != kind or exchange.codec == "exact" or exchange.level not in ("all", level):
+                continue
+            if not isinstance(group, Channel):
+                raise UserError(
+                    f"Codec {exchange.codec!r} was asked for, but the process group is not Espalier's.",
+                    do="dist.init_process_group('espalier'), or comm.codec = 'exact'",
+                )
+            machine = nodes[group.rank()] if exchange.level == "between" else None
+            near = [rank for rank, node in enumerate(nodes) if node == machine]
+            group.use(kind, codec(exchange.codec), near)
+
+
+def _world_ranks(channel: dist.ProcessGroup) -> Sequence[int]:
+    """The ranks of the world that a group has, by their ranks in it."""
+    return getattr(channel, "members", None) or dist.get_process_group_ranks(channel)
+
 
 def _new_group(channel: dist.ProcessGroup, ranks: Iterable[int]) -> dist.ProcessGroup:
     """The group of `ranks` of `channel`, made by them alone."""
-    world: Sequence[int] = getattr(channel, "members", None) or dist.get_process_group_ranks(channel)
+    world = _world_ranks(channel)
     limit = getattr(channel, "timeout", None)
     made = dist.new_group([world[rank] for rank in ranks], timeout=limit, use_local_synchronization=True)
     assert isinstance(made, dist.ProcessGroup)

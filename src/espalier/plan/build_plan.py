@@ -9,7 +9,7 @@ from espalier.plan.calibration import DATASHEET, Calibration, own_stack
 from espalier.plan.collective_time import seats
 from espalier.plan.layout_estimate import Shares, estimate
 from espalier.plan.layouts import stage_layers
-from espalier.plan.request import Request, exchanges
+from espalier.plan.request import Request, classes, exchanges
 from espalier.plan.search import Option, SearchResult
 
 
@@ -32,7 +32,7 @@ def make(request: Request, result: SearchResult, option: Option, calibration: Ca
             ),
         ),
         stages=_stages(request, option),
-        exchanges=exchanges(request.crossings) if layout.shards > 1 else (),
+        exchanges=exchanges(request.crossings, classes(layout.shards, layout.tp, layout.hp, layout.cp, layout.pp)),
         algorithm=layout.algorithm,
         placement=layout.placement,
         offload=request.offload,

@@ -18,9 +18,20 @@ from espalier.plan.axes.experts import ExpertLoad, expected
 from espalier.plan.axes.experts import cost as expert_cost
 from espalier.plan.axes.flat_layout import BUCKET, Sized
 from espalier.plan.axes.offload_layout import CHUNK, PAGE
-from espalier.plan.axes.sequence import SequenceGrid, SequenceLoad
+from espalier.plan.axes.sequence import SequenceGrid, SequenceLoad, plainly
 from espalier.plan.axes.sequence import cost as sequence_cost
-from espalier.plan.axes.sharding import Division, Lengths, StateBytes, StateSizes, Wire, cost, lengths, passing, volumes
+from espalier.plan.axes.sharding import (
+    Division,
+    Lengths,
+    StateBytes,
+    StateSizes,
+    Way,
+    Wire,
+    cost,
+    lengths,
+    passing,
+    volumes,
+)
 from espalier.plan.axes.state_holders import fullest
 from espalier.plan.axes.token_chunks import by_chunks, chunk_tokens
 from espalier.plan.base import RESIDENT
@@ -28,7 +39,7 @@ from espalier.plan.collective_time import DeviceGroup, Fleet
 from espalier.plan.layouts import Layouts
 from espalier.plan.request import Request
 from espalier.recipe import units
-from espalier.recipe.cost import Anatomy, Cost, Cut, Number, Terms
+from espalier.recipe.cost import Anatomy, Carried, Cost, Cut, Number, Terms, uncoded
 
 TURN = 3e-3
 """Seconds that each further rank on a core keeps a rank from it: what the scheduler gives at once. Four ranks on two
@@ -343,6 +354,20 @@ class CostInputs:
             on = collective_time.encoded(on, crossing, float(np.min(storage)))
         return collective_time.seconds(operation, size, ranks, stride, on)
 
+    def carried(self, traffic: str) -> Carried:
+        """What leaves a rank of a class of traffic, encoded on links of its codec's level."""
+        crossing = self.request.crossings.get(traffic)
+        if crossing is None:
+            return uncoded
+        everywhere = crossing.level == "all"
+        per_node = np.inf if self.on.between is None else self.on.per_node
+
+        def sent(operation: str, size: Number, ranks: Number, stride: Number, width: Number) -> Number:
+            coded = Way(crossing.codec, int(ranks), float(width)).sent(operation, np.rint(size / width))
+            return coded if everywhere or ranks * stride > per_node else uncoded(operation, size, ranks, stride, width)
+
+        return sent
+
     def awaited(self, operation: Any, size: Number, ranks: Number, stride: Number, traffic: str) -> Number:
         """Seconds of a collective amid a layer's computation: where ranks share cores, each of its ranks waits for a
         core in turn; GPUs of several machines wait for the last one to come (`MEETING`)."""
@@ -353,9 +378,10 @@ class CostInputs:
         apart = (np.asarray(ranks) * stride > self.on.per_node) & (self.on.between is not None)
         return taken + np.where(apart & (np.asarray(taken) > 0), self.on.factors.call * MEETING, 0.0)
 
-    def sequence(self, tokens: Number, attention: Number = 0.0) -> Cost:
+    def sequence(self, tokens: Number, attention: Number = 0.0, coded: bool = False) -> Cost:
         """What ranks that share a sequence exchange in one layer of a micro-batch of `tokens` tokens of each rank.
-        `attention`: seconds of one rank's attention forward, which may hide it."""
+        `attention`: seconds of one rank's attention forward, which may hide it. `coded`: in bytes as they are encoded
+        (of one layout)."""
         profile = self.request.profile
         layouts = self.layouts
         load = SequenceLoad(
@@ -375,7 +401,7 @@ class CostInputs:
             stride=layouts.tp,
             apart=2 if layouts.placement == "interleaved" else 1,
         )
-        return sequence_cost(load, grid, wire=self.awaited)
+        return sequence_cost(load, grid, self.awaited, self.carried if coded else plainly)
 
     @cached_property
     def sharded(self) -> Terms:

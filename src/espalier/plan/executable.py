@@ -17,7 +17,7 @@ from espalier.plan.axes.offload import NODE
 from espalier.plan.base import ChoiceState, Exchange, Offload, Plan, Rank, Stage, Unit
 from espalier.plan.compose import Refusal
 from espalier.plan.layouts import Layouts, stage_layers
-from espalier.plan.request import Request, exchanges
+from espalier.plan.request import SUMS, Request, classes, exchanges
 
 AXES = ("dp", "tp", "hp", "cp", "pp", "chunks", "params", "grads", "optimizer")
 
@@ -83,7 +83,7 @@ def _subject(request: Request) -> Subject:
         request.profile.layers,
         request.muon,
         request.offload,
-        exchanges(request.crossings),
+        exchanges(request.crossings, {*SUMS, "activations", "keys_values"}),
         request.precision,
         request.recipe.train.compile,
         _choices(request),
@@ -98,6 +98,7 @@ def _smallest(subject: Subject, kind: Kind) -> Plan:
     stages = degree["pp"] * degree["chunks"]
     split = [tuple(range(0, 2 * degree["tp"], degree["tp"])) if degree[name] > 1 else () for name in AXES[-3:]]
     on_node = subject.offload == NODE
+    sends = classes(each // degree["tp"], degree["tp"], degree["hp"], degree["cp"], degree["pp"])
     return Plan(
         ranks=(*(Rank(),) * (each * degree["pp"]), *(Rank(role="optimizer"),) * on_node),
         units=(
@@ -119,7 +120,7 @@ def _smallest(subject: Subject, kind: Kind) -> Plan:
             )
             for number, layers in enumerate(stage_layers(subject.layers, stages))
         ),
-        exchanges=subject.exchanges if each > degree["tp"] else (),
+        exchanges=tuple(exchange for exchange in subject.exchanges if exchange.traffic in sends),
         offload=subject.offload,
         schedule=kind.schedule,
         interleave=degree["chunks"],

@@ -203,7 +203,6 @@ def sent(step: CostInputs, samples: int, nodes: Sequence[int]) -> dict[str, floa
     if request.offload.parameters in ("host", "disk"):
         gathered = step.gathered(lambda size, division: ring_bytes("all_gather", size, division.ranks))
         sent_bytes["parameters"] = (1 + offload.again(request)) * gathered
-    sent_bytes |= {name: size for name, size in step_time.pipeline(step, 1, samples).sent.items() if size}
     if request.expert_ranks > 1:
         sent_bytes |= step.experts(samples, rounds).sent
     world = int(layout.world)
@@ -216,23 +215,44 @@ def sent(step: CostInputs, samples: int, nodes: Sequence[int]) -> dict[str, floa
         flags = TOTAL_BYTES * placement_plan.control_values(profile.tensors, layout.shards, 0)
         whole = ring_bytes("all_reduce", TOTAL_BYTES * (1 + totals), world)
         sent_bytes["control"] = whole + ring_bytes("all_reduce", flags, layout.shards)
+    for count, size in passes(samples, int(layout.micro_batch)):
+        for name, each in _of_a_pass(step, size):
+            sent_bytes[name] = sent_bytes.get(name, 0.0) + count * float(each)
     if profile.width and layout.tp > 1:
-        load = step_time.tensor_load(step, samples * profile.tokens_per_sample / layout.sp, step.stage_layers)
-        sent_bytes["activations"] = (
-            sent_bytes.get("activations", 0.0) + tensor_cost.cost(load).sent[tensor_cost.ACTIVATIONS]
-        )
-        norms = (2 * step.stage_layers + 1) * profile.width * step.storage.grads
-        sent_bytes["gradients"] += ring_bytes("all_reduce", norms, layout.tp) * (rounds if layout.grads > 1 else 1)
-        sent_bytes["gradients"] += ring_bytes("all_reduce", norms * (1 - 1 / layout.tp), layout.shards)
-        if request.muon:
-            sent_bytes["parameters"] += 2 * ring_bytes("all_to_all", step.matrix_bytes, layout.tp)
-    if int(layout.sp) > 1:
-        tokens = samples * profile.tokens_per_sample / layout.sp
-        exchanged = step.sequence(tokens).sent
-        sent_bytes |= {name: sent_bytes.get(name, 0.0) + step.stage_layers * size for name, size in exchanged.items()}
+        sent_bytes["gradients"] += _norms(step, rounds if layout.grads > 1 else 1)
+        moved = 2 * ring_bytes("all_to_all", step.matrix_bytes, layout.tp)
+        sent_bytes["parameters"] += moved * request.muon
     if request.expert_ranks > 1:  # how many rows each expert got, and how long each rank waited
         sent_bytes["control"] += ring_bytes("all_reduce", TOTAL_BYTES * (request.experts.total + world), world)
     return {name: float(size) for name, size in sent_bytes.items() if size or name != "parameters"}
+
+
+def _norms(step: CostInputs, rounds: int) -> Number:
+    """Gradients of the norms, which tensor ranks have whole: summed over them, and their part over replicas."""
+    layout = step.layouts
+    norms = (2 * step.stage_layers + 1) * step.request.profile.width * step.storage.grads
+    over_shards = ring_bytes("all_reduce", norms * (1 - 1 / layout.tp), layout.shards)
+    return ring_bytes("all_reduce", norms, layout.tp) * rounds + over_shards
+
+
+def passes(samples: int, micro_batch: int) -> list[tuple[int, int]]:
+    """How many micro-batches of a step have how many samples."""
+    full, rest = divmod(samples, micro_batch)
+    return [(count, size) for count, size in ((full, micro_batch), (min(1, rest), rest)) if count]
+
+
+def _of_a_pass(step: CostInputs, size: int) -> list[tuple[str, Number]]:
+    """What stages, tensor ranks and ranks of a sequence send in a micro-batch of `size` samples, by class."""
+    layout = step.layouts
+    profile = step.request.profile
+    tokens = size * profile.tokens_per_sample / layout.sp
+    costs = [step_time.pipeline(step, size, 1, leaves=step_time.away(step))] * (layout.pp > 1)
+    if profile.width and layout.tp > 1:
+        load = step_time.tensor_load(step, tokens, step.stage_layers)
+        costs.append(tensor_cost.cost(load, carried=step.carried("activations")))
+    if int(layout.sp) > 1:
+        costs.append(step.sequence(tokens, coded=True).times(step.stage_layers))
+    return [each for cost in costs for each in cost.sent.items()]
 
 
 def scaled(predicted: Predicted, measured: float) -> Predicted:

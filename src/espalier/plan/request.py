@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, NamedTuple
 
@@ -52,10 +52,26 @@ class Crossing(NamedTuple):
     lossy: bool = False
 
 
-def exchanges(crossings: Mapping[str, Crossing]) -> tuple[Exchange, ...]:
-    """Gradients, and whatever else is encoded."""
-    encoded = [Exchange(traffic=traffic, level=way.level, codec=way.codec) for traffic, way in crossings.items()]
-    return tuple(encoded) if "gradients" in crossings else (Exchange(traffic="gradients"), *encoded)
+SUMS = frozenset({"gradients", "parameters"})
+"""Classes of traffic of ranks that hold the same parameters."""
+
+
+def exchanges(crossings: Mapping[str, Crossing], classes: Collection[str] = SUMS) -> tuple[Exchange, ...]:
+    """Gradients, and whatever else of the `classes` that a plan sends is encoded."""
+    encoded = [
+        Exchange(traffic=traffic, level=way.level, codec=way.codec)
+        for traffic, way in crossings.items()
+        if traffic in classes
+    ]
+    plain = "gradients" in classes and "gradients" not in crossings
+    return (Exchange(traffic="gradients"), *encoded) if plain else tuple(encoded)
+
+
+def classes(shards: int, tensor: int, heads: int, context: int, stages: int) -> set[str]:
+    """What ranks of a layout send one another that may be encoded."""
+    sent = set(SUMS) if shards > 1 else set()
+    sent |= {"activations"} if max(tensor, heads, stages) > 1 else set()
+    return sent | ({"keys_values"} if context > 1 else set())
 
 
 NO_RECIPE = Recipe(

@@ -7,7 +7,7 @@ complete nor free, and the optimizer's own time.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from operator import add
@@ -94,7 +94,7 @@ def step_seconds(step: CostInputs, samples: Number) -> Terms:
         last = {name: np.where(rest > 0, part[name], stage[name]) for name in stage}
     micro_batches = full + (rest > 0)
     layers = step.stage_layers
-    stage_seconds = pipeline(step, size, micro_batches, layers * whole.total, layers * whole.weight).seconds
+    stage_seconds = pipeline(step, size, micro_batches, (layers * whole.total, layers * whole.weight)).seconds
     terms |= {name: value + 0.0 * size for name, value in stage_seconds.items()}
     if step.request.expert_ranks > 1:
         exchanged = step.experts(samples, micro_batches).seconds
@@ -374,11 +374,15 @@ def exposed(piece: Number, pieces: Number, window: Number, interference: float, 
 
 
 def pipeline(
-    step: CostInputs, size: Number, micro_batches: Number, seconds: Number = 0.0, weights: Number = 0.0
+    step: CostInputs,
+    size: Number,
+    micro_batches: Number,
+    works: tuple[Number, Number] = (0.0, 0.0),
+    leaves: Callable[[Number], Number] | None = None,
 ) -> Cost:
-    """Idle time, hand-overs and bytes of pipelines (`plan.axes.pipeline`), whose fullest rank takes so many
-    `seconds` for a
-    micro-batch of `size` samples, `weights` of them for gradients of matrices.
+    """Idle time, hand-overs and bytes of pipelines (`plan.axes.pipeline`), whose fullest rank `works` so many seconds
+    on a micro-batch of `size` samples, the second of them on gradients of matrices. `leaves`: bytes of a message -> of
+    one that leaves a machine.
 
     Each tensor rank sends its part of a value, also where each has all of it (Megatron-LM, arXiv 2104.04473, section
     4.1; DeepSpeed's pipelines do the same)."""
@@ -388,15 +392,28 @@ def pipeline(
     bytes_ = tokens * request.profile.width * step.stream_bytes / layouts.tp
     stride = layouts.tp * layouts.sp * layouts.dp
     stall = step.on.factors.stall * (STALL + request.system.stall)
-    message = collective_time.seconds("send", bytes_, 1, stride, step.on) + stall
+    message = step.wire("send", bytes_, 1, stride, "activations") + stall
     split = layouts.schedule == "zero_bubble"
     together = np.clip(step.on.per_node // stride, 1, layouts.pp)
     share = 1.0 if step.cuda else step.kind.setting.share
     ahead = request.refuses is not None  # `train` carries the plan out; others begin as 1F1B does
     load = PipelineLoad(
-        layouts.pp, micro_batches, layouts.chunks, seconds, weights, message, bytes_, split, ahead, share, together
+        layouts.pp, micro_batches, layouts.chunks, *works, message, bytes_, None, split, ahead, share, together
     )
+    if leaves is not None:
+        crossing = request.crossings.get("activations")
+        everywhere = crossing is not None and crossing.level == "all"
+        coded = leaves(bytes_)
+        load = replace(load, away_bytes=coded, message_bytes=coded if everywhere else bytes_)
     return stages_cost(load)
+
+
+def away(step: CostInputs) -> Callable[[Number], Number]:
+    """Bytes of a hand-over -> of one that leaves a machine, of one layout."""
+    layouts = step.layouts
+    stride = layouts.tp * layouts.sp * layouts.dp
+    carried = step.carried("activations")
+    return lambda size: carried("send", size, layouts.pp, stride, step.stream_bytes)
 
 
 def _added(step: CostInputs) -> Number:

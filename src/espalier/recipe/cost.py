@@ -232,6 +232,15 @@ def ring_bytes(operation: str, size: Number, ranks: Number) -> Number:
     return size * shares[operation]
 
 
+Carried = Callable[[str, Number, Number, Number, Number], Number]
+"""(operation, bytes of the whole tensor, ranks, their distance, bytes of a value) -> bytes that leave a rank."""
+
+
+def uncoded(operation: str, size: Number, ranks: Number, stride: Number, width: Number) -> Number:
+    """What is `Carried` without a codec."""
+    return ring_bytes(operation, size, ranks)
+
+
 @dataclass(frozen=True)
 class PartCost:
     """What a part of a task costs: a tower on the task's batch, or its head. See `parallel.workload.TaskNode`.

@@ -60,6 +60,8 @@ LIMITED = Claim("limited_attention", question="attention", forbids={"attention o
 """Windows, caps and scales of attention, which rings over ranks do not have."""
 COPIES = Claim("faults.memory", question="copies", changes={"states are copied"})
 ROLLBACK = Claim("faults.rollback", question="rollback", changes={"steps are taken back"})
+SUMMED = ("gradients", "outer_step")
+"""Classes of traffic whose codecs keep back what they lose."""
 HERE = {"device"}
 """Of a plan in which nothing waits elsewhere."""
 
@@ -74,7 +76,7 @@ class Property(Mechanism):
 def properties(recipe: Recipe, plan: Plan) -> list[Claim]:
     """Of a run, besides those that its mechanisms bring."""
     memory = recipe.faults.memory
-    sums = [exchange for exchange in plan.exchanges if exchange.traffic not in ("experts", "halo")]
+    sums = [exchange for exchange in plan.exchanges if exchange.traffic in SUMMED]
     holds = {
         ENCODED: any(exchange.codec != "exact" for exchange in sums),
         NCCL: any(rank.device != "cpu" for rank in plan.ranks),

@@ -84,8 +84,10 @@ def test_parameters_are_never_rounded() -> None:
     assert {traffic: one.codec for traffic, one in found.crossings.items()} == {
         "gradients": "zfp:8",
         "parameters": "split",
+        "activations": "zfp:16",
+        "keys_values": "zfp:16",
     }
-    assert [one.lossy for one in found.crossings.values()] == [True, False]
+    assert [one.lossy for one in found.crossings.values()] == [True, False, False, False]
 
 
 def test_a_codec_that_is_none_is_refused_by_name() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from espalier.comm import codecs, compressed_collectives
@@ -16,8 +16,8 @@ from espalier.plan.choice import PlanChoice
 from espalier.plan.collective_time import gpus
 from espalier.plan.request import Crossing, Request
 
-TRAINED = (Traffic.GRADIENTS, Traffic.PARAMETERS)
-"""What `train` sends today; activations stay on their ranks."""
+TRAINED = (Traffic.GRADIENTS, Traffic.PARAMETERS, Traffic.ACTIVATIONS, Traffic.KEYS_VALUES)
+"""What may be encoded of what `train` sends; rows of experts and of halos have codecs of their own."""
 
 
 class CodecChoice(PlanChoice):
@@ -48,15 +48,25 @@ def encoded(request: Request, cluster: Cluster) -> tuple[Request, Sequence[str]]
             name = LOSSLESS
         ratio = request.profile.sparse if name == sparse else compressed_collectives.ratio(codec(name))
         rate = rates.get(name) or hybrid_compression.CodecRate(ratio, float("inf"), float("inf"))  # coding is free
-        lossy = not codec(name).lossless
+        lossy = kind is Traffic.GRADIENTS and not codec(name).lossless
         crossings[kind.value] = Crossing("between" if several else "all", name, *rate, lossy)
     reasons = [chosen.why] if crossings or request.recipe.comm.codec == "auto" else []
+    if crossings:
+        reasons.append(_by_class(crossings))
     if reasons and request.profile.sparse != 1.0:
         reasons.append(
             f"gradients that are not zero, with their places, are {1 / request.profile.sparse:.0%} of all "
             "(codec sparse)"
         )
     return replace(request, crossings=crossings), reasons
+
+
+def _by_class(crossings: Mapping[str, Crossing]) -> str:
+    """What becomes of each class of traffic, in a sentence."""
+    words = {kind.value: kind.value.replace("_", " and ") for kind in (*TRAINED, Traffic.EXPERTS)}
+    coded = [f"{words[kind]} as {way.codec}" for kind, way in crossings.items()]
+    plain = [word for kind, word in words.items() if kind not in crossings]
+    return f"{', '.join(coded)}; as they are: {', '.join(plain)}"
 
 
 def measured(cluster: Cluster) -> Cluster:

@@ -31,20 +31,19 @@ from espalier.recipe.errors import UserError, nearest
 BATCH = 0.01
 """Seconds of a batch of measured calls: several time slices of Linux's scheduler (3 ms)."""
 
+
+def _scheme(summed: str, used: str) -> dict[Traffic, str]:
+    """Codecs of what many ranks add up, and of what is used at once."""
+    sums = Traffic.GRADIENTS, Traffic.OUTER_STEP
+    return dict.fromkeys(sums, summed) | dict.fromkeys(
+        (Traffic.ACTIVATIONS, Traffic.KEYS_VALUES, Traffic.PARAMETERS), used
+    )
+
+
 POLICIES: dict[str, dict[Traffic, str]] = {
-    "naive": dict.fromkeys((Traffic.GRADIENTS, Traffic.ACTIVATIONS, Traffic.PARAMETERS, Traffic.OUTER_STEP), "zfp:8"),
-    "mzhybrid": {
-        Traffic.GRADIENTS: "zfp:8",
-        Traffic.OUTER_STEP: "zfp:8",
-        Traffic.ACTIVATIONS: "mpc",
-        Traffic.PARAMETERS: "mpc",
-    },
-    "zhybrid": {
-        Traffic.GRADIENTS: "zfp:8",
-        Traffic.OUTER_STEP: "zfp:8",
-        Traffic.ACTIVATIONS: "zfp:16",
-        Traffic.PARAMETERS: "zfp:16",
-    },
+    "naive": _scheme("zfp:8", "zfp:8"),
+    "mzhybrid": _scheme("zfp:8", "mpc"),
+    "zhybrid": _scheme("zfp:8", "zfp:16"),
 }
 """The paper's schemes, section on hybrid compression: by class of traffic."""
 

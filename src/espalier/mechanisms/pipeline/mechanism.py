@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from espalier.comm import codecs
 from espalier.comm.base import Traffic
 from espalier.mechanisms.pipeline.pipeline import PipelinePasses
 from espalier.parallel.mesh import ProcessMesh
@@ -116,7 +115,7 @@ class Pipelined(Mechanism):
             tuple(context.workload.tasks().values()),
             context.loss_scale,
         )
-        _encode(context)
+        mesh.encode(Traffic.ACTIVATIONS, mesh.replica, context.plan)
         messages = StageMessages(mesh.replica, places, context.device)
         context.stalled = lambda: messages.waited
         more = ahead(context.plan, stages.layers)
@@ -173,20 +172,6 @@ def ahead(plan: Plan, layers: Sequence[tuple[int, int]]) -> list[int]:
     room = predicted.memory_limit - memory.get("peak", 0.0)
     most = int(min(count, room / bytes_of_one)) if bytes_of_one and room > 0 else 0
     return [min(extra, most) for extra in more]
-
-
-def _encode(context: Build) -> None:
-    """What goes from stage to stage is written by the plan's codec for activations."""
-    for exchange in context.plan.exchanges:
-        if exchange.traffic == Traffic.ACTIVATIONS and exchange.codec != "exact":
-            if exchange.level != "all":
-                raise UserError(
-                    f"The codec {exchange.codec!r} of activations is for links {exchange.level!r} machines only.",
-                    why="a pipeline sends all its activations in one form",
-                    do='level = "all", or codec = "exact"',
-                )
-            group: Any = context.mesh.replica
-            group.use(Traffic.ACTIVATIONS, codecs.codec(exchange.codec))
 
 
 def _members(mesh: ProcessMesh) -> list[int]:

@@ -17,7 +17,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from espalier.comm import codecs
 from espalier.comm.base import Traffic, traffic
 from espalier.comm.plain_collectives import RankGroup
 from espalier.mechanisms.sequence_parallel.ring import DoubleRing, RingRanks, Rings, ring_attention
@@ -254,20 +253,11 @@ def _twin(group: RankGroup) -> RankGroup:
 
 
 def _encode(plan: Plan, mesh: ProcessMesh, grid: AttentionGrid) -> None:
-    """Gives the rings the codecs that the plan names for keys and values, by the level of the links they cross."""
-    named = {
-        level: exchange.codec
-        for exchange in plan.exchanges
-        for level in (("inside", "between") if exchange.level == "all" else (exchange.level,))
-        if exchange.traffic == Traffic.KEYS_VALUES and exchange.codec != "exact"
-    }
-    for axis, *rings in zip(("cp_in", "cp_out"), grid.keys, grid.gradients, strict=True):
-        nodes = {plan.ranks[rank].node for rank in mesh.mesh.members(mesh.rank, axis)}
-        name = named.get("inside" if len(nodes) == 1 else "between")
+    """Gives heads and rings the codecs that the plan names, by the level of the links they cross."""
+    mesh.encode(Traffic.ACTIVATIONS, grid.row, plan)
+    for rings in (grid.keys, grid.gradients):
         for ring in rings:
-            use = getattr(ring.group, "use", None)
-            if name is not None and use is not None:
-                use(Traffic.KEYS_VALUES, codecs.codec(name))
+            mesh.encode(Traffic.KEYS_VALUES, ring.group, plan)
 
 
 def _total(mesh: ProcessMesh, module: nn.Module) -> Callable[[Tensor], Tensor]:

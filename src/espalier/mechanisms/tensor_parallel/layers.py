@@ -14,6 +14,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from espalier.comm.base import Traffic
 from espalier.kernels.linear_cross_entropy import IGNORED
 from espalier.mechanisms.tensor_parallel.stream import Arrived, Stream
 from espalier.parallel.tensor_roles import even
@@ -260,13 +261,13 @@ class _CrossEntropySum(torch.autograd.Function):
         dtype = torch.promote_types(logits.dtype, torch.float32)
         scores = logits.flatten(0, -2).to(dtype, copy=True)
         targets = targets.flatten()
-        scores -= stream.sum(scores.amax(-1), dist.ReduceOp.MAX)().unsqueeze(-1)
+        scores -= stream.sum(scores.amax(-1), dist.ReduceOp.MAX, Traffic.CONTROL)().unsqueeze(-1)
         counted = targets != IGNORED
         inside = counted & (targets >= first) & (targets < first + scores.shape[-1])
         place = (targets - first).where(inside, 0).unsqueeze(-1)
         inside_score = scores.gather(-1, place).squeeze(-1) * inside
         scores.exp_()
-        total, score = stream.sum(torch.stack([scores.sum(-1), inside_score]))()
+        total, score = stream.sum(torch.stack([scores.sum(-1), inside_score]), kind=Traffic.CONTROL)()
         ctx.save_for_backward(scores.div_(total.unsqueeze(-1)), place, inside, counted)
         ctx.dtype = logits.dtype
         ctx.shape = logits.shape

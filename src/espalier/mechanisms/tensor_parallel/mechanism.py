@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
+from espalier.comm.base import Traffic
 from espalier.parallel.model_cut import ModelCut
 from espalier.parallel.tensor_roles import check_heads, declared
 from espalier.parallel.workload import Role
@@ -51,6 +52,7 @@ class TensorParallel(Mechanism):
         assert model is not None
         assert mesh.replica is not None
         context.cut = context.cut or ModelCut(mesh.replica)
+        mesh.encode(Traffic.ACTIVATIONS, mesh.group("tp"), context.plan)
         share(model, context.workload.roles(model), mesh, context.cut, self.regather)
 
     def state(self, context: Build, parts: StatefulParts) -> StatefulParts:

@@ -85,11 +85,16 @@ class Stream:
     def whole(self, part: Tensor) -> Tensor:
         return _Whole.apply(part, self)
 
-    def sum(self, values: Tensor, operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Arrived:
+    def sum(
+        self,
+        values: Tensor,
+        operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
+        kind: Traffic = Traffic.ACTIVATIONS,
+    ) -> Arrived:
         """The reduction over the ranks."""
         values, options = values.clone(memory_format=torch.contiguous_format), AllreduceOptions()
         options.reduceOp = dist.ReduceOp(operation)
-        with traffic(Traffic.ACTIVATIONS):
+        with traffic(kind):
             work = self.group.allreduce([values], options)
         return _after(work, lambda: values)
 

@@ -27,7 +27,7 @@ class PipelineLoad:
         ranks: from the first stage to the last, those of one stage counted once; chunks: stages on each rank.
         micro_batches: of the step.
         seconds: forward and backward of one micro-batch in all stages of a rank; of it `weights` can be put off.
-        message: seconds of one hand-over; message_bytes: its payload.
+        message: seconds of one hand-over; message_bytes: its payload; away_bytes: of one that leaves a machine.
         split: whether gradients of weights are put off (zero bubble).
         ahead: whether stages begin with more forward passes where links are slow (`schedules.warm_up_for_links`).
         share: of a core's speed that a rank has while all compute; together: stages whose ranks share cores.
@@ -40,6 +40,7 @@ class PipelineLoad:
     weights: Number = 0.0
     message: Number = 0.0
     message_bytes: Number = 0.0
+    away_bytes: Number | None = None
     split: Any = False
     ahead: bool = False
     share: Number = 1.0
@@ -59,9 +60,11 @@ def cost(load: PipelineLoad) -> Cost:
     late = np.where(ahead, (np.asarray(load.micro_batches) - 1) * np.maximum(0.0, load.message - load.seconds), 0.0)
     # A rank sends for each of its stages forward and back, but for the first and the last stage of all.
     messages = (2 * np.asarray(load.chunks) - (ranks == 2)) * several
+    near = np.minimum(messages, np.clip(np.asarray(load.together) - 1, 0, 2) * np.asarray(load.chunks))
+    away = load.message_bytes if load.away_bytes is None else load.away_bytes
     return Cost(
         seconds={"pipeline": idle, "send": times * load.message + several * late},
-        sent={"activations": messages * load.micro_batches * load.message_bytes},
+        sent={"activations": load.micro_batches * (near * load.message_bytes + (messages - near) * away)},
     )
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from espalier.recipe.cost import Cost, Number
+from espalier.recipe.cost import Carried, Cost, Number, uncoded
 
 KEYS_VALUES = "keys_values"
 ACTIVATIONS = "activations"
@@ -21,6 +21,11 @@ Wire = Callable[[str, Number, Number, Number, str], Number]
 one step in which every rank sends so many bytes to the next."""
 BACKWARD = 2.5
 """The work of attention backward, in forwards."""
+
+
+def plainly(traffic: str) -> Carried:
+    """No class is encoded."""
+    return uncoded
 
 
 @dataclass(frozen=True)
@@ -77,8 +82,10 @@ class SequenceLoad:
     recompute: str = "none"
 
 
-def cost(load: SequenceLoad, grid: SequenceGrid, wire: Wire | None = None) -> Cost:
-    """What one micro-batch adds to a step of each rank.
+def cost(
+    load: SequenceLoad, grid: SequenceGrid, wire: Wire | None = None, carried: Callable[[str], Carried] = plainly
+) -> Cost:
+    """What one micro-batch adds to a step of each rank. `carried`: class of traffic -> bytes that leave a rank.
 
     Returns:
         `sent`: `keys_values` and `activations` in the ledger's bytes. `memory_bytes`: `keys_values` on their way.
@@ -93,16 +100,26 @@ def cost(load: SequenceLoad, grid: SequenceGrid, wire: Wire | None = None) -> Co
     queries = local_tokens * load.heads * width
     triples = local_tokens * (load.heads + 2 * keys) * width
     # Forward q, k, v in and out back; backward the same; what is computed again goes in again, and its result back.
-    whole = (inward + 1) * triples + exchanges * queries
-    share = (hp - 1) / hp
+    row, near, far = grid.strides
     block = 2 * local_tokens * keys * width
-    wider = np.maximum(4, load.element_bytes) / load.element_bytes
-    carried = block * (forwards + 1 + wider) * (rings * (w - 1) + rings - 1)
-    sent = {KEYS_VALUES: load.layers * carried, ACTIVATIONS: load.layers * whole * share}
+    wide = np.maximum(4, load.element_bytes)
+    wider = wide / load.element_bytes
+
+    def switched(size: Number) -> Number:
+        return carried(ACTIVATIONS)("all_to_all", size, hp, row, load.element_bytes)
+
+    def passed_on(ranks: Number, stride: Number) -> Number:
+        """Bytes of a block and of its gradients, from one rank of a ring to the next."""
+        ring = carried(KEYS_VALUES)
+        values = ring("ring", block, ranks, stride, load.element_bytes)
+        return (forwards + 1) * values + ring("ring", block * wider, ranks, stride, wide)
+
+    whole = (inward + 1) * switched(triples) + exchanges * switched(queries)
+    moved = rings * (w - 1) * passed_on(w, near) + (rings - 1) * passed_on(rings, far)
+    sent = {KEYS_VALUES: load.layers * moved, ACTIVATIONS: load.layers * whole}
     memory_bytes = {KEYS_VALUES: np.where(cp > 1, block * (3 + 3 * wider), 0.0)}
     if wire is None:
         return Cost(sent=sent, memory_bytes=memory_bytes)
-    row, near, far = grid.strides
 
     def hidden(work: Number, size: Number) -> Number:
         """Seconds of one pass that attention does not hide."""

@@ -518,10 +518,10 @@ def wire_bytes(
         before = units.lengths
         for index, axis in enumerate(placement.axes):
             where = level(nodes, axis.members(0))
-            sums = _Way(codecs.get((GRADIENTS, where)), axis.size, float(storage.grads))
+            sums = Way(codecs.get((GRADIENTS, where)), axis.size, float(storage.grads))
             replicas = axis.state == "replicas"
             kind = GRADIENTS if replicas else PARAMETERS
-            back = _Way(codecs.get((kind, where)), axis.size, float(storage.grads if replicas else storage.params))
+            back = Way(codecs.get((kind, where)), axis.size, float(storage.grads if replicas else storage.params))
             if replicas and index == len(placement.axes) - 1:
                 sent[GRADIENTS] += float(units.times @ sums.sent("all_reduce", before))
             else:
@@ -533,7 +533,7 @@ def wire_bytes(
     return sent
 
 
-class _Way(NamedTuple):
+class Way(NamedTuple):
     """How one axis is sent along: by a codec, to so many ranks, values of so many bytes."""
 
     name: str | None
@@ -541,7 +541,7 @@ class _Way(NamedTuple):
     width: float
 
     @property
-    def exact(self) -> _Way:
+    def exact(self) -> Way:
         """The same without rounding."""
         from espalier.comm.codecs import codec
 
@@ -558,4 +558,5 @@ class _Way(NamedTuple):
             return plain
         chosen = codec(self.name)
         coded = compressed_collectives.sent_bytes(chosen, operation, elements, (0, self.ranks), int(self.width))
-        return np.where(elements * self.width < compressed_collectives.SMALL, plain, coded)
+        each = elements * self.width / (self.ranks if operation == "all_to_all" else 1)
+        return np.where(each < compressed_collectives.SMALL, plain, coded)

@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from espalier.recipe.cost import Cost, Number, ring_bytes
+from espalier.recipe.cost import Carried, Cost, Number, ring_bytes, uncoded
 
 ACTIVATIONS = "activations"
+CONTROL = "control"
 GRADIENTS = "gradients"
 Wire = Callable[[str, Number, Number, Number, str], Number]
 """(operation, bytes of the whole tensor, ranks, their distance, class of traffic) -> seconds."""
@@ -64,24 +65,31 @@ def of_layer(again: Number, regather: Any, sharded: Any = True, repeated: int = 
     return Transfers(4 + 2 * again + 2 * regather, 4 + (repeated - 2) * again, 0.0 * again)
 
 
-def cost(load: TensorLoad, wire: Wire | None = None) -> Cost:
+def cost(load: TensorLoad, wire: Wire | None = None, carried: Carried = uncoded) -> Cost:
     """Bytes that leave a rank in forward and backward, and their seconds on a wire, none of them hidden."""
     product, stream = (load.tokens * load.width * each for each in (load.compute, load.whole))
     layer = of_layer(load.again, load.regather, load.sharded)
     regather = np.asarray(load.regather) * 1.0
-    parts: list[tuple[str, Number, Number]] = [
-        ("all_gather", product, load.layers * layer.gathers),
-        ("reduce_scatter", product, load.layers * layer.scatters),
-        ("all_reduce", product, load.layers * layer.reductions),
-        ("reduce_scatter", stream, load.ends),  # the embedding
-        ("all_gather", stream, load.ends),
-        ("all_gather", product, load.ends * (1 + regather)),  # the head
-        ("reduce_scatter", product, load.ends),
-        ("all_reduce", load.tokens * load.whole, load.ends),  # the largest logit
-        ("all_reduce", 2 * load.tokens * load.whole, load.ends),  # the sum of exponentials, the target's logit
+    parts: list[tuple[str, Number, Number, int]] = [
+        ("all_gather", product, load.layers * layer.gathers, load.compute),
+        ("reduce_scatter", product, load.layers * layer.scatters, load.compute),
+        ("all_reduce", product, load.layers * layer.reductions, load.compute),
+        ("reduce_scatter", stream, load.ends, load.whole),  # the embedding
+        ("all_gather", stream, load.ends, load.whole),
+        ("all_gather", product, load.ends * (1 + regather), load.compute),  # the head
+        ("reduce_scatter", product, load.ends, load.compute),
     ]
-    sent = sum(times * ring_bytes(operation, size, load.ranks) for operation, size, times in parts)
+    # The largest logit; the sum of exponentials and the target's logit.
+    losses = [(multiple * load.tokens * load.whole, load.ends) for multiple in (1, 2)]
+    sent = {
+        ACTIVATIONS: sum(
+            times * carried(operation, size, load.ranks, load.stride, width) for operation, size, times, width in parts
+        ),
+        CONTROL: sum(times * ring_bytes("all_reduce", size, load.ranks) for size, times in losses),
+    }
     if wire is None:
-        return Cost(sent={ACTIVATIONS: sent})
-    taken = sum(times * wire(operation, size, load.ranks, load.stride, ACTIVATIONS) for operation, size, times in parts)
-    return Cost(seconds={"tensor": taken}, sent={ACTIVATIONS: sent})
+        return Cost(sent=sent)
+    ranks = load.ranks, load.stride
+    taken = sum(times * wire(operation, size, *ranks, ACTIVATIONS) for operation, size, times, _ in parts)
+    taken = taken + sum(times * wire("all_reduce", size, *ranks, CONTROL) for size, times in losses)
+    return Cost(seconds={"tensor": taken}, sent=sent)
