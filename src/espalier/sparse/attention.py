@@ -27,9 +27,9 @@ Scores = tuple[Tensor, Tensor]
 def attention_aggregate(
     adjacency: CSR, features: Tensor, scores: Scores, *, slope: float = 0.2, keep: Tensor | None = None
 ) -> Tensor:
-    """Row i, head h: Σ over its entries e = (i, c) of share[e, h] · keep[e, h] · features[c, h]. Differentiable.
+    """Row i, head h: Σ over its entries e = (i, c) of `share[e, h] · keep[e, h] · features[c, h]`. Differentiable.
 
-    share = softmax over the row's entries of leaky_relu(scores[0][i, h] + scores[1][c, h], slope).
+    `share = softmax(leaky_relu(scores[0][i, h] + scores[1][c, h], slope))` over the row's entries.
 
     Args:
         adjacency: [rows, columns], rows gather; values are not looked at. GAT wants self-loops in it.
