@@ -210,7 +210,7 @@ def described(name: str) -> list[str]:
     lines = [f"::: {home}.{getattr(value, '__qualname__', attribute)}", ""]
     result: Any = getattr(value, "__annotations__", {}).get("return", "")
     if name == "espalier.open":
-        lines += [f"::: {home}.{result}", ""]
+        lines += [f"::: {home}.{result}", "    options: { inherited_members: true }", ""]
     return lines
 
 
