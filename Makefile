@@ -74,6 +74,7 @@ pages: setup-dev # those that are made from the code, its records, measured tabl
 	$(BIN)/python bench/systems.py docs
 	$(BIN)/python bench/reference_pages.py docs
 	NPY_DISABLE_CPU_FEATURES='X86_V3 X86_V4 AVX512_ICL AVX512_SPR' $(BIN)/python bench/advice.py > docs/advice.md
+	$(BIN)/python bench/papers.py > docs/papers.md
 
 docs: setup-dev
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --site-dir $(SITE)
