@@ -33,8 +33,8 @@ RUN = "espalier train examples/language.toml"
 PLAN = "espalier plan examples/llama-7b.toml --cluster examples/a100.toml"
 FOUR_STAGES = "plan.pin.pp=4 plan.pin.dp=16 plan.pin.schedule=zero_bubble train.batch_tokens=524288"
 PAGES = {
-    "report": ("runs/language/report.html", (1000, 1140)),
-    "plan": ("plan.html", (1000, 990)),
+    "report": ("runs/language/report.html", (1000, 1060)),
+    "plan": ("plan.html", (1000, 1060)),
     "timetable": ("timetable.html", (1000, 1245)),
     "terminal": ("terminal.html", (940, 570)),
 }
