@@ -21,8 +21,6 @@ endif
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
 
 BROWSER ?= chromium
-RUN     ?= runs/language
-PICTURE := $(BROWSER) --headless --no-sandbox --hide-scrollbars --force-device-scale-factor=1
 
 .PHONY: setup setup-dev train quick test slice test-all check bench pages docs wheel pictures clean
 
@@ -72,8 +70,9 @@ bench: setup-dev
 	$(BIN)/python bench/processors.py $(ARGS)
 	$(BIN)/python bench/amsp.py $(ARGS)
 
-pages: setup-dev # those that are made from the code's records, measured tables and plans
+pages: setup-dev # those that are made from the code, its records, measured tables and plans
 	$(BIN)/python bench/systems.py docs
+	$(BIN)/python bench/reference_pages.py docs
 	NPY_DISABLE_CPU_FEATURES='X86_V3 X86_V4 AVX512_ICL AVX512_SPR' $(BIN)/python bench/advice.py > docs/advice.md
 	$(BIN)/python bench/papers.py > docs/papers.md
 
@@ -86,14 +85,8 @@ wheel: setup-dev
 	$(BIN)/python -m twine check --strict dist/*.whl
 	$(BIN)/python -m check_wheel_contents dist
 
-pictures: setup
-	$(BIN)/espalier report $(RUN)
-	$(PICTURE) --window-size=1000,1140 --screenshot=docs/images/report.png file://$(abspath $(RUN))/report.html
-	$(BIN)/espalier plan examples/llama-7b.toml --cluster examples/a100.toml --html $(abspath $(RUN))/plan.html
-	$(PICTURE) --window-size=1000,990 --screenshot=docs/images/plan.png file://$(abspath $(RUN))/plan.html
-	$(BIN)/espalier plan examples/llama-7b.toml --cluster examples/a100.toml plan.pin.pp=4 plan.pin.dp=16 \
-	  plan.pin.schedule=zero_bubble train.batch_tokens=524288 --html $(abspath $(RUN))/timetable.html
-	$(PICTURE) --window-size=1000,1245 --screenshot=docs/images/timetable.png file://$(abspath $(RUN))/timetable.html
+pictures: setup # trains the run that README describes; on a machine with nothing else to do
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python bench/pictures.py docs/images $(BROWSER)
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import posixpath
 import re
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ PAGES = {
 }
 """Pages from outside docs/, and their names on the site."""
 SOURCES = {name: source for source, name in PAGES.items()}
+SEARCH = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 LINK = re.compile(r"(\]\(|src=\")([^)#\"\s:]+)")
 
 
@@ -63,7 +65,10 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
-    """Links lead to where their targets stand on the site."""
+    """Links lead to where their targets stand on the site; the search learns what .ci/site.toml says of the page."""
+    name = page.file.src_uri
+    page.meta["search"] = {"exclude": name.startswith(tuple(SEARCH["exclude"])), "boost": SEARCH["boost"].get(name, 1)}
+    page.meta["tags"] = SEARCH["words"].get(name, [])
 
     def moved(link: re.Match[str]) -> str:
         path = target(source(page.file), link[2])

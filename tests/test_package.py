@@ -189,9 +189,56 @@ def test_every_page_is_two_clicks_from_the_first(site):
 def test_the_site_is_searched_and_shown_in_light_and_dark_and_asks_nobody_else(site):
     index = json.loads((site / "search" / "search_index.json").read_text(encoding="utf-8"))
     assert any(entry["location"].startswith("offload.html") for entry in index["docs"])
+    assert (site / "search" / "search_index.js").is_file()  # of a page that was opened from a folder
+    assert (site / "javascripts" / "iframe-worker.js").is_file()
     text = (site / "index.html").read_text(encoding="utf-8")
+    assert 'src="javascripts/iframe-worker.js"' in text
     assert set(re.findall(r'data-md-color-scheme="(\w+)"', text)) >= {"default", "slate"}
     assert not re.findall(r'<(?:link|script|img)[^>]+(?:href|src)="https?:', text)
+
+
+QUESTIONS = {
+    "learning rate": "options",
+    "resume a run": "getting-started recipe",
+    "out of memory": "options offload",
+    "use two machines": "hosts clusters",
+    "fine-tune a chat model": "tune",
+    "LoRA": "tune",
+    "export to ollama": "tune",
+    "predict": "command-line",
+    "graph csv": "graph data",
+    "several GPUs": "gpu",
+    "slurm": "clusters",
+    "checkpoint format": "faults recipe",
+    "tensorboard": "options",
+    "stop early": "options getting-started",
+    "mixed precision": "options planner",
+    "nerf": "scenes",
+    "kubernetes": "clusters",
+    "batch size": "options",
+    "what does plan mean": "planner",
+    "install": "getting-started",
+}
+"""What a newcomer types, and the pages one of which has the answer."""
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="node is not installed")
+def test_the_search_finds_the_right_page_first(site):
+    """The theme's own search program over the site's index, as in a browser."""
+    import material
+
+    (worker,) = Path(material.__file__).parent.glob("templates/assets/javascripts/workers/search.*.min.js")
+    command = ["node", ROOT / "tests/cases/search_site.js", worker, site / "search/search_index.json"]
+    done = subprocess.run(
+        command, input=json.dumps(list(QUESTIONS)), capture_output=True, text=True, timeout=60, check=True
+    )
+    answers = json.loads(done.stdout)
+    first = {question: answers[question][0][0][0].partition(".html")[0] for question in QUESTIONS}
+    wrong = {question: first[question] for question, pages in QUESTIONS.items() if first[question] not in pages.split()}
+    assert len(wrong) <= 2, wrong
+    places = {place for pages in answers.values() for page in pages for place, _ in page}
+    assert not [place for place in places if place.startswith(("CHANGELOG", "systems", "measured/"))]
+    assert answers["learning rate"][0][0][0] == "options.html#learning-rate"
 
 
 # --- the notebook ----------------------------------------------------------------------------------------------------

@@ -47,8 +47,7 @@ FENCE = re.compile(
 FAILURE_IS_AN_ANSWER = {"diagnose"}
 """Verbs whose exit code is 1 when they have found something."""
 OWN = {
-    "codecs.md": 2,
-    "expert-parallel.md": 1,
+    "codecs.md": 1,
     "faults.md": 1,
     "few-bits.md": 3,
     "graph.md": 1,

@@ -12,5 +12,5 @@ EXAMPLES = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8")
 def test_each_part_has_its_example() -> None:
     shown = "\n".join(EXAMPLES)
     assert len(EXAMPLES) == 5
-    for name in ("matmul", "CBM.from_csr", "best_format", "cbsr_aggregate", "attention_aggregate", "rcmpp", "order("):
+    for name in ("matmul", "CBM.from_csr", "cbsr_aggregate", "attention_aggregate", "rcmpp", "order("):
         assert name in shown

@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from espalier.recipe.errors import UserError
-from espalier.sparse import CBM, CSR, DiagonalScale, best_aggregation, best_format, matmul
+from espalier.sparse import CBM, CSR, DiagonalScale, matmul
 from espalier.sparse.cbm import build
 from espalier.sparse.cbm.matrix import cbm_matmul, pays
-from espalier.sparse.format_choice import cost
+from espalier.sparse.cost import cost
 
 ALPHAS = (0, 1, 4, 16, 10**9)
 
@@ -251,9 +251,6 @@ BAD: dict[str, Callable[[], Any]] = {
     "needs a square": lambda: CBM.from_csr([0, 1], [0], (1, 2), scale="symmetric"),
     "x has shape": lambda: CBM.from_csr([0, 1], [0], (1, 2), alpha=0).matmul(torch.ones(3, 1)),
     "no values of its own": lambda: matmul(CBM.of(cliques(2, 9)), torch.ones(18, 1), torch.ones(3)),
-    "k = 9": lambda: best_aggregation(cliques(2, 9), 8, 9),
-    "k = 0": lambda: best_aggregation(cliques(2, 9), 8, 0),
-    "width = 0": lambda: best_format(cliques(2, 9), 0),
 }
 
 
@@ -268,17 +265,6 @@ def test_values_of_one_are_binary() -> None:
     whole = cliques(2, 9)
     ones = CSR(whole.indptr, whole.indices, whole.shape, torch.ones(whole.entries))
     assert CBM.of(ones, 0).stats().form == "cbm"
-
-
-def test_a_choice_is_the_fastest_of_what_was_measured() -> None:
-    chosen = best_aggregation(cliques(), 64, 2)
-    assert set(chosen.seconds) == {"csr", "cbm", "cbsr"}
-    assert chosen.seconds[chosen.name] <= min(chosen.seconds.values()) * 1.05
-    assert isinstance(chosen.matrix, CBM if chosen.name == "cbm" else CSR)
-    weighted = CSR.of([0, 1, 2], [0, 1], (2, 2), [1.0, 2.0])
-    assert best_format(weighted, 8).name == "csr"
-    scaled = best_format(cliques().normalised("symmetric"), 64)
-    assert set(scaled.seconds) == {"csr", "cbm"}
 
 
 def test_the_predicted_cost_orders_the_formats_as_their_additions_do() -> None:

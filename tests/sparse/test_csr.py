@@ -16,11 +16,10 @@ from torch import Tensor
 
 from espalier.kernels.buffer_pool import LEAST, Buffers
 from espalier.recipe.errors import UserError
-from espalier.sparse import CSR, DiagonalScale, attention_aggregate, cbsr_aggregate, csr, matmul, segment_softmax
-from espalier.sparse.attention import graph_attention
+from espalier.sparse import CSR, DiagonalScale, attention_aggregate, cbsr_aggregate, csr, matmul
+from espalier.sparse.attention import graph_attention, row_shares
 from espalier.sparse.cbsr import scattered, sparse_rows
 from espalier.sparse.csr import csr_matmul
-from espalier.sparse.edge_softmax import segment_shares
 from espalier.sparse.spmm_kernels import tiles
 
 
@@ -99,7 +98,6 @@ BAD: dict[str, Callable[[], Any]] = {
     "shape is (-1, 3)": lambda: CSR.of([0], [], (-1, 3)),
     "x has shape (2, 4)": lambda: matmul(CSR.of([0, 1], [0], (1, 3)), torch.ones(2, 4)),
     "the matrix has 1 entries": lambda: matmul(CSR.of([0, 1], [0], (1, 3)), torch.ones(3, 4), torch.ones(2)),
-    "scores has shape": lambda: segment_softmax(CSR.of([0, 1], [0], (1, 3)), torch.ones(2)),
     "features has shape": lambda: attention_aggregate(
         CSR.of([0, 1], [0], (1, 3)), torch.ones(2, 1, 4), (torch.ones(1, 1), torch.ones(3, 1))
     ),
@@ -205,27 +203,12 @@ def test_normalised_equals_the_formula(matrix: Tensor, kind: str) -> None:
     torch.testing.assert_close(found.transposed.to_dense(torch.float64), wanted.t(), rtol=1e-6, atol=1e-7)
 
 
-@settings(max_examples=30)
-@given(dense(), st.integers(1, 5), st.sampled_from([torch.float32, torch.float64]))
-def test_softmax_equals_the_plain_one(matrix: Tensor, heads: int, dtype: torch.dtype) -> None:
-    found = binary(matrix)
-    scores = (30 * torch.randn(found.entries, heads, dtype=dtype)).requires_grad_()
-    fast, plain = segment_shares(found, scores), segment_shares.reference.run(found, scores)
-    tolerance = {"rtol": 1e-5, "atol": 1e-7} if dtype == torch.float32 else {"rtol": 1e-12, "atol": 1e-15}
-    torch.testing.assert_close(fast, plain, **tolerance)
-    if found.entries:
-        assert segment_shares.pick(found, scores).name == "shares_by_row"
-        seed = torch.randn_like(fast)
-        ours, theirs = (torch.autograd.grad(one, scores, seed)[0] for one in (fast, plain))
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
-
-
 def test_shares_of_a_row_add_up_to_one_even_of_huge_scores() -> None:
     matrix = CSR.of([0, 3, 3, 5], [0, 1, 2, 0, 2], (3, 3))
-    shares = segment_softmax(matrix, torch.tensor([1e4, 1e4, -1e4, -torch.inf, 0.0]))
-    assert shares.tolist() == [0.5, 0.5, 0.0, 0.0, 1.0]
+    shares = row_shares(matrix.rows, 3, torch.tensor([1e4, 1e4, -1e4, -torch.inf, 0.0])[:, None])
+    assert shares.flatten().tolist() == [0.5, 0.5, 0.0, 0.0, 1.0]
     scores = torch.randn(5, 2, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda one: segment_softmax(matrix, one), (scores,))
+    assert torch.autograd.gradcheck(lambda values: row_shares(matrix.rows, 3, values), (scores,))
 
 
 @settings(max_examples=30)

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from espalier.comm.ddp import ddp_hook as ddp_hook
     from espalier.comm.exact import EXACT as EXACT
     from espalier.comm.exact import Exact as Exact
-    from espalier.comm.hierarchical_all_reduce import Hierarchy as Hierarchy
     from espalier.comm.rendezvous import connect as connect
     from espalier.comm.rendezvous import disconnect as disconnect
     from espalier.comm.rendezvous import phase as phase
@@ -29,7 +28,6 @@ __getattr__ = lazy_names(
         ".codecs": "codec",
         ".ddp": "ddp_hook",
         ".exact": "EXACT Exact",
-        ".hierarchical_all_reduce": "Hierarchy",
         ".rendezvous": "connect disconnect phase",
     },
 )

@@ -6,7 +6,7 @@ first one. `init_process_group("espalier", ...)` by foreign code works as well.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -33,21 +33,6 @@ def parallel_group(group: dist.ProcessGroup, kind: Traffic, limit: timedelta) ->
     rank = group.rank()
     number = store.add(f"espalier/{kind._value_}/{rank}", 1)
     return gloo(PrefixStore(f"espalier/{kind._value_} {number}", store), rank, group.size(), limit)
-
-
-def within(channel: Channel, ranks: Sequence[int], name: str) -> Channel:
-    """A Channel of `ranks` of `channel`, with its ledger and deadline. These ranks call it alike, others do not.
-
-    Args:
-        channel: the ranks it is made of; ranks: some of them, this one among them, by their numbers in it.
-        name: nothing else among these ranks bears it. (torch's `new_group` names a group by how many each rank has
-            made before, so it hangs where that differs.)
-    """
-    members = tuple(channel.members[rank] for rank in ranks)
-    name = f"{name} {'-'.join(map(str, members))}"
-    store = PrefixStore(name, channel.get_group_store())
-    asked = GroupRequest(store, list(ranks).index(channel.rank()), len(members), channel.timeout, members, name)
-    return Channel(asked, INNER[channel.line.inner](asked), channel.line)
 
 
 def connect(store: Store, rank: int, world: int, *, timeout: float, inner: str = "gloo") -> Channel:

@@ -6,9 +6,6 @@ from espalier.sparse.cbsr import cbsr_aggregate as cbsr_aggregate
 from espalier.sparse.csr import CSR as CSR
 from espalier.sparse.csr import DiagonalScale as DiagonalScale
 from espalier.sparse.csr import matmul as matmul
-from espalier.sparse.edge_softmax import segment_softmax as segment_softmax
-from espalier.sparse.format_choice import best_aggregation as best_aggregation
-from espalier.sparse.format_choice import best_format as best_format
 from espalier.sparse.order_choice import order as order
 from espalier.sparse.rcmpp import bandwidth as bandwidth
 from espalier.sparse.rcmpp import profile as profile

@@ -19,7 +19,6 @@ from espalier.kernels.base import operation
 from espalier.kernels.buffer_pool import BUFFERS
 from espalier.recipe.errors import UserError
 from espalier.sparse.csr import CSR
-from espalier.sparse.edge_softmax import row_shares
 
 Scores = tuple[Tensor, Tensor]
 """Of targets [rows, heads] and of sources [columns, heads]: the two halves of GAT's vector a, applied."""
@@ -28,9 +27,9 @@ Scores = tuple[Tensor, Tensor]
 def attention_aggregate(
     adjacency: CSR, features: Tensor, scores: Scores, *, slope: float = 0.2, keep: Tensor | None = None
 ) -> Tensor:
-    """Row i, head h: Σ over its entries e = (i, c) of share[e, h] · keep[e, h] · features[c, h]. Differentiable.
+    """Row i, head h: Σ over its entries e = (i, c) of `share[e, h] · keep[e, h] · features[c, h]`. Differentiable.
 
-    share = softmax over the row's entries of leaky_relu(scores[0][i, h] + scores[1][c, h], slope).
+    `share = softmax(leaky_relu(scores[0][i, h] + scores[1][c, h], slope))` over the row's entries.
 
     Args:
         adjacency: [rows, columns], rows gather; values are not looked at. GAT wants self-loops in it.
@@ -81,6 +80,19 @@ class Edges(NamedTuple):
     rows: Tensor
     columns: Tensor
     row_count: int
+
+
+def row_shares(rows: Tensor, count: int, scores: Tensor) -> Tensor:
+    """Softmax of `scores` [entries, heads] over the entries of each of `count` rows; `rows` int64 [entries].
+
+    The largest score of a row is taken off, so that nothing overflows.
+    """
+    place = rows[:, None].expand_as(scores)
+    highest = scores.new_full((count, scores.shape[1]), -torch.inf)
+    highest = highest.scatter_reduce(0, place, scores.detach(), "amax")
+    raised = (scores - highest[rows]).exp()
+    total = torch.zeros_like(highest).index_add(0, rows, raised)
+    return raised / total[rows]
 
 
 def attend_edges(

@@ -15,7 +15,7 @@ import numpy as np
 
 from espalier.kernels import simd64
 from espalier.kernels.numba_compile import jit, njit
-from espalier.kernels.simd64 import Lanes, add_freely, add_scaled, dot, exponential, lanewise, power_of_e, prefetch
+from espalier.kernels.simd64 import Lanes, add_freely, add_scaled, dot, lanewise, power_of_e, prefetch
 
 
 @jit(
@@ -32,32 +32,6 @@ def dot_rows(values, indptr, indices, left, right, cuts):  # type: ignore[no-unt
                 for f in range(1, left.shape[1]):
                     total = add_freely(total, left[i, f] * right[indices[e], f])
                 values[e] = total
-
-
-@jit(
-    "(real[:, ::1], real[:, ::1], int64[::1], int64[::1])",
-    parallel=True,
-    uses=(simd64,),
-)
-def softmax(shares, scores, indptr, cuts):  # type: ignore[no-untyped-def]
-    """shares = softmax of scores [entries, heads] over the entries of each row."""
-    heads = scores.shape[1]
-    for piece in numba.prange(len(cuts) - 1):
-        highest = np.empty(heads, scores.dtype)
-        total = np.empty(heads, scores.dtype)
-        for i in range(cuts[piece], cuts[piece + 1]):
-            highest[:] = -np.inf
-            total[:] = 0
-            for e in range(indptr[i], indptr[i + 1]):
-                for h in range(heads):
-                    highest[h] = max(highest[h], scores[e, h])
-            for e in range(indptr[i], indptr[i + 1]):
-                for h in range(heads):
-                    shares[e, h] = exponential(scores[e, h] - highest[h])
-                    total[h] += shares[e, h]
-            for e in range(indptr[i], indptr[i + 1]):
-                for h in range(heads):
-                    shares[e, h] /= total[h]
 
 
 @jit(

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from nets import triples
 
-from espalier.plan.axes.placement import STATES, ShardFactors, per_node, place
+from espalier.plan.axes.placement import STATES, ShardFactors, level, per_node, place
 from espalier.recipe.errors import UserError
 
 
@@ -70,3 +70,8 @@ def test_factors_that_do_not_nest_or_divide_are_named_with_the_nearest(
         factors.check(4 if factors.optimizer != 6 else 6)
     assert said in str(error.value)
     assert error.value.do == nearest
+
+
+def test_a_level_is_between_as_soon_as_two_machines_take_part() -> None:
+    assert level("aab", (0, 1)) == level("aab", ()) == "inside"
+    assert level("aab", (1, 2)) == "between"

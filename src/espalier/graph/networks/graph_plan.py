@@ -22,7 +22,7 @@ from espalier.recipe.cache_dir import cache_folder, hashed, keep_made
 from espalier.recipe.units import show_seconds
 from espalier.sparse import CBM
 from espalier.sparse.cbm.matrix import pays
-from espalier.sparse.format_choice import cost
+from espalier.sparse.cost import cost
 from espalier.sparse.order_choice import MOST_PARTS, grouped, order
 from espalier.sparse.partition import library
 from espalier.sparse.rcmpp import rcmpp

@@ -200,7 +200,7 @@ class Cluster(Value, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def links(self) -> list[list[float]]:
-        """[machine][machine] bytes/s: of the slowest measured pair of their devices, else what the level has."""
+        """Bytes/s by pairs of machines: of the slowest measured pair of their devices, else what the level has."""
         machine = [place.node for place in self.devices()]
         rest = self.between.bandwidth if self.between else 0.0
         by_node = {place.node: place.table.between.bandwidth for place in self.devices() if place.table.between}

@@ -15,7 +15,7 @@ from espalier.comm.base import Codec, Traffic, feedback, traffic
 from espalier.comm.codecs import codec
 from espalier.comm.plain_collectives import RankGroup
 from espalier.mechanisms.sharding.async_collectives import Stage
-from espalier.plan.axes.placement import Axis, Placement, Span
+from espalier.plan.axes.placement import Axis, Placement, Span, level
 from espalier.plan.axes.placement_plan import LOSSLESS
 from espalier.recipe.errors import UserError
 
@@ -73,8 +73,6 @@ class AxisGroups:
         gathered (parameters, and sums on their way back) is not."""
         if not codecs.names:
             return
-        from espalier.comm.hierarchical_all_reduce import level
-
         where = level(codecs.nodes, axis.members(self.rank))
         for group, kind, sums in ((groups[0], Traffic.GRADIENTS, True), (groups[1], _gathered(axis), False)):
             name = codecs.names.get((kind._value_, where))

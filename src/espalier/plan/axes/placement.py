@@ -13,7 +13,7 @@ it. A tensor is exchanged along one axis after the other; in all a rank sends th
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -152,6 +152,11 @@ def per_node(nodes: Sequence[int]) -> int:
         runs[-1][1] += 1
     counts = {count for _, count in runs}
     return counts.pop() if len(counts) == 1 and len({node for node, _ in runs}) == len(runs) else 1
+
+
+def level(nodes: Sequence[Hashable], members: Iterable[int]) -> Literal["inside", "between"]:
+    """`inside` when the ranks `members`, of those whose machines are `nodes`, are on one machine."""
+    return "between" if len({nodes[rank] for rank in members}) > 1 else "inside"
 
 
 def inside(size: Any, stride: Any, each: Any) -> Any:

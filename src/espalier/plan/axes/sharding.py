@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from espalier.plan.axes.flat_layout import BUCKET, Arranged, BucketRule, Piece, PieceStream, arrange, streams
-from espalier.plan.axes.placement import Placement, ShardFactors, inside, place
+from espalier.plan.axes.placement import Placement, ShardFactors, inside, level, place
 from espalier.plan.axes.placement_plan import LOSSLESS, PIPED, groups
 from espalier.plan.axes.state_holders import nested
 from espalier.recipe.cost import Cost, Number, Terms, ring_bytes
@@ -508,8 +508,6 @@ def wire_bytes(
         codecs: as in `Spread`.
         rounds: micro-batches of the step.
     """
-    from espalier.comm.hierarchical_all_reduce import level  # codecs load torch
-
     placement, rules = placed(chosen, nodes, states.whole, int(states.bucket_bytes))
     sent = {GRADIENTS: 0.0, PARAMETERS: 0.0}
     for units in lengths(tuple(states.sizes), states.whole).of(rules):
