@@ -232,6 +232,30 @@ def test_training_numbers_that_do_not_fit_are_refused_by_name(named, train):
         defaults.resolve(recipe(config.Gpt(depth=3, context=256), **train))
 
 
+@pytest.mark.parametrize(
+    ("optimizer", "said"),
+    [
+        (config.Muon(learning_rate=3.0), "150 x the 0.02"),
+        (config.Muon(learning_rate=3e-4), "0.015 x the 0.02"),
+        (config.Adamw(learning_rate=1e-12), "x the 0.003"),
+        (config.Muon(learning_rate=0.1), ""),
+        (config.Muon(), ""),
+    ],
+)
+def test_a_learning_rate_far_from_the_derived_one_is_said(optimizer, said):
+    _, derivations = defaults.resolve(recipe(config.Gpt(depth=3), optimizer=optimizer))
+    given = [each for each in derivations if each.reason.startswith("given")]
+    assert [each.value for each in given] == ([optimizer.learning_rate] if said else [])
+    assert said in "".join(each.reason for each in given)
+
+
+@pytest.mark.parametrize("memory", [8, "8"])
+def test_a_size_without_a_unit_asks_for_one(memory):
+    with pytest.raises(UserError, match=r"plan\.memory.* has no unit") as refused:
+        defaults.resolve(config.Recipe(model=config.Gpt(), plan=config.Planning(memory=memory)))
+    assert "GiB" in refused.value.do
+
+
 def test_a_clip_of_0_is_allowed_and_turns_it_off():
     assert defaults.resolve(recipe(clip=0.0))[0].train.clip == 0.0
 

@@ -14,6 +14,11 @@ from espalier.recipe.sections import Model, RecipeBase
 __all__ = ["Derivation", "Draft", "Model", "ModelKind", "RecipeBase"]
 
 
+MUON_RATE = 0.02
+FAR = 30.0
+"""Learning rates so many times above or below the derived one are noted."""
+
+
 class Derivation(Struct, frozen=True):
     """One option the recipe left open: its dotted key, the value it got, and why."""
 
@@ -44,14 +49,21 @@ class Draft:
             self.derivations.append(Derivation(key, value, reason))
 
     def rates(self, adamw: float, reason: str, share: float = 1.0, because: str = "") -> None:
-        """The learning rates of either optimizer, times `share`, which is `because`."""
-        adamw, reason = float(f"{share * adamw:.3g}"), reason + because
-        if self.get("train.optimizer").__struct_config__.tag == "adamw":
-            self.fill("train.optimizer.learning_rate", adamw, reason)
-            return
-        muon = "Muon's steps have the same size at every width: 0.02 (its author's)"
-        self.fill("train.optimizer.learning_rate", float(f"{share * 0.02:.3g}"), muon + because)
-        self.fill("train.optimizer.adamw.learning_rate", adamw, reason)
+        """The learning rates of either optimizer, times `share`, which is `because`. One that is given and FAR from
+        what it would be is noted, too."""
+        table = "train.optimizer"
+        wanted = [(f"{table}.adamw.learning_rate", share * adamw, reason + because)]
+        if self.get(table).__struct_config__.tag == "adamw":
+            wanted = [(f"{table}.learning_rate", *wanted[0][1:])]
+        else:
+            muon = f"Muon's steps have the same size at every width: {MUON_RATE} (its author's)"
+            wanted.insert(0, (f"{table}.learning_rate", share * MUON_RATE, muon + because))
+        for key, value, why in wanted:
+            given = self.get(key)
+            if given is not None and not value / FAR < given < value * FAR:
+                far = f"given, which is {given / value:.3g} x the {value:.3g} that would be derived: {why}"
+                self.derivations.append(Derivation(key, given, far))
+            self.fill(key, float(f"{value:.3g}"), why)
 
 
 def replaced(struct: Any, path: list[str], value: Any) -> Any:

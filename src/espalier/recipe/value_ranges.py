@@ -46,9 +46,21 @@ def check(recipe: config.Recipe) -> None:
             why="every wait for another rank would fail",
             do='comm.timeout = "60s"',
         )
-    if recipe.comm.bucket != "auto":
-        units.size(recipe.comm.bucket, "comm.bucket")
+    _sizes(recipe)
     _faults(recipe.faults)
+
+
+def _sizes(recipe: config.Recipe) -> None:
+    """Raises UserError for what is no number of bytes, or a number whose unit was left out."""
+    for key in ("comm.bucket", "faults.memory", "plan.memory"):
+        section, _, name = key.partition(".")
+        given = getattr(getattr(recipe, section), name)
+        if isinstance(given, int) and 0 < given < 2**20:
+            raise UserError(
+                f"{key} = {given} has no unit.", why="a number alone is of bytes", do=f'{key} = "{given}GiB"'
+            )
+        if given not in (None, "auto"):
+            units.size(given, key)
 
 
 def _of_states(store: config.DiskOptions | None) -> bool:
@@ -87,8 +99,6 @@ def _faults(faults: config.Faults) -> None:
             why="a slow decrease cannot be detected in fewer steps",
             do=f'faults.plateau = {_SHORTEST} or more, or "never"',
         )
-    if faults.memory != "auto":
-        units.size(faults.memory, "faults.memory")
     beat = units.seconds(faults.heartbeat, "faults.heartbeat")
     if not 0.05 <= beat <= 3600:
         raise UserError(
