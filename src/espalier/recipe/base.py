@@ -14,6 +14,8 @@ from espalier.recipe.sections import Model, RecipeBase
 __all__ = ["Derivation", "Draft", "Model", "ModelKind", "RecipeBase"]
 
 
+VALIDATION_SHARE = 0.05
+"""Most of a run's time that derived validations may take, where one on all held-out tokens takes no more."""
 MUON_RATE = 0.02
 FAR = 30.0
 """Learning rates so many times above or below the derived one are noted."""
@@ -66,6 +68,11 @@ class Draft:
             self.fill(key, float(f"{value:.3g}"), why)
 
 
+def between_validations(steps: int) -> int:
+    """Steps between two: ten validations a run, or one every 1000 steps."""
+    return max(1, min(1000, steps // 10))
+
+
 def replaced(struct: Any, path: list[str], value: Any) -> Any:
     """`struct` with another `value` at a path of keys."""
     name, *rest = path
@@ -105,7 +112,8 @@ class ModelKind:
         check: raises UserError for options that contradict each other. Sees recipes before and after `fill`.
         sections: tables of the recipe that belong to this kind alone.
         usual: options that a table says nothing of, where they differ from what other kinds have.
-        validation: what a validation costs, as a share of a training step; 0: not known.
+        validation: what a validation costs, in training steps (while `train.validate_tokens` is open: the dearest);
+            0: not known.
         unit: what speed is counted in.
         data: data of this kind that every machine has; empty: `data.path` may mean anything.
     """

@@ -10,11 +10,8 @@ import math
 
 from espalier import recipe as config
 from espalier.recipe import model_kinds
-from espalier.recipe.base import Derivation, Draft
+from espalier.recipe.base import VALIDATION_SHARE, Derivation, Draft, between_validations
 from espalier.recipe.value_ranges import check
-
-VALIDATION_SHARE = 0.05
-"""Most of a run's time that derived validation may take."""
 
 
 def with_tokenizer(recipe: config.Recipe, spec: str) -> config.Recipe:
@@ -34,9 +31,12 @@ def resolve(recipe: config.Recipe, vocabulary: int | None = None) -> tuple[confi
     draft = Draft(with_tokenizer(recipe, "bytes"), vocabulary)
     model_kinds.of(recipe.model).fill(draft)
     if (steps := draft.get("train.steps")) is not None:
-        cost = model_kinds.of(draft.recipe.model).validation(draft.recipe)
-        every = max(1, min(1000, steps // 10), min(math.ceil(cost / VALIDATION_SHARE), steps))
-        bound = f", for at most {VALIDATION_SHARE:.0%} of the time" if cost else ""
+        cost_of = model_kinds.of(draft.recipe.model).validation
+        given = draft.recipe.train.changed(validate_tokens=recipe.train.validate_tokens)
+        cost, dearest = cost_of(draft.recipe), cost_of(draft.recipe.changed(train=given))
+        allowed = max(VALIDATION_SHARE * steps, dearest)
+        every = max(between_validations(steps), math.ceil(steps * cost / allowed))
+        bound = f", for at most {allowed / (steps + allowed):.0%} of the time" if cost else ""
         draft.fill("train.validate_every", every, f"ten times a run or at least every 1000 steps{bound}")
     resolved = draft.recipe
     assert isinstance(resolved, config.Recipe)
