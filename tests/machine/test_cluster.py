@@ -265,7 +265,7 @@ BAD = {
     'mtbf = 900\n[[nodes]]\ndevice = "H100"': "mtbf stands in [[nodes]]",
     '[[nodes]]\ndevice = "H100"\ncount = 2': "links.between is missing",
     '[[nodes]]\ndevice = "H100"\n[links]\ninside = "0GB/s"': "must be more than zero",
-    '[[nodes]]\ndevice = "H100"\n[links]\ninside = "1e3TB/s"': "links.inside is 1e+15",
+    '[[nodes]]\ndevice = "H100"\n[links]\ninside = "1e3TB/s"': "links.inside is 1000000000000000.0",
     '[[nodes]]\ndevice = "H100"\n[links]\ninside = 25': "1e+03 to 1e+14 bytes",
     MINE + "memory_bandwidth = 1e9\nflops = { fp32 = 0 }": "flops.fp32 is 0.0",
     MINE + "memory_bandwidth = 80\nflops = { fp32 = 1e9 }": "memory_bandwidth is 80",

@@ -6,6 +6,7 @@ import argparse
 import importlib
 import json
 import sys
+import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -15,6 +16,7 @@ from espalier.recipe import cache_dir, process_environment, terminal
 from espalier.recipe.data_table import data_table
 from espalier.recipe.errors import DISTRIBUTION, EspalierError, nearest
 from espalier.recipe.terminal import say
+from espalier.track.startup import STARTUP, process_began
 
 _TABLES = data_table(__file__)
 VERBS: dict[str, str] = _TABLES["verbs"]
@@ -75,6 +77,7 @@ LAUNCHERS = {"hosts": "multihost", "slurm": "sbatch", "kubernetes": "kubernetes"
 def main(argv: Sequence[str] | None = None, begin: Callable[[], None] = lambda: None) -> int:
     """Runs one verb, which is imported before `begin` is called. Returns the exit code: 0 good, 1 found something, 2
     the user's mistake, 130 interrupted."""
+    STARTUP.entered = STARTUP.since = process_began() if argv is None else time.time()
     words = sys.argv[1:] if argv is None else list(argv)
     arguments = parsed(words)
     if arguments.version:
@@ -87,7 +90,17 @@ def main(argv: Sequence[str] | None = None, begin: Callable[[], None] = lambda: 
     terminal.know_paths(words)
     store_client.own_process()
     try:
-        run = _checked(arguments)
+        importlib.import_module("espalier.cli.input_check").check(arguments)  # before torch is imported
+        if getattr(arguments, "source", None) is not None:
+            importlib.import_module("espalier.cli.run_fork").fork(arguments)
+        launcher = (name for key, name in LAUNCHERS.items() if getattr(arguments, key, None) is not None)
+        verb = next(launcher, arguments.verb)
+        if verb == "train":
+            from espalier.cli import finished_run
+
+            if finished_run.answered(arguments):
+                return 0
+        run: Callable[[argparse.Namespace], int] = importlib.import_module(f"espalier.cli.{verb}").run
         begin()
         return run(arguments)
     except KeyboardInterrupt:
@@ -114,30 +127,14 @@ def _failed(error: EspalierError | OSError, as_json: bool) -> int:
     return error.exit_code
 
 
-def _checked(arguments: argparse.Namespace) -> Callable[[argparse.Namespace], int]:
-    """What runs the verb, once its arguments are checked and the run is forked that it begins with."""
-    importlib.import_module("espalier.cli.input_check").check(arguments)  # before torch is imported
-    if getattr(arguments, "source", None) is not None:
-        importlib.import_module("espalier.cli.run_fork").fork(arguments)
-    verb = next((name for key, name in LAUNCHERS.items() if getattr(arguments, key, None) is not None), None)
-    if (verb or arguments.verb) == "train":
-        from espalier.cli import finished_run
-
-        if finished_run.answered(arguments):
-            return lambda _: 0
-    run: Callable[[argparse.Namespace], int] = importlib.import_module(f"espalier.cli.{verb or arguments.verb}").run
-    return run
-
-
 def _unknown(parser: argparse.ArgumentParser, word: str, known: Iterable[str]) -> NoReturn:
     """Ends the program, saying what may be meant by a `word` of the command line."""
     from espalier.recipe import recipe_errors
 
     name = word.partition("=")[0]
-    meant, note = recipe_errors.flag(name) if name.startswith("-") else ("", "")
-    if not note:
-        meant = meant or nearest(name, known) or ""
-    words = (f"unrecognized argument: {word}", meant and f"(did you mean {meant}?)", note)
+    meant, note = recipe_errors.lead(name) if name.startswith("-") else ("", "")
+    meant = meant or (not note and nearest(name, known)) or ""
+    words = (f"unrecognized argument: {word}", meant and f"(did you mean {meant}{'=VALUE' * ('.' in meant)}?)", note)
     parser.error(" ".join(filter(None, words)))
 
 

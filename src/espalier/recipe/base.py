@@ -14,9 +14,6 @@ from espalier.recipe.sections import Model, RecipeBase
 __all__ = ["Derivation", "Draft", "Model", "ModelKind", "RecipeBase"]
 
 
-VALIDATION_SHARE = 0.05
-"""Most of a run's time that derived validations may take, where one on all held-out tokens takes no more."""
-MUON_RATE = 0.02
 FAR = 30.0
 """Learning rates so many times above or below the derived one are noted."""
 
@@ -44,33 +41,25 @@ class Draft:
             value = getattr(value, name)
         return value
 
-    def fill(self, key: str, value: bool | int | float | str, reason: str) -> None:
-        """Sets `key` where it is None, and notes why."""
-        if self.get(key) is None:
+    def fill(self, key: str, value: Any, reason: str) -> None:
+        """Sets `key` where it is None, and notes why; and that a learning rate is given which is FAR from it."""
+        given = self.get(key)
+        if given is None:
             self.recipe = replaced(self.recipe, key.split("."), value)
             self.derivations.append(Derivation(key, value, reason))
+        elif key.endswith("learning_rate") and not value / FAR < given < value * FAR:
+            reason = f"given, which is {given / value:.3g} x the {value} that would be derived: {reason}"
+            self.derivations.append(Derivation(key, given, reason))
 
     def rates(self, adamw: float, reason: str, share: float = 1.0, because: str = "") -> None:
-        """The learning rates of either optimizer, times `share`, which is `because`. One that is given and FAR from
-        what it would be is noted, too."""
-        table = "train.optimizer"
-        wanted = [(f"{table}.adamw.learning_rate", share * adamw, reason + because)]
-        if self.get(table).__struct_config__.tag == "adamw":
-            wanted = [(f"{table}.learning_rate", *wanted[0][1:])]
-        else:
-            muon = f"Muon's steps have the same size at every width: {MUON_RATE} (its author's)"
-            wanted.insert(0, (f"{table}.learning_rate", share * MUON_RATE, muon + because))
-        for key, value, why in wanted:
-            given = self.get(key)
-            if given is not None and not value / FAR < given < value * FAR:
-                far = f"given, which is {given / value:.3g} x the {value:.3g} that would be derived: {why}"
-                self.derivations.append(Derivation(key, given, far))
-            self.fill(key, float(f"{value:.3g}"), why)
-
-
-def between_validations(steps: int) -> int:
-    """Steps between two: ten validations a run, or one every 1000 steps."""
-    return max(1, min(1000, steps // 10))
+        """The learning rates of either optimizer, times `share`, which is `because`."""
+        adamw, reason = float(f"{share * adamw:.3g}"), reason + because
+        if self.get("train.optimizer").__struct_config__.tag == "adamw":
+            self.fill("train.optimizer.learning_rate", adamw, reason)
+            return
+        muon = "Muon's steps have the same size at every width: 0.02 (its author's)"
+        self.fill("train.optimizer.learning_rate", float(f"{share * 0.02:.3g}"), muon + because)
+        self.fill("train.optimizer.adamw.learning_rate", adamw, reason)
 
 
 def replaced(struct: Any, path: list[str], value: Any) -> Any:

@@ -8,18 +8,10 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from espalier.recipe.base import (
-    VALIDATION_SHARE,
-    Draft,
-    ModelKind,
-    RecipeBase,
-    between_validations,
-    with_optimizer,
-)
+from espalier.recipe.base import Draft, ModelKind, RecipeBase, with_optimizer
 from espalier.recipe.decoder_shapes import Decoder, Gpt, Moe, active_parameter_count, parameter_count, published
 from espalier.recipe.errors import UserError
 from espalier.recipe.sections import VALIDATE_TOKENS, Adapters, Dpo, Lora
-from espalier.recipe.units import plural
 
 DEPTH = 4
 """Layers when neither depth nor shape is given: about 3 M parameters, minutes on a laptop."""
@@ -60,18 +52,6 @@ def _fill(draft: Draft) -> None:
     tokens = TOKENS_PER_PARAMETER * parameters
     steps = math.ceil(tokens / draft.get("train.batch_tokens"))
     draft.fill("train.steps", steps, f"20 tokens for each of {parameters:,} parameters (Chinchilla, arXiv 2203.15556)")
-    _validate(draft)
-
-
-def _validate(draft: Draft) -> None:
-    """Rather fewer tokens than seldom: all validations together cost VALIDATION_SHARE of the run, or in a short run as
-    much as one on VALIDATE_TOKENS. Forward only costs a third of training."""
-    steps, sequence = draft.get("train.steps"), draft.get("train.sequence")
-    count = math.ceil(steps / between_validations(steps))
-    together = max(3 * VALIDATION_SHARE * steps * draft.get("train.batch_tokens"), VALIDATE_TOKENS)
-    windows = max(1, math.floor(min(VALIDATE_TOKENS, together / count) / sequence))
-    reason = f"{plural(windows, 'window')} of {sequence}: few enough to validate {count} times"
-    draft.fill("train.validate_tokens", windows * sequence, reason)
 
 
 def _validation(recipe: RecipeBase) -> float:

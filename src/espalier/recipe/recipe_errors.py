@@ -69,39 +69,24 @@ def _chosen(structs: list[Any], table: Mapping[str, Any], origin: str, path: tup
 
 
 def lead(word: str) -> tuple[str, str]:
-    """The option that a `word` of other programs stands for (empty: none), and what differs (empty: nothing is known of
-    the word, or nothing differs)."""
-    name = word.lstrip("-").replace("-", "_").lower().rpartition(".")[2]
-    rows = (row for row in data_table(__file__)["lead"] if name in row["words"].split())
-    row: dict[str, str] = next(rows, {})
-    return row.get("to", ""), row.get("note", "")
-
-
-def flag(word: str) -> tuple[str, str]:
-    """As `lead`, of the unknown flag `word`: what to write on a command line instead."""
+    """The option that a `word` of other programs, or its last name alone, stands for (empty: nobody knows), and what
+    differs."""
     name = word.lstrip("-").replace("-", "_")
-    option, note = lead(name)
-    if not option and not note:
-        option = next((key for key in _ordered(known_keys()) if f".{key}".endswith(f".{name}")), "")
-    return option + "=VALUE" * (option[:1] not in ("", "-")), note
-
-
-def _ordered(keys: Sequence[str]) -> list[str]:
-    """What every recipe has comes before what a choice brings."""
-    always = set(known_keys(choices=False))
-    return sorted(keys, key=lambda key: key not in always)
+    for row in data_table(__file__)["lead"]:
+        if name.lower().rpartition(".")[2] in row["words"].split():
+            return row.get("to", ""), row.get("note", "")
+    always = known_keys(choices=False)  # comes before what a choice brings
+    same_name = [key for key in (*always, *known_keys()) if f".{key}".endswith(f".{name}")]
+    return next(iter(same_name), ""), ""
 
 
 def _unknown(path: tuple[str, ...], struct: Any, origin: str) -> UserError:
     key = ".".join(path)
     near, note = lead(path[-1])
-    if not near and not note:
-        known = [other for other in known_keys() if other != key]
-        same_name = [other for other in known if other.split(".")[-1] == path[-1]]
-        if sibling := nearest(path[-1], mechanism_options.fields(struct, path[:-1])):
-            near = ".".join((*path[:-1], sibling))
-        else:
-            near = (_ordered(same_name)[0] if same_name else nearest(key, known)) or ""
+    if near in ("", key) and not note:
+        sibling = nearest(path[-1], mechanism_options.fields(struct, path[:-1]))
+        known = (other for other in known_keys() if other != key)
+        near = (".".join((*path[:-1], sibling)) if sibling else nearest(key, known)) or ""
     section = "[" + ".".join(path[:-1]) + "]" if len(path) > 1 else "the top of the recipe"
     return UserError(
         f"{origin}: unknown key {key}.",

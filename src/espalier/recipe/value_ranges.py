@@ -39,28 +39,13 @@ def check(recipe: config.Recipe) -> None:
     mechanism_options.check(recipe, model_kind)
     _batch(recipe.train)
     _places(recipe)
-    _start(recipe.name, recipe.launch)
     if units.seconds(recipe.comm.timeout, "comm.timeout") < 0.1:
         raise UserError(
             f"comm.timeout = {recipe.comm.timeout!r} is not possible.",
             why="every wait for another rank would fail",
             do='comm.timeout = "60s"',
         )
-    _sizes(recipe)
-    _faults(recipe.faults)
-
-
-def _sizes(recipe: config.Recipe) -> None:
-    """Raises UserError for what is no number of bytes, or a number whose unit was left out."""
-    for key in ("comm.bucket", "faults.memory", "plan.memory"):
-        section, _, name = key.partition(".")
-        given = getattr(getattr(recipe, section), name)
-        if isinstance(given, int) and 0 < given < 2**20:
-            raise UserError(
-                f"{key} = {given} has no unit.", why="a number alone is of bytes", do=f'{key} = "{given}GiB"'
-            )
-        if given not in (None, "auto"):
-            units.size(given, key)
+    _faults(recipe)
 
 
 def _of_states(store: config.DiskOptions | None) -> bool:
@@ -68,31 +53,17 @@ def _of_states(store: config.DiskOptions | None) -> bool:
     return store is not None and store.path is not None and store == type(store)(path=store.path)
 
 
-def _start(name: str, launch: config.Launch) -> None:
-    """A run's name stands in paths, in job scripts, on pages and on terminals; `launch` in lines of shell."""
-    if name != recipe_file.plain_name(name):
-        raise UserError(
-            f"name = {name!r} is not possible.",
-            why="a name is letters, digits, spaces and - _ ., "
-            f"at most {recipe_file.LONGEST_NAME} bytes, no . or - first",
-            do=f'name = "{recipe_file.plain_name(name)}"; --run FOLDER says where the run is kept',
-        )
-    if "{command}" not in launch.command:
-        raise UserError(
-            f"launch.command = {launch.command!r} has no {{command}}.",
-            why="it stands for the shell command that starts a rank",
-            do='launch.command = "ssh {host} {command}"',
-        )
-    python = launch.python
-    if python is not None and (not python or python[0] == "-" or not python.isprintable()):
-        raise UserError(
-            f"launch.python = {python!r} is not possible.",
-            why="it is the path of a program",
-            do='launch.python = "/path/to/python"',
-        )
-
-
-def _faults(faults: config.Faults) -> None:
+def _faults(recipe: config.Recipe) -> None:
+    """And what is no number of bytes, or one whose unit was left out."""
+    faults = recipe.faults
+    for key, given in (
+        ("comm.bucket", recipe.comm.bucket), ("faults.memory", faults.memory), ("plan.memory", recipe.plan.memory)
+    ):  # fmt: skip
+        if isinstance(given, int) and 0 < given < 2**20:
+            why = "a number alone is of bytes"
+            raise UserError(f"{key} = {given} has no unit.", why=why, do=f'{key} = "{given}GiB"')
+        if given not in (None, "auto"):
+            units.size(given, key)
     if isinstance(faults.plateau, int) and faults.plateau < _SHORTEST:
         raise UserError(
             f"faults.plateau = {faults.plateau} is not possible.",
@@ -130,6 +101,27 @@ def _places(recipe: config.Recipe) -> None:
             f"checkpoint.target = {target!r} is not possible.",
             why="the checkpoint would be lost with the process",
             do="leave it out for the run folder, or name a folder",
+        )
+    # A run's name stands in paths, in job scripts, on pages and on terminals; `launch` in lines of shell.
+    if recipe.name != recipe_file.plain_name(recipe.name):
+        raise UserError(
+            f"name = {recipe.name!r} is not possible.",
+            why="a name is letters, digits, spaces and - _ ., "
+            f"at most {recipe_file.LONGEST_NAME} bytes, no . or - first",
+            do=f'name = "{recipe_file.plain_name(recipe.name)}"; --run FOLDER says where the run is kept',
+        )
+    if "{command}" not in recipe.launch.command:
+        raise UserError(
+            f"launch.command = {recipe.launch.command!r} has no {{command}}.",
+            why="it stands for the shell command that starts a rank",
+            do='launch.command = "ssh {host} {command}"',
+        )
+    python = recipe.launch.python
+    if python is not None and (not python or python[0] == "-" or not python.isprintable()):
+        raise UserError(
+            f"launch.python = {python!r} is not possible.",
+            why="it is the path of a program",
+            do='launch.python = "/path/to/python"',
         )
 
 
