@@ -409,7 +409,7 @@ def recording(
 
         def emit(event: str, **fields: Any) -> None:
             if event == "run":
-                STARTUP.ended("Starting the ranks")
+                STARTUP.ended("Starting the ranks", None if quiet else sys.stdout)  # a rank's standard error is a log
                 fields |= {"entered": STARTUP.entered, "stages": STARTUP.stages}
                 STARTUP.stages = None
             entry = log.write(event, **fields)

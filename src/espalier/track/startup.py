@@ -6,11 +6,13 @@ Every clock of a run, on the terminal, in its log and on its page, counts from t
 from __future__ import annotations
 
 import os
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TextIO
 
-from espalier.recipe.terminal import say_progress
+from espalier.recipe.terminal import say
 from espalier.recipe.units import show_seconds
 
 SHOWN = 0.2
@@ -31,13 +33,14 @@ class Startup:
     since: float
     stages: list[tuple[str, float, float]] | None = None
 
-    def ended(self, what: str) -> None:
-        """The stage `what` ends, which followed the one before."""
+    def ended(self, what: str, out: TextIO | None = None) -> None:
+        """The stage `what` ends, which followed the one before; it is shown on `out`, by default standard error."""
         now = time.time()
         took, self.since = now - self.since, now
         if self.stages is not None and took >= SHOWN:
             self.stages.append((what, took, now - self.entered))
-            say_progress(f"{show_seconds(now - self.entered):>8}  {what}: {show_seconds(took)}")
+            text = f"{show_seconds(now - self.entered):>8}  {what}: {show_seconds(took)}"
+            say(text, file=out or sys.stderr, flush=True)
 
 
 def process_began() -> float:
