@@ -354,11 +354,10 @@ def life(job: RunStart, forked: bool = False, stop_after: int | None = None) -> 
 
 def _ended(job: RunStart, error: EspalierError | None, **fields: Any) -> float:
     """Writes how the run ended; the seconds from when it was entered."""
-    seconds = time.time() - STARTUP.entered
     reason = "interrupted" if isinstance(error, Interrupted) else "failed" if error else "finished"
     with Log(job.folder.events) as log:
-        log.write("end", reason=reason, seconds=seconds, **fields)
-    return seconds
+        entry = log.write("end", reason=reason, seconds=time.time() - STARTUP.entered, **fields)
+    return float(entry["time"]) - STARTUP.entered
 
 
 def _finished(job: RunStart, as_json: bool) -> int:

@@ -121,7 +121,8 @@ class Trials:
         step = plan.step_seconds
         cost = sum(self.spent) + count * max(LEAST, STEPS * step, *self.spent[-1:])
         allowed = not step or cost <= SHARE * step * (self.recipe.train.steps or math.inf)
-        self.spent.extend([] if allowed else [math.inf])
+        if not allowed:
+            self.spent.append(math.inf)
         return allowed
 
     def known(self) -> dict[str, float]:

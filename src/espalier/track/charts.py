@@ -42,8 +42,7 @@ class Series(Value, frozen=True):
 
 
 class Chart(Value, frozen=True):
-    """What a page draws. `along`: what x counts; `zero`: 0 is on the axis; `log`: the axis of y goes by factors;
-    `values`: series with a single value, which are no lines but numbers."""
+    """What a page draws. `along`: what x counts; `zero`: 0 is on the axis; `log`: the axis of y goes by factors."""
 
     title: str
     remark: str
@@ -52,17 +51,12 @@ class Chart(Value, frozen=True):
     along: str = "step"
     zero: bool = False
     log: bool = False
-    values: Sequence[Series] = ()
 
 
 def charts(*candidates: Chart) -> list[Chart]:
     """Those that have something to show, without points that are not finite."""
-    shown = []
-    for chart in candidates:
-        lines = [line for line in map(_finite, chart.series) if len(line.x)]
-        single = [line for line in lines if len(line.x) == 1]
-        shown.append(chart.changed(series=[line for line in lines if len(line.x) > 1], values=single))
-    return [chart for chart in shown if chart.series or chart.values]
+    shown = [chart.changed(series=[line for line in map(_finite, chart.series) if len(line.x)]) for chart in candidates]
+    return [chart for chart in shown if chart.series]
 
 
 def _finite(line: Series) -> Series:

@@ -84,10 +84,6 @@ def _context(run: RunTables) -> dict[str, Any]:
         "plan": run.plan,
         "incidents": _rows(run, "incident"),
         "account": run.account,
-        "stages": [
-            (what, *(show_seconds(_or_nan(cell)) for cell in cells))
-            for what, *cells in filter(None, run.start.get("stages") or ())
-        ],
         "samples": [_drawn(row) for row in _rows(run, "sample")[-6:][::-1]],
         "checkpoints": _rows(run, "checkpoint")[::-1],
         "derivations": run.start.get("derivations") or [],

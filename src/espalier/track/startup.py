@@ -48,7 +48,7 @@ def process_began() -> float:
     try:
         ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
         return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + ticks / os.sysconf("SC_CLK_TCK")
-    except (OSError, AttributeError):
+    except OSError:
         return time.time()
 
 
