@@ -354,7 +354,7 @@ def _copies(trainer: Trainer, every: int, why: str) -> None:
     trainer.setting.emit("rule", name="faults.memory", step=trainer.step, value=every, why=why)
 
 
-def trial(setting: RankSetup, seconds: float, hopeless: float) -> float:
+def trial(setting: RankSetup, seconds: float, hopeless: float = float("inf")) -> float:
     """Median seconds per step over about `seconds` of real steps, after one to warm up, or of the first where these
     take more than `hopeless` seconds each. Batches are made ahead as in a run, and waits for them
     count. Writes nothing."""
