@@ -379,7 +379,7 @@ def test_opening_a_run_of_somebody_else_with_any_verb_stays_in_its_folder(home: 
 
 
 def test_no_verb_and_no_option_is_forgotten_of_those_that_may_open_a_run() -> None:
-    (verbs,) = (action.choices for action in cli.parser()._actions if isinstance(action.choices, dict))
+    (verbs,) = (action.choices for action in cli.parsers()[0]._actions if isinstance(action.choices, dict))
     excused = " ".join(NOT_OPENED).split()
     for verb, parser in verbs.items():
         tried = {word for words in VERBS.values() if words[0] == verb for word in words}

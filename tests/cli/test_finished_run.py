@@ -43,7 +43,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def answered(*changes: str) -> bool:
     words = ["train", "recipe.toml", *changes, "--run", "run"]
-    return finished_run.answered(cli.parser().parse_args(words))
+    return finished_run.answered(cli.parsers()[0].parse_args(words))
 
 
 def test_the_same_command_is_told_so(home: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -139,7 +139,7 @@ def espalier_words(words: list[str]) -> list[str] | None:
 
 def understood(words: list[str]) -> argparse.Namespace:
     """The parsed command. Raises SystemExit or AssertionError where a flag or a key does not exist."""
-    parsed, rest = cli.parser().parse_known_args(words)  # changes may stand behind options
+    parsed, rest = cli.parsers()[0].parse_known_args(words)  # changes may stand behind options
     assert not [word for word in rest if word.startswith("-") or "=" not in word], rest
     known = recipe_errors.known_keys()
     for text in [*getattr(parsed, "overrides", []), *rest]:
@@ -190,7 +190,7 @@ def test_every_command_within_a_sentence_is_understood() -> None:
     """The verb and the flags exist; what is in capitals or brackets stands for something."""
     verbs = {
         name: made
-        for action in cli.parser()._actions
+        for action in cli.parsers()[0]._actions
         if isinstance(action, argparse._SubParsersAction)
         for name, made in action.choices.items()
     }

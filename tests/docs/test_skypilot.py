@@ -35,6 +35,6 @@ def test_its_command_is_one_of_torchrun_s_and_ours():
     found = parse_args(shlex.split(done.stdout))
     assert (found.nnodes, found.nproc_per_node, found.node_rank) == ("2", "8", 1)
     assert (found.master_addr, found.max_restarts, found.training_script) == ("10.0.0.1", 3, "espalier")
-    given = cli.parser().parse_args(found.training_script_args)
+    given = cli.parsers()[0].parse_args(found.training_script_args)
     assert given.verb == "train"
     assert (FILE.parent.parent / given.recipe).exists()

@@ -409,3 +409,6 @@ def test_a_trial_counts_what_a_step_waits_for_its_batch(monkeypatch):
     monkeypatch.setattr(workload, "batches", slowly)
     assert worker.trial(RankSetup(recipe, plan, workload, launch.places(plan)[0]), 1.0) > 0.19
     assert drawn[:4] == [0, 1, 2, 3], "each step has a batch of its own"
+    drawn.clear()
+    assert worker.trial(RankSetup(recipe, plan, workload, launch.places(plan)[0]), 60.0, hopeless=0.1) > 0.19
+    assert len(drawn) <= 3, "it ends after its first two steps, with one batch ahead"

@@ -27,17 +27,18 @@ between = "400Gbit/s"
 """
 
 positive = st.floats(1e-9, 1e18, allow_nan=False)
+bandwidths, operations = st.floats(1e6, 1e14), st.floats(1e6, 1e18)
 few = st.integers(1, 64)
 words = st.text(st.characters(codec="utf-8", exclude_categories=["Cs"]), max_size=12)
-links = st.builds(Link, bandwidth=positive, latency=positive, launch=positive, measured=st.booleans(), source=words)
+links = st.builds(Link, bandwidth=bandwidths, latency=positive, launch=positive, measured=st.booleans(), source=words)
 rates = st.builds(
     Rate, what=st.sampled_from(["product", "attention"]), precision=st.sampled_from(["fp32", "bf16"]),
     rows=few, inner=few, columns=few, threads=few, processes=few, flops=positive,
 )  # fmt: skip
 measured_devices = st.builds(
     Device, name=words.filter(lambda name: name not in clusters.known_devices()), kind=st.sampled_from(["cpu", "cuda"]),
-    memory=st.integers(1, 2**50), memory_bandwidth=positive,
-    flops=st.dictionaries(st.sampled_from(["fp32", "bf16", "fp64"]), positive, min_size=1), peak=st.booleans(),
+    memory=st.integers(1, 2**50), memory_bandwidth=bandwidths,
+    flops=st.dictionaries(st.sampled_from(["fp32", "bf16", "fp64"]), operations, min_size=1), peak=st.booleans(),
     dispatch=positive, runtime=st.integers(0, 2**40), rates=st.lists(rates, max_size=3).map(tuple),
     copies=st.lists(st.builds(Copy, threads=few, processes=few, bandwidth=positive), max_size=2).map(tuple),
     source=words,
@@ -244,6 +245,7 @@ def test_catalogue_rates_are_dense() -> None:
     assert clusters.device("L4").flops["bf16"] == 121e12
 
 
+MINE = '[[nodes]]\n[nodes.device]\nname = "a"\nkind = "cuda"\nmemory = 1000\n'
 BAD = {
     "": "has no nodes",
     '[[nodes]]\ndevice = "A100"': 'device = "A100-80GB"',
@@ -262,7 +264,12 @@ BAD = {
     '[[nodes]]\ndevice = "H100"\nmtbf = "1 year"': "nodes[0].mtbf: Expected `float | null`",
     'mtbf = 900\n[[nodes]]\ndevice = "H100"': "mtbf stands in [[nodes]]",
     '[[nodes]]\ndevice = "H100"\ncount = 2': "links.between is missing",
-    '[[nodes]]\ndevice = "H100"\n[links]\ninside = "0GB/s"': "must be more than zero",
+    '[[nodes]]\ndevice = "H100"\n[links]\ninside = "0GB/s"': "must be from a thousand",
+    '[[nodes]]\ndevice = "H100"\n[links]\ninside = "1e3TB/s"': "links.inside is 1000000000000000.0",
+    '[[nodes]]\ndevice = "H100"\n[links]\ninside = 25': "from a thousand to 1e+14 a second",
+    MINE + "memory_bandwidth = 1e9\nflops = { fp32 = 0 }": "flops.fp32 is 0.0",
+    MINE + "memory_bandwidth = 80\nflops = { fp32 = 1e9 }": "memory_bandwidth is 80",
+    MINE + "memory_bandwidth = 1e9\nflops = { fp32 = 80 }": "flops.fp32 is 80",
     '[[nodes]]\ndevice = "H100"\n[links]\ninside = -3': "not a quantity: -3",
     '[[nodes]]\ndevice = "H100"\n[links]\ninside = inf': "finite",
     '[[nodes]]\ndevice = "H100"\n[links]\ninside = "5ms"': "unknown unit 'ms'",

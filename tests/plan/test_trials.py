@@ -30,7 +30,7 @@ class Machine:
     load: float = 0.0
     runs: list[Plan] = field(default_factory=list)
 
-    def run(self, plan: Plan) -> float:
+    def run(self, plan: Plan, fastest: float) -> float:
         self.runs.append(plan)
         return self.seconds * len(plan.ranks)
 
@@ -49,6 +49,52 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine
 def test_a_quiet_machine_is_measured_once(machine: Machine) -> None:
     assert machine.tried() == machine.tried() == [1.0, 2.0]
     assert len(machine.runs) == 4
+
+
+def predicted(plan: Plan, seconds: float) -> Plan:
+    return plan.changed(
+        predicted=Predicted(
+            step_seconds=seconds, tokens_per_second=1.0, tokens_per_second_per_device=1.0, mfu=0.1, terms={},
+            memory_bytes={}, memory_limit=1.0, sent_bytes={},
+        )
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("steps", "runs"),
+    [(10, 0), (110, 0), (130, 2), (190, 3), (10_000, 6)],  # a trial of steps of 0.1 s is expected to take 0.6 s
+)
+def test_trials_take_at_most_a_tenth_of_the_run(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, steps: int, runs: int
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr("espalier.plan.trials.time.monotonic", lambda: now[0])
+
+    def run(plan: Plan, fastest: float) -> float:
+        now[0] += 0.6
+        machine.runs.append(plan)
+        return 0.1
+
+    recipe = RECIPE.changed(train=RECIPE.train.changed(steps=steps))
+    ranks = [predicted(Plan(ranks=(Rank(threads=1),) * count), 0.1) for count in (1, 2, 3)]
+    trials = Trials(recipe, CLUSTER, run)
+    measured = trials(ranks)
+    assert len(machine.runs) == runs
+    assert 0.6 * len(machine.runs) <= 0.1 * steps * 0.1
+    assert len(measured) == min(3, runs)
+    assert Trials(recipe, CLUSTER)(ranks) == measured, "whoever plans without trials knows the same"
+
+
+def test_a_hopeless_plan_is_tried_once_and_knows_how_fast_others_are(machine: Machine) -> None:
+    limits = []
+
+    def run(plan: Plan, fastest: float) -> float:
+        limits.append(fastest)
+        return machine.run(plan, fastest) * (1 if len(plan.ranks) == 1 else 1.6)
+
+    assert sorted(Trials(RECIPE, CLUSTER, run)(PLANS).values()) == [1.0, 3.2]
+    assert [len(plan.ranks) for plan in machine.runs] == [1, 2, 1]
+    assert limits == [float("inf"), 1.0, 1.0]
 
 
 def test_what_a_busy_machine_said_is_measured_anew_once_it_is_quiet(machine: Machine) -> None:
@@ -75,11 +121,7 @@ def test_what_disagrees_with_steps_is_measured_again(
     folder = RunFolder(tmp_path / "run")
     folder.path.mkdir()
     folder.cluster.write_text(clusters.dumps(CLUSTER))
-    predicted = Predicted(
-        step_seconds=1.0, tokens_per_second=1.0, tokens_per_second_per_device=1.0, mfu=0.1, terms={},
-        memory_bytes={}, memory_limit=1.0, sent_bytes={},
-    )  # fmt: skip
-    with train.recording(folder, RECIPE, True, predicted) as emit:
+    with train.recording(folder, RECIPE, True, predicted(PLANS[0], 1.0).predicted) as emit:
         for step in range(30):
             emit("step", step=step + 1, seconds=seconds, exposed=0.0, loss=1.0)
     machine.runs.clear()

@@ -148,7 +148,7 @@ def test_two_cut_plans_are_tried_in_real_ranks(
 ) -> None:
     """Where that takes long, which here everything does, it is said."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(run_plan, "TRIAL_SECONDS", 0.05)
+    monkeypatch.setattr(trials, "LEAST", 0.05)
     monkeypatch.setattr(run_plan, "LONG_STEP", 0.0)
     (tmp_path / "corpus").mkdir()
     for number in range(9):
@@ -156,7 +156,7 @@ def test_two_cut_plans_are_tried_in_real_ranks(
     table = {
         "model": {"depth": 1, "width": 32, "heads": 2},
         "data": {"path": str(tmp_path / "corpus"), "validation": 0.2},
-        "train": {"steps": 2, "sequence": 64, "batch_tokens": 128},
+        "train": {"steps": 10**9, "sequence": 64, "batch_tokens": 128},
         "plan": {"pin": {"ranks": 4, "hp": 2, "cp": 2, "micro_batch": 1, "recompute": "none"}},
     }
     resolved = workload_registry.settle(recipe_file.from_table(table), tmp_path)
@@ -389,10 +389,14 @@ def test_of_trials_that_differ_little_the_one_with_most_ranks_is_taken() -> None
 
 def test_trials_of_one_phase_are_not_those_of_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    recipe = defaults.resolve(recipe_file.from_table({"model": {"depth": 1, "width": 32}, "train": {"steps": 4}}))[0]
+    recipe = defaults.resolve(recipe_file.from_table({"model": {"depth": 1, "width": 32}, "train": {"steps": 10**9}}))[
+        0
+    ]
     plans = [decide(decoder(pin=Pin(ranks=ranks)), processor()).taken for ranks in (1, 2)]
     seconds = iter([1.0, 2.0, 1.0, 2.0, 30.0, 40.0, 30.0, 40.0])
-    first, later = (trials.Trials(recipe, processor(), lambda plan: next(seconds), phase) for phase in (0, 100))
+    first, later = (
+        trials.Trials(recipe, processor(), lambda plan, fastest: next(seconds), phase) for phase in (0, 100)
+    )
     assert sorted(first(plans).values()) == [1.0, 2.0]
     assert sorted(later(plans).values()) == [30.0, 40.0]
     assert sorted(first(plans).values()) == [1.0, 2.0], "kept, and measured no more"

@@ -169,14 +169,31 @@ def test_a_vocabulary_smaller_than_the_tokenizers_is_refused():
 
 def test_a_module_recipe_is_filled_too():
     resolved, _ = defaults.resolve(recipe(config.Module(build="a:b")))
-    assert none_left(resolved.train, "train.") == ["train.recompute"]
+    assert none_left(resolved.train, "train.") == ["train.recompute", "train.validate_tokens"]
 
 
-def test_derived_validation_takes_at_most_a_twentieth_of_the_time():
-    resolved, _ = defaults.resolve(recipe(config.Gpt(depth=3), steps=300, batch_tokens=4096))
-    forward_only = resolved.train.validate_tokens / 3
-    assert forward_only / (resolved.train.validate_every * 4096) <= 0.05
-    assert resolved.train.validate_every < 300
+@pytest.mark.parametrize("steps", [1, 8, 12, 19, 50, 300, 4000, 10**6])
+@pytest.mark.parametrize("batch", [256, 4096, 1 << 20])
+def test_validations_are_at_least_eight_and_cost_no_more_than_a_twentieth_or_one_of_64_ki_tokens(steps, batch):
+    train = defaults.resolve(recipe(config.Gpt(depth=3), steps=steps, batch_tokens=batch))[0].train
+    count = -(-steps // train.validate_every)
+    assert count >= min(8, steps)
+    assert train.validate_tokens % train.sequence == 0
+    assert train.validate_tokens <= 65_536
+    whole = steps * batch
+    dear = max(1, 65_536 // count < train.sequence) * train.sequence  # at least one window
+    assert count * train.validate_tokens / 3 <= max(0.05 * whole, 65_536 / 3, count * dear / 3)
+
+
+def test_given_validation_tokens_bound_how_often_they_are_read():
+    train = defaults.resolve(recipe(steps=300, batch_tokens=4096, validate_tokens=65_536))[0].train
+    assert 0.045 < 65_536 / 3 / (train.validate_every * 4096) <= 0.05
+
+
+def test_a_run_that_is_extended_may_validate_on_other_tokens():
+    short, longer = (defaults.resolve(recipe(steps=steps, batch_tokens=4096))[0] for steps in (50, 500))
+    assert short.train.validate_tokens < longer.train.validate_tokens
+    assert [key for key, *_ in recipe_file.changed(short, longer)] == []
 
 
 BAD = {
@@ -230,6 +247,30 @@ def test_a_model_that_does_not_fit_is_refused_by_name(named):
 def test_training_numbers_that_do_not_fit_are_refused_by_name(named, train):
     with pytest.raises(UserError, match=named):
         defaults.resolve(recipe(config.Gpt(depth=3, context=256), **train))
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "said"),
+    [
+        (config.Muon(learning_rate=3.0), "150 x the 0.02"),
+        (config.Muon(learning_rate=3e-4), "0.015 x the 0.02"),
+        (config.Adamw(learning_rate=1e-12), "x the 0.003"),
+        (config.Muon(learning_rate=0.1), ""),
+        (config.Muon(), ""),
+    ],
+)
+def test_a_learning_rate_far_from_the_derived_one_is_said(optimizer, said):
+    _, derivations = defaults.resolve(recipe(config.Gpt(depth=3), optimizer=optimizer))
+    given = [each for each in derivations if each.reason.startswith("given")]
+    assert [each.value for each in given] == ([optimizer.learning_rate] if said else [])
+    assert said in "".join(each.reason for each in given)
+
+
+@pytest.mark.parametrize("memory", [8, "8"])
+def test_a_size_without_a_unit_asks_for_one(memory):
+    with pytest.raises(UserError, match=r"plan\.memory.* has no unit") as refused:
+        defaults.resolve(config.Recipe(model=config.Gpt(), plan=config.Planning(memory=memory)))
+    assert "GiB" in refused.value.do
 
 
 def test_a_clip_of_0_is_allowed_and_turns_it_off():

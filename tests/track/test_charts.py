@@ -169,3 +169,14 @@ def test_the_scripts_axes_by_factors_have_few_round_ticks_inside() -> None:
             assert ticks == sorted(set(ticks))
             assert low * scale <= ticks[0] * (1 + 1e-9)
             assert ticks[-1] <= high * scale * (1 + 1e-9)
+
+
+def test_a_single_value_is_a_number_and_no_line() -> None:
+    training = Series("training", np.arange(3), np.array([3.0, 2.0, 1.0]))
+    held_out = Series("validation", np.array([1200]), np.array([2.25]))
+    for lines, boxes in (([held_out], 0), ([training, held_out], 1)):
+        (chart,) = charts.charts(Chart("Loss", "", lines))
+        text = drawn(chart)
+        assert (text.count("<svg"), text.count("<polyline")) == (boxes, boxes)
+        assert "<b>2.25</b> validation, at step 1,200" in text
+    assert charts.charts(Chart("Loss", "", [Series("validation", np.array([1]), np.array([np.nan]))])) == []

@@ -32,6 +32,7 @@ from espalier.recipe import Recipe, cache_dir, recipe_file, units
 from espalier.recipe.errors import UserError
 from espalier.recipe.terminal import say_progress
 from espalier.track.progress import waiting
+from espalier.track.startup import STARTUP
 from espalier.train import worker, workload_registry
 from espalier.train.rank_spec import Entrypoint, RankSpec
 from espalier.train.run_folder import RunFolder
@@ -57,6 +58,7 @@ class HostPost:
     def decide(self) -> train.Begun:
         measured = self.measured()
         assert measured is not None  # the leader has it, or raised
+        STARTUP.ended("Measuring the hosts")
         text, machines = measured[0]
         cluster = clusters.loads(text)
         hosts = self.team.hosts

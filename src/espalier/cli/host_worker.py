@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,7 @@ from espalier.cli import run_data
 from espalier.launch.hosts import host_agent
 from espalier.launch.hosts.host_agent import Launcher, Told
 from espalier.recipe.errors import EspalierError, Interrupted, UserError
+from espalier.track.startup import STARTUP
 from espalier.train.rank_spec import RankSpec
 
 
@@ -55,8 +57,11 @@ def _train(launcher: Launcher, place: RankSpec, asked: Told) -> Told:
     _enter(place, asked)
     if not place.rank:
         launcher.tell("kept", kept=run_data.packed(Path(asked["run"])))
+    STARTUP.entered = STARTUP.since = min(asked["entered"], time.time())  # by the launcher's clock
+    STARTUP.stages = None if place.rank else []
     from espalier.cli import host_supervisor
 
+    STARTUP.ended("Reaching the hosts, loading PyTorch")
     with _naming_the_folder(asked):
         given = host_supervisor.opened(place, asked)
     return host_supervisor.supervise(launcher, place, asked, given)

@@ -6,6 +6,7 @@ import argparse
 import importlib
 import json
 import sys
+import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -15,6 +16,7 @@ from espalier.recipe import cache_dir, process_environment, terminal
 from espalier.recipe.data_table import data_table
 from espalier.recipe.errors import DISTRIBUTION, EspalierError, nearest
 from espalier.recipe.terminal import say
+from espalier.track.startup import STARTUP, process_began
 
 _TABLES = data_table(__file__)
 VERBS: dict[str, str] = _TABLES["verbs"]
@@ -23,8 +25,8 @@ ARGUMENTS: list[dict[str, Any]] = _TABLES["arguments"]
 TYPES = {"int": int, "float": float}
 
 
-def parser() -> argparse.ArgumentParser:
-    """The whole command line."""
+def parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
+    """That of the whole command line, which knows verbs only, and those of the verbs."""
     top = argparse.ArgumentParser(
         prog="espalier",
         description="Trains large models on the hardware you actually have.",
@@ -44,7 +46,28 @@ def parser() -> argparse.ArgumentParser:
         options |= {"metavar": metavar} if metavar else {}
         for name in names:
             made[name].add_argument(flag, **options)
-    return top
+    return top, made
+
+
+def parsed(words: Sequence[str]) -> argparse.Namespace:
+    """What a command line says; options may stand anywhere, also before the verb. Without a verb `verb` is None. Ends
+    the program where it asks for help or cannot be understood."""
+    top, verbs = parsers()
+    words = [*words[1:], "-h"] if words[:1] == ["help"] else words
+    at = next((place for place, word in enumerate(words) if word in VERBS), None)
+    if words and not words[0].startswith("-") and at != 0:
+        _unknown(top, words[0], VERBS)
+    if at is None:
+        return top.parse_args(words)
+    verb = verbs[words[at]]
+    parse = verb.parse_known_args if "--" in words else verb.parse_known_intermixed_args
+    arguments, rest = parse([*words[:at], *words[at + 1 :]])
+    if rest:
+        _unknown(verb, rest[0], [f"--{name.replace('_', '-')}" for name in vars(arguments)])
+    if getattr(arguments, "recipe", None) is not None:  # the word that is no change
+        ordered = sorted((arguments.recipe, *arguments.overrides), key=lambda word: "=" in word)
+        arguments.recipe, *arguments.overrides = ordered
+    return argparse.Namespace(version=False, verb=words[at], **vars(arguments))
 
 
 LAUNCHERS = {"hosts": "multihost", "slurm": "sbatch", "kubernetes": "kubernetes", "ray": "ray_job"}
@@ -54,28 +77,30 @@ LAUNCHERS = {"hosts": "multihost", "slurm": "sbatch", "kubernetes": "kubernetes"
 def main(argv: Sequence[str] | None = None, begin: Callable[[], None] = lambda: None) -> int:
     """Runs one verb, which is imported before `begin` is called. Returns the exit code: 0 good, 1 found something, 2
     the user's mistake, 130 interrupted."""
-    top = parser()
+    STARTUP.entered = STARTUP.since = process_began() if argv is None else time.time()
     words = sys.argv[1:] if argv is None else list(argv)
-    if words and words[0] not in VERBS and not words[0].startswith("-"):
-        _unknown(top, words[0], VERBS)
-    arguments, rest = top.parse_known_args(words)
-    changes = [word for word in rest if "=" in word and not word.startswith("-")]
-    if len(changes) < len(rest) or (rest and not hasattr(arguments, "overrides")):
-        word = next((word for word in rest if word not in changes), rest[0])
-        _unknown(top, word, [f"--{name.replace('_', '-')}" for name in vars(arguments) if name != "verb"])
-    if rest:  # changes may stand behind options as well
-        arguments.overrides = [*arguments.overrides, *changes]
+    arguments = parsed(words)
     if arguments.version:
         say(_versions())
         return 0
     if arguments.verb is None:
-        top.print_help()
+        parsers()[0].print_help()
         return 2
     process_environment.settle()
     terminal.know_paths(words)
     store_client.own_process()
     try:
-        run = _checked(arguments)
+        importlib.import_module("espalier.cli.input_check").check(arguments)  # before torch is imported
+        if getattr(arguments, "source", None) is not None:
+            importlib.import_module("espalier.cli.run_fork").fork(arguments)
+        launcher = (name for key, name in LAUNCHERS.items() if getattr(arguments, key, None) is not None)
+        verb = next(launcher, arguments.verb)
+        if verb == "train":
+            from espalier.cli import finished_run
+
+            if finished_run.answered(arguments):
+                return 0
+        run: Callable[[argparse.Namespace], int] = importlib.import_module(f"espalier.cli.{verb}").run
         begin()
         return run(arguments)
     except KeyboardInterrupt:
@@ -102,24 +127,15 @@ def _failed(error: EspalierError | OSError, as_json: bool) -> int:
     return error.exit_code
 
 
-def _checked(arguments: argparse.Namespace) -> Callable[[argparse.Namespace], int]:
-    """What runs the verb, once its arguments are checked and the run is forked that it begins with."""
-    importlib.import_module("espalier.cli.input_check").check(arguments)  # before torch is imported
-    if getattr(arguments, "source", None) is not None:
-        importlib.import_module("espalier.cli.run_fork").fork(arguments)
-    verb = next((name for key, name in LAUNCHERS.items() if getattr(arguments, key, None) is not None), None)
-    if (verb or arguments.verb) == "train":
-        from espalier.cli import finished_run
+def _unknown(parser: argparse.ArgumentParser, word: str, known: Iterable[str]) -> NoReturn:
+    """Ends the program, saying what may be meant by a `word` of the command line."""
+    from espalier.recipe import recipe_errors
 
-        if finished_run.answered(arguments):
-            return lambda _: 0
-    run: Callable[[argparse.Namespace], int] = importlib.import_module(f"espalier.cli.{verb or arguments.verb}").run
-    return run
-
-
-def _unknown(top: argparse.ArgumentParser, word: str, known: Iterable[str]) -> NoReturn:
-    near = nearest(word.partition("=")[0], known)
-    top.error(f"unrecognized argument: {word}" + (f" (did you mean {near}?)" if near else ""))
+    name = word.partition("=")[0]
+    meant, note = recipe_errors.lead(name) if name.startswith("-") else ("", "")
+    meant = meant or (not note and nearest(name, known)) or ""
+    words = (f"unrecognized argument: {word}", meant and f"(did you mean {meant}{'=VALUE' * ('.' in meant)}?)", note)
+    parser.error(" ".join(filter(None, words)))
 
 
 def _versions() -> str:

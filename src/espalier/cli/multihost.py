@@ -24,6 +24,7 @@ from espalier.recipe.errors import EspalierError, PeerLost, RunFailed, UserError
 from espalier.recipe.terminal import say, say_progress
 from espalier.track.events import logged
 from espalier.track.progress import Forgiving, trouble
+from espalier.track.startup import STARTUP
 from espalier.train.failure import Failure, RestartBudget
 from espalier.train.run_folder import path_of
 
@@ -61,6 +62,7 @@ def _train(arguments: argparse.Namespace, named: Sequence[Host]) -> int:
         "run": str(folder),
         "quiet": arguments.json,
         "trust": arguments.trust,
+        "entered": STARTUP.entered,
     }
     if not leads:
         log = folder / "logs" / LOG

@@ -20,6 +20,7 @@ from espalier.recipe import Recipe
 from espalier.recipe.cache_dir import free_bytes
 from espalier.recipe.terminal import say_progress
 from espalier.track.progress import waiting
+from espalier.track.startup import STARTUP
 from espalier.train import request_from_recipe, workload_registry
 from espalier.train.rank_spec import RankSpec
 from espalier.train.run_folder import RunFolder, path_of
@@ -40,7 +41,9 @@ def machines(recipe: Recipe, cluster: str | None = None) -> Cluster:
     named = cluster or recipe.plan.cluster
     if named is not None:
         return clusters.read(named)
-    return probe.ready(say=say_progress)
+    measured = probe.ready(say=say_progress)
+    STARTUP.ended("Measuring this machine")
+    return measured
 
 
 def machines_of(channel: dist.ProcessGroup | None, place: RankSpec, recipe: Recipe) -> Cluster:

@@ -14,7 +14,7 @@ import msgspec
 
 from espalier.checkpoint import forks, run_identity
 from espalier.checkpoint.run_identity import RunIdentity, RunStamp
-from espalier.checkpoint.save_and_restore import CheckpointInfo, Checkpoints
+from espalier.checkpoint.save_and_restore import Checkpoints
 from espalier.checkpoint.storage import Folder, open_place
 from espalier.cli import run_trust
 from espalier.recipe import Recipe, cache_dir, data_hash, import_function, recipe_file
@@ -72,7 +72,10 @@ def owner_of(folder: RunFolder, recipe: Recipe, data: str) -> Owner:
     saved = phases.checkpoints(recipe, folder)
     target = recipe.checkpoint.target
     entries = saved.entries()
-    identity = before.now_means(digest) if before is not None else _same(digest, entries)
+    identity = before.now_means(digest) if before is not None else None
+    stamps = [entry.run for entry in entries if entry.run is not None]
+    if before is None and stamps and stamps[-1].meaning == digest:  # the newest checkpoint's run means the same
+        identity = run_identity.taken_up(*stamps)
     if target is not None and not entries:
         identity = identity or _lost(target, folder.path.name, digest)
     notes = list[str]()
@@ -94,12 +97,6 @@ def owner_of(folder: RunFolder, recipe: Recipe, data: str) -> Owner:
     nameless = [entry.path for entry in entries if entry.run is None and not entry.why][-1:]
     notes += [run_identity.doubt(identity, None, path) for path in nameless]
     return Owner(identity, recipe, saved, notes)
-
-
-def _same(digest: str, entries: Sequence[CheckpointInfo]) -> RunIdentity | None:
-    """The run of the newest of these checkpoints, where it means the same."""
-    stamps = [entry.run for entry in entries if entry.run is not None]
-    return run_identity.taken_up(*stamps) if stamps and stamps[-1].meaning == digest else None
 
 
 def _lost(target: str, name: str, digest: str) -> RunIdentity | None:

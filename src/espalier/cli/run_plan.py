@@ -27,6 +27,7 @@ from espalier.recipe.graphs import Batches
 from espalier.recipe.terminal import say_progress
 from espalier.recipe.units import show_seconds
 from espalier.track.progress import waiting
+from espalier.track.startup import STARTUP
 from espalier.train import version_check, workload_registry
 from espalier.train.rank_setup import RankSetup
 from espalier.train.workload_registry import Resolved
@@ -40,8 +41,6 @@ PRECISION = "on GPUs the fastest of what they compute fast; on processors fp32, 
 
 LONG_STEP = 5.0
 """Of a predicted step, above which it is said that one is tried: a trial takes several."""
-TRIAL_SECONDS = 0.6
-"""How long each candidate runs in each round, warm-up not counted."""
 
 
 def batches_of(plan: Plan) -> Batches | None:
@@ -102,6 +101,8 @@ def choose(resolved: Resolved, workload: Workload, cluster: Cluster, world: int 
     request = resolve_recipe.request(resolved, world, workload)
     calibration = measurements.calibration(resolved.recipe)
     code = f"{version_check.code()} torch {torch.__version__}"
+    if trials is not None:
+        code += f", trials for {resolved.recipe.train.steps} steps"
     key = partial(decision_cache.key, request, cluster, calibration, code)
     again = trials is not None and trials.doubtful()
     plan = None if again else decision_cache.read(key(None if trials is None else trials.known()))
@@ -116,17 +117,18 @@ def choose(resolved: Resolved, workload: Workload, cluster: Cluster, world: int 
         # Trials that ran decide the same for whoever asks next.
         if not decision.cut_off:
             decision_cache.keep(key(None if trials is None else trials.known()), plan)
+    STARTUP.ended("Planning")
     return plan
 
 
 def trials_of(resolved: Resolved, workload: Workload, cluster: Cluster, world: int | None = None) -> Trials | None:
     """Trials of real steps in real ranks of this machine; None where ranks are there already, or none are wanted."""
 
-    def run(plan: Plan) -> float:
+    def run(plan: Plan, fastest: float) -> float:
         foreseen = 0.0 if plan.predicted is None else plan.predicted.step_seconds
         if foreseen > LONG_STEP:
             say_progress(f"trying steps of {show_seconds(foreseen)} with {key(plan)}")
-        return _seconds(plan, resolved, workload)
+        return _seconds(plan, resolved, workload, fastest)
 
     if world is not None or not resolved.recipe.plan.trial:
         return None
@@ -147,14 +149,16 @@ def _here(plan: Plan) -> bool:
     return all(rank.node == 0 for rank in plan.ranks) and len(wanted) <= (accelerator.count() if wanted else 0)
 
 
-def _seconds(plan: Plan, resolved: Resolved, workload: Workload) -> float:
-    """Seconds per step of `plan`, from real steps in real ranks. What it takes is loaded here: `plan` does without."""
+def _seconds(plan: Plan, resolved: Resolved, workload: Workload, fastest: float) -> float:
+    """Seconds per step of `plan`, from real steps in real ranks; `fastest`: of other plans. What it takes is loaded
+    here: `plan` does without."""
     from espalier.launch.ranks import agent
+    from espalier.plan.trials import HOPELESS, LEAST
     from espalier.train import rank_spec as launch
     from espalier.train import worker
 
     def task(place: launch.RankSpec) -> float:
-        return worker.trial(RankSetup(resolved.recipe, plan, workload, place), TRIAL_SECONDS)
+        return worker.trial(RankSetup(resolved.recipe, plan, workload, place), LEAST, HOPELESS * fastest)
 
     worker.warm(plan)
     return max(agent.run(task, launch.places(plan)))

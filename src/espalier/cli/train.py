@@ -32,6 +32,7 @@ from espalier.recipe.errors import EspalierError, Interrupted
 from espalier.recipe.terminal import say, say_progress
 from espalier.track.events import Log
 from espalier.track.progress import Forgiving, Progress, trouble, waiting
+from espalier.track.startup import STARTUP
 from espalier.train import phases, rejoin_signal, table, worker, workload_registry
 from espalier.train import rank_spec as launch
 from espalier.train import run_folder as runs
@@ -54,6 +55,9 @@ def run(arguments: argparse.Namespace) -> int:
     torch.set_num_threads(1)  # ranks are forked from here; see launch.agent
     sys.stdout = cast("TextIO", Forgiving(sys.stdout))
     place = detect_launcher.place()
+    if place is None or not place.rank:
+        STARTUP.stages = []
+        STARTUP.ended("Loading PyTorch")
     local_ranks = Ranks(lambda: (start_run.of_command(arguments), ()), fork)
     ranks = local_ranks if place is None else _launched(arguments, place)
     return carry_out(ranks, arguments.json)
@@ -109,13 +113,15 @@ def carry_out(ranks: Ranks, as_json: bool) -> int:
         if job.finished:
             finished_run.tell(job.folder.path, job.resolved.recipe.train.steps or 0, as_json)
             return 0
-        begun = time.monotonic()
         try:
             ranks.run(job, hosts)
         except EspalierError as error:
-            _ended(job, Log(job.folder.events), error, time.monotonic() - begun)
+            from espalier.track import report
+
+            _ended(job, error)
+            report.write(job.folder.path)
             raise
-        return _finished(job, Log(job.folder.events), time.monotonic() - begun, as_json)
+        return _finished(job, as_json)
     finally:
         job.folder.release()
 
@@ -166,6 +172,7 @@ def fork(job: RunStart, hosts: Sequence[int] = ()) -> bool:
         follows = part.workload.phases()[-1].stop < (recipe.train.steps or 0)
         care = replace(care_of(part), shapes=shapes, continues=follows)
         supervisor.run(task(part), launch.places(part.plan, job.folder.logs), care)
+        STARTUP.stages = None  # those of the first phase alone
     return True
 
 
@@ -334,6 +341,8 @@ def life(job: RunStart, forked: bool = False, stop_after: int | None = None) -> 
         setting.stop_after = stop_after
         if place.rank != 0:
             return worker.train(setting, identity)
+        if place.attempt:
+            STARTUP.stages = None
         with recording(job.folder, job.resolved.recipe, job.quiet, job.plan.predicted) as emit:
             return worker.train(replace(setting, emit=emit), identity)
 
@@ -343,18 +352,19 @@ def life(job: RunStart, forked: bool = False, stop_after: int | None = None) -> 
 # --- after -------------------------------------------------------------------------------------------------------
 
 
-def _ended(job: RunStart, log: Log, error: EspalierError, seconds: float) -> None:
-    from espalier.track import report
+def _ended(job: RunStart, error: EspalierError | None, **fields: Any) -> float:
+    """Writes how the run ended; the seconds from when it was entered."""
+    reason = "interrupted" if isinstance(error, Interrupted) else "failed" if error else "finished"
+    with Log(job.folder.events) as log:
+        entry = log.write("end", reason=reason, seconds=time.time() - STARTUP.entered, **fields)
+    return float(entry["time"]) - STARTUP.entered
 
-    log.write("end", reason="interrupted" if isinstance(error, Interrupted) else "failed", seconds=seconds)
-    report.write(job.folder.path)
 
-
-def _finished(job: RunStart, log: Log, seconds: float, as_json: bool) -> int:
+def _finished(job: RunStart, as_json: bool) -> int:
     from espalier.track import report
     from espalier.track.run_tables import RunTables
 
-    log.write("end", reason="finished", seconds=seconds, steps=job.resolved.recipe.train.steps)
+    seconds = _ended(job, None, steps=job.resolved.recipe.train.steps)
     run = RunTables.read(job.folder.path)
     page = report.write(run)
     if as_json:
@@ -397,6 +407,10 @@ def recording(
             views.append(open_views.enter_context(closing(trackers.opened(name, folder.path))))
 
         def emit(event: str, **fields: Any) -> None:
+            if event == "run":
+                STARTUP.ended("Starting the ranks", None if quiet else sys.stdout)  # a rank's standard error is a log
+                fields |= {"entered": STARTUP.entered, "stages": STARTUP.stages}
+                STARTUP.stages = None
             entry = log.write(event, **fields)
             if event == "incident" and not (quiet or any(isinstance(view, Progress) for view in views)):
                 say(trouble(entry), flush=True)

@@ -18,6 +18,7 @@ from espalier.language.tokenizer import Tokenizer, kept_tokenizer
 from espalier.parallel.workload import Progress, Shard, SummedLoss, Sums, to_device
 from espalier.recipe import Recipe, data_hash
 from espalier.recipe.errors import UserError
+from espalier.recipe.sections import VALIDATE_TOKENS
 from espalier.recipe.units import plural
 from espalier.store.artifacts import Artifact, Text
 
@@ -48,7 +49,7 @@ class LanguageWorkload(DecoderWorkload):
         self.held_out: list[tuple[token_store.TokenSplit, int]] = []
         """(split, first token) of every held-out window, each corpus by its weight."""
         for store, name, weight in zip(stores, names, weights, strict=run is None):
-            limit = round(recipe.train.validate_tokens * weight / sum(weights))
+            limit = round((recipe.train.validate_tokens or VALIDATE_TOKENS) * weight / sum(weights))
             starts = mixture.held_out(store.validation, self.sequence, limit, name)
             self.held_out += [(store.validation, int(start)) for start in starts]
         self._byte_lengths = torch.from_numpy(np.asarray(self.tokenizer.byte_lengths, dtype=np.float64))

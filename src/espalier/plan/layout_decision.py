@@ -161,8 +161,8 @@ def _fastest(plans: list[Plan], measure: Trials | None) -> tuple[Plan, trials.Me
     measured = {} if measure is None or len(plans) < 2 else measure(plans)
     if not measured:
         return plans[0], {}
-    least = min(measured[trials.key(plan)] for plan in plans)
-    return next(plan for plan in plans if measured[trials.key(plan)] <= NEAR * least), measured
+    near = NEAR * min(measured.values())
+    return next(plan for plan in plans if measured.get(trials.key(plan), math.inf) <= near), measured
 
 
 def _closest(request: Request, cluster: Cluster, result: SearchResult, calibration: Calibration) -> PlanDecision:
@@ -195,7 +195,7 @@ def _whole(
     measured = {} if measure is None else dict(measure(tried))
     if measured:
         fastest = min(measured.values())
-        even = [at for at, candidate in enumerate(tried) if measured[trials.key(candidate)] <= NEAR * fastest]
+        even = [at for at, plan in enumerate(tried) if measured.get(trials.key(plan), math.inf) <= NEAR * fastest]
         best = options[max(even, key=lambda at: len(tried[at].ranks))]
     elif len(tried) > 1:
         return make(best)
@@ -207,7 +207,7 @@ def _whole(
     finer = {} if measure is None else dict(measure(sizes))
     if finer:
         fastest = min(finer.values())
-        near = [candidate for candidate in sizes if finer[trials.key(candidate)] <= NEAR * fastest]
+        near = [size for size in sizes if finer.get(trials.key(size), math.inf) <= NEAR * fastest]
         plan = min(near, key=lambda candidate: candidate.micro_batch)
     tried += [candidate for candidate in sizes[1:] if finer]
     return with_trials(plan, tried, {**measured, **finer})
@@ -239,6 +239,7 @@ def with_trials(plan: Plan, tried: list[Plan], measured: trials.Measured) -> Pla
     if not measured or plan.predicted is None:
         return plan
     mine = trials.key(plan)
+    tried = [other for other in tried if trials.key(other) in measured]
     others = sorted(
         (other for other in tried if trials.key(other) != mine), key=lambda other: measured[trials.key(other)]
     )

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
+import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from espalier.machine import cluster as clusters
@@ -14,6 +16,7 @@ from espalier.plan.explain import slower
 from espalier.recipe import Recipe, recipe_file
 from espalier.recipe.cache_dir import cache_folder, hashed, replace, table
 from espalier.recipe.units import plural, show_seconds
+from espalier.track.startup import STARTUP
 
 
 class Key(NamedTuple):
@@ -44,27 +47,35 @@ LOAD = "/load"
 """Ends the name under which is kept how many cores other programs used meanwhile."""
 ROUNDS = 2
 """How often each candidate runs, in turn with the others, so that the machine's mood strikes all alike."""
+SHARE = 0.1
+"""Of the run as it is predicted, which all trials of its plan may take."""
+LEAST, STEPS = 0.6, 3
+"""Seconds and steps that a trial takes at least."""
+HOPELESS = 2.0
+"""So many times slower than the fastest: a trial ends after its first steps, and there is no other."""
 
 
 @dataclass(frozen=True)
 class Trials:
     """Trials of one recipe on one cluster.
 
-    `run`: seconds of a step of a plan, measured now; None: only what was measured before counts. `is_local`: whether
-    all ranks of a plan can run on this machine. `phase`: the first step of the phase that is planned, as a model may
-    change its shape on the way.
+    `run`: seconds of a step of a plan, measured now, given those of the fastest so far; None: only what was measured
+    before counts. `is_local`: whether all ranks of a plan can run on this machine. `phase`: the first step of the phase
+    that is planned, as a model may change its shape on the way. `spent`: seconds of each trial so far.
     """
 
     recipe: Recipe
     cluster: clusters.Cluster
-    run: Callable[[Plan], float] | None = None
+    run: Callable[[Plan, float], float] | None = None
     phase: int = 0
     is_local: Callable[[Plan], bool] = lambda plan: all(rank.device == "cpu" and rank.node == 0 for rank in plan.ranks)
+    spent: list[float] = field(default_factory=list)
 
     def __call__(self, plans: Sequence[Plan]) -> dict[Key, float]:
-        """Seconds of a step of each of `plans`; empty where they were not all tried, or cannot be here, or where there
-        is one alone."""
-        return self.of(plans) if len(plans) > 1 else {}
+        """Seconds of a step of those of `plans` that were tried; empty where they cannot be here, or fewer than two
+        were."""
+        measured = self.of(plans) if len(plans) > 1 else {}
+        return measured if len(measured) > 1 else {}
 
     def of(self, plans: Sequence[Plan]) -> dict[Key, float]:
         """The same of any number: one is compared with that of another recipe."""
@@ -74,22 +85,45 @@ class Trials:
         known = table(file)
         asked = self._asked()
         names = {key(plan): f"{asked}/{key(plan)}/{plan.recompute}/{plan.precision}" for plan in plans}
-        if self.run is not None and (any(name not in known for name in names.values()) or self.doubtful()):
+        due = self.run is not None and (any(name not in known for name in names.values()) or self.doubtful())
+        plans = sorted(plans, key=lambda plan: plan.step_seconds)
+        if due and self._allows(plans[0], 2):
+            STARTUP.ended("Searching plans")
             load = resource_limits.busy(probe.LOOK_SECONDS)
-            rounds = [{names[key(plan)]: self.run(plan) for plan in plans} for _ in range(ROUNDS)]
+            tried = {names[name]: seconds for name, seconds in self._tried(plans).items()}
             load = round(max(load, resource_limits.busy(probe.LOOK_SECONDS)), 2)
-            rounds.append(known)
-            loads = {name + LOAD: min(load, known.get(name + LOAD, load)) for name in names.values()}
-            known = (
-                known
-                | loads
-                | {name: min(measured[name] for measured in rounds if name in measured) for name in names.values()}
-            )
+            for name, seconds in tried.items():
+                known[name] = min(seconds, known.get(name, seconds))
+                known[name + LOAD] = min(load, known.get(name + LOAD, load))
             file.parent.mkdir(parents=True, exist_ok=True)
             replace(file, json.dumps(known, indent=1))
-        return (
-            {candidate: known[name] for candidate, name in names.items()} if known.keys() >= set(names.values()) else {}
-        )
+            STARTUP.ended(f"Trying {len(tried)} of {plural(len(plans), 'plan')}")
+        return {candidate: known[name] for candidate, name in names.items() if name in known}
+
+    def _tried(self, plans: list[Plan]) -> dict[Key, float]:
+        """Seconds of a step of each of `plans`, in turn, as far as time allows: of two at least."""
+        assert self.run is not None
+        measured: dict[Key, float] = {}
+        for plan in plans * ROUNDS:
+            fastest, before = min(measured.values(), default=math.inf), measured.get(key(plan), math.inf)
+            if HOPELESS * fastest < before < math.inf:
+                continue
+            if len(measured) > 1 and not self._allows(plan):
+                break
+            began = time.monotonic()
+            measured[key(plan)] = min(before, self.run(plan, fastest))
+            self.spent.append(time.monotonic() - began)
+        return measured
+
+    def _allows(self, plan: Plan, count: int = 1) -> bool:
+        """Whether `count` trials more, of plans like `plan`, and all so far take no more than SHARE of the run.
+        After the first no, none is."""
+        step = plan.step_seconds
+        cost = sum(self.spent) + count * max(LEAST, STEPS * step, *self.spent[-1:])
+        allowed = not step or cost <= SHARE * step * (self.recipe.train.steps or math.inf)
+        if not allowed:
+            self.spent.append(math.inf)
+        return allowed
 
     def known(self) -> dict[str, float]:
         """What was measured so far of this recipe's candidates on this cluster, and under which load."""

@@ -25,6 +25,7 @@ from espalier.radiance.voxels import ColourNetwork, Field, Rendered, ray_losses,
 from espalier.recipe import Recipe, SpikingNerf, Voxels
 from espalier.recipe.cost import Product, Work
 from espalier.recipe.errors import UserError
+from espalier.recipe.sections import VALIDATE_TOKENS
 from espalier.store.artifacts import Artifact, Image, Table
 
 EMPTY = 1e-4
@@ -185,7 +186,7 @@ class RadianceWorkload(Plain):
 
     def validation_samples(self) -> int:
         """Rays of the held-out views, up to `train.validate_tokens`."""
-        return min(len(self._held) * self._pixels, self.recipe.train.validate_tokens)
+        return min(len(self._held) * self._pixels, self.recipe.train.validate_tokens or VALIDATE_TOKENS)
 
     @torch.no_grad()
     def evaluate(self, model: nn.Module, shard: Shard) -> Sums:

@@ -82,6 +82,7 @@ RESUMABLE = (
         "track",
         "train.steps",
         "train.validate_every",
+        "train.validate_tokens",
         "train.compile",
         "name",
     ),

@@ -14,6 +14,10 @@ from espalier.recipe.sections import Model, RecipeBase
 __all__ = ["Derivation", "Draft", "Model", "ModelKind", "RecipeBase"]
 
 
+FAR = 30.0
+"""Learning rates so many times above or below the derived one are noted."""
+
+
 class Derivation(Struct, frozen=True):
     """One option the recipe left open: its dotted key, the value it got, and why."""
 
@@ -37,11 +41,15 @@ class Draft:
             value = getattr(value, name)
         return value
 
-    def fill(self, key: str, value: bool | int | float | str, reason: str) -> None:
-        """Sets `key` where it is None, and notes why."""
-        if self.get(key) is None:
+    def fill(self, key: str, value: Any, reason: str) -> None:
+        """Sets `key` where it is None, and notes why; and that a learning rate is given which is FAR from it."""
+        given = self.get(key)
+        if given is None:
             self.recipe = replaced(self.recipe, key.split("."), value)
             self.derivations.append(Derivation(key, value, reason))
+        elif key.endswith("learning_rate") and not value / FAR < given < value * FAR:
+            reason = f"given, which is {given / value:.3g} x the {value} that would be derived: {reason}"
+            self.derivations.append(Derivation(key, given, reason))
 
     def rates(self, adamw: float, reason: str, share: float = 1.0, because: str = "") -> None:
         """The learning rates of either optimizer, times `share`, which is `because`."""
@@ -93,7 +101,8 @@ class ModelKind:
         check: raises UserError for options that contradict each other. Sees recipes before and after `fill`.
         sections: tables of the recipe that belong to this kind alone.
         usual: options that a table says nothing of, where they differ from what other kinds have.
-        validation: what a validation costs, as a share of a training step; 0: not known.
+        validation: what a validation costs, in training steps (while `train.validate_tokens` is open: the dearest);
+            0: not known.
         unit: what speed is counted in.
         data: data of this kind that every machine has; empty: `data.path` may mean anything.
     """

@@ -11,7 +11,7 @@ from typing import Any
 from espalier.recipe.base import Draft, ModelKind, RecipeBase, with_optimizer
 from espalier.recipe.decoder_shapes import Decoder, Gpt, Moe, active_parameter_count, parameter_count, published
 from espalier.recipe.errors import UserError
-from espalier.recipe.sections import Adapters, Dpo, Lora
+from espalier.recipe.sections import VALIDATE_TOKENS, Adapters, Dpo, Lora
 
 DEPTH = 4
 """Layers when neither depth nor shape is given: about 3 M parameters, minutes on a laptop."""
@@ -57,7 +57,7 @@ def _fill(draft: Draft) -> None:
 def _validation(recipe: RecipeBase) -> float:
     """Forward only, which costs a third of training on as many tokens."""
     batch = recipe.train.batch_tokens
-    return recipe.train.validate_tokens / 3 / batch if batch else 0.0
+    return (recipe.train.validate_tokens or VALIDATE_TOKENS) / 3 / batch if batch else 0.0
 
 
 def _model(draft: Draft) -> None:

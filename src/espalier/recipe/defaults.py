@@ -11,10 +11,11 @@ import math
 from espalier import recipe as config
 from espalier.recipe import model_kinds
 from espalier.recipe.base import Derivation, Draft
+from espalier.recipe.sections import VALIDATE_TOKENS
 from espalier.recipe.value_ranges import check
 
 VALIDATION_SHARE = 0.05
-"""Most of a run's time that derived validation may take."""
+"""Most of a run's time that derived validations may take; of a short run as much as one of VALIDATE_TOKENS."""
 
 
 def with_tokenizer(recipe: config.Recipe, spec: str) -> config.Recipe:
@@ -34,9 +35,15 @@ def resolve(recipe: config.Recipe, vocabulary: int | None = None) -> tuple[confi
     draft = Draft(with_tokenizer(recipe, "bytes"), vocabulary)
     model_kinds.of(recipe.model).fill(draft)
     if (steps := draft.get("train.steps")) is not None:
-        cost = model_kinds.of(draft.recipe.model).validation(draft.recipe)
-        every = max(1, min(1000, steps // 10), min(math.ceil(cost / VALIDATION_SHARE), steps))
-        bound = f", for at most {VALIDATION_SHARE:.0%} of the time" if cost else ""
+        cost = model_kinds.of(draft.recipe.model).validation
+        allowed = max(VALIDATION_SHARE * steps, dearest := cost(draft.recipe))
+        every = max(1, min(1000, steps // 10))
+        bound = f", for at most {allowed / (steps + allowed):.0%} of the time" if dearest else ""
+        if (sequence := draft.get("train.sequence")) and dearest:  # rather fewer tokens than seldom
+            tokens = VALIDATE_TOKENS * min(1, allowed / dearest / math.ceil(steps / every))
+            tokens = max(1, math.floor(tokens / sequence)) * sequence
+            draft.fill("train.validate_tokens", tokens, f"few enough for a validation every {every:,} steps{bound}")
+        every = max(every, math.ceil(steps * cost(draft.recipe) / allowed))
         draft.fill("train.validate_every", every, f"ten times a run or at least every 1000 steps{bound}")
     resolved = draft.recipe
     assert isinstance(resolved, config.Recipe)

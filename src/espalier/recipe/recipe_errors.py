@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
@@ -11,15 +11,12 @@ import msgspec
 
 from espalier import recipe as config
 from espalier.recipe import mechanism_options
+from espalier.recipe.data_table import data_table
 from espalier.recipe.errors import UserError, nearest
 
 Table = dict[str, Any]
 
 HELP = "docs/recipe.md lists all keys and what they take"
-SAME = {"half": "fp16", "float16": "fp16", "bfloat16": "bf16", "float": "fp32", "float32": "fp32", "double": "fp64"}
-"""Other words for a choice."""
-INSTEAD = {"fp8": "bf16", "fp4": "bf16", "int8": "bf16"}
-"""Precisions that are not there, and the one to take."""
 
 
 def known_keys(kind: Any = config.Recipe, prefix: str = "", choices: bool = True) -> list[str]:
@@ -61,7 +58,7 @@ def _chosen(structs: list[Any], table: Mapping[str, Any], origin: str, path: tup
     kind = table.get("kind", next(iter(tags)))
     if not isinstance(kind, str) or kind not in tags:
         known = ", ".join(sorted(str(tag) for tag in tags))
-        near = nearest(str(kind), [str(tag) for tag in tags])
+        near = _choice(str(kind), [str(tag) for tag in tags])
         where = ".".join((*path, "kind"))
         raise UserError(
             f"{origin}: {where} = {kind!r} is not a choice.",
@@ -71,23 +68,38 @@ def _chosen(structs: list[Any], table: Mapping[str, Any], origin: str, path: tup
     return tags[kind]
 
 
+def lead(word: str) -> tuple[str, str]:
+    """The option that a `word` of other programs, or its last name alone, stands for (empty: nobody knows), and what
+    differs."""
+    name = word.lstrip("-").replace("-", "_")
+    for row in data_table(__file__)["lead"]:
+        if name.lower().rpartition(".")[2] in row["words"].split():
+            return row.get("to", ""), row.get("note", "")
+    always = known_keys(choices=False)  # comes before what a choice brings
+    same_name = [key for key in (*always, *known_keys()) if f".{key}".endswith(f".{name}")]
+    return next(iter(same_name), ""), ""
+
+
 def _unknown(path: tuple[str, ...], struct: Any, origin: str) -> UserError:
     key = ".".join(path)
-    known = [other for other in known_keys() if other != key]
-    always = set(known_keys(choices=False))
-    same_name = [other for other in known if other.split(".")[-1] == path[-1]]
-    same_name.sort(key=lambda other: other not in always)  # what every recipe has comes before what a choice brings
-    sibling = nearest(path[-1], mechanism_options.fields(struct, path[:-1]))
-    if sibling:
-        near: str | None = ".".join((*path[:-1], sibling))
-    else:
-        near = same_name[0] if same_name else nearest(key, known)
+    near, note = lead(path[-1])
+    if near in ("", key) and not note:
+        sibling = nearest(path[-1], mechanism_options.fields(struct, path[:-1]))
+        known = (other for other in known_keys() if other != key)
+        near = (".".join((*path[:-1], sibling)) if sibling else nearest(key, known)) or ""
     section = "[" + ".".join(path[:-1]) + "]" if len(path) > 1 else "the top of the recipe"
     return UserError(
         f"{origin}: unknown key {key}.",
         why=f"{section} has no key {path[-1]!r}",
-        do=f"did you mean {near}?" if near else HELP,
+        do=" ".join(filter(None, (near and f"did you mean {near}?", note))) or HELP,
     )
+
+
+def _choice(word: str, choices: Iterable[str]) -> str | None:
+    """The choice that `word` is another word for, or misspells."""
+    words = data_table(__file__)
+    known = (words["same"] | words["instead"]).get(word.lower())
+    return known if known in choices else nearest(word, choices)
 
 
 def _misplaced(key: str, structs: list[Any], origin: str, path: tuple[str, ...]) -> UserError | None:
@@ -114,9 +126,9 @@ def invalid(error: msgspec.ValidationError, table: Table, origin: str, overridde
     match = re.fullmatch(r"Invalid enum value '(.*)'", text, re.DOTALL)
     choices = _choices(key.split(".")) if match else []
     if match and choices:
-        known = SAME.get(match[1]) or INSTEAD.get(match[1])
-        near = known if known in choices else nearest(match[1], choices)
-        missing = f"training in {match[1]} is not there yet; " if known in choices and match[1] in INSTEAD else ""
+        near = _choice(match[1], choices)
+        absent = near and match[1] in data_table(__file__)["instead"]
+        missing = f"training in {match[1]} is not there yet; " if absent else ""
         why, do = f"{missing}the choices are {', '.join(choices)}", f'{key} = "{near}"' if near else ""
         return UserError(f"{origin}: {key} = {match[1]!r} is not a choice.", why=why, do=do)
     expected, got, _ = text.partition(", got ")

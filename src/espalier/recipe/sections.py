@@ -232,6 +232,10 @@ class Constant(Choice, frozen=True, tag="constant"):
     """The same rate at every step."""
 
 
+VALIDATE_TOKENS = 65_536
+"""Held-out tokens of a validation, where their time allows."""
+
+
 class Train(Options, frozen=True):
     """How long, with what batch, at which precision."""
 
@@ -246,7 +250,7 @@ class Train(Options, frozen=True):
     schedule: Stable | Cosine | Constant = Stable()
     clip: float = 1.0
     validate_every: int | None = None
-    validate_tokens: int = 65_536
+    validate_tokens: int | None = None
 
 
 # --- [plan] ------------------------------------------------------------------------------------------------------

@@ -13,20 +13,19 @@ from espalier.recipe.errors import UserError
 
 _LIMITS = data_table(__file__)["limit"]
 
-_SHORTEST = 200  # steps: `train.plateau.LEAST`, which is above this module; a test compares them
-
 
 def check(recipe: config.Recipe) -> None:
     """Raises UserError for the first value out of bounds or that contradicts another. None is not looked at."""
     tag = recipe.model.__struct_config__.tag
     for limit in _LIMITS:
         for key in limit["keys"] if tag in limit.get("kinds", [tag]) else ():
-            for value in _values(recipe, key.split(".")):
+            for given in _values(recipe, key.split(".")):
+                value = _quantity(given, limit.get("unit", ""), key)
                 within = (getattr(operator, name)(value, bound) for name, bound in limit["bounds"].items())
-                if not (math.isfinite(value) and all(within)):
+                if value is not None and not (math.isfinite(value) and all(within)):
                     why = f"it has to be {limit['words']}"
                     do = limit.get("do", f"correct {key}")
-                    raise UserError(f"{key} = {value} is not possible.", why=why, do=do)
+                    raise UserError(f"{key} = {given!r} is not possible.", why=why, do=do)
     model_kind = model_kinds.of(recipe.model)
     for kind in model_kinds.KINDS:
         for section in () if kind is model_kind else mechanism_options.tables_of(kind):
@@ -39,63 +38,22 @@ def check(recipe: config.Recipe) -> None:
     mechanism_options.check(recipe, model_kind)
     _batch(recipe.train)
     _places(recipe)
-    _start(recipe.name, recipe.launch)
-    if units.seconds(recipe.comm.timeout, "comm.timeout") < 0.1:
-        raise UserError(
-            f"comm.timeout = {recipe.comm.timeout!r} is not possible.",
-            why="every wait for another rank would fail",
-            do='comm.timeout = "60s"',
-        )
-    if recipe.comm.bucket != "auto":
-        units.size(recipe.comm.bucket, "comm.bucket")
-    _faults(recipe.faults)
+
+
+def _quantity(given: Any, unit: str, key: str) -> Any:
+    """The number that is `given`, with a `unit` or plain; None: it is a word. Raises UserError for other text, and for
+    a size whose unit was left out."""
+    if given in ("auto", "never") or (isinstance(given, str) and not unit):
+        return None
+    if unit == "size" and isinstance(given, int) and 0 < given < 2**20:
+        why = "a number alone is of bytes"
+        raise UserError(f"{key} = {given} has no unit.", why=why, do=f'{key} = "{given}GiB"')
+    return getattr(units, unit)(given, key) if unit else given
 
 
 def _of_states(store: config.DiskOptions | None) -> bool:
     """Whether it only says where states of optimizer nodes lie, which any kind of model may have."""
     return store is not None and store.path is not None and store == type(store)(path=store.path)
-
-
-def _start(name: str, launch: config.Launch) -> None:
-    """A run's name stands in paths, in job scripts, on pages and on terminals; `launch` in lines of shell."""
-    if name != recipe_file.plain_name(name):
-        raise UserError(
-            f"name = {name!r} is not possible.",
-            why="a name is letters, digits, spaces and - _ ., "
-            f"at most {recipe_file.LONGEST_NAME} bytes, no . or - first",
-            do=f'name = "{recipe_file.plain_name(name)}"; --run FOLDER says where the run is kept',
-        )
-    if "{command}" not in launch.command:
-        raise UserError(
-            f"launch.command = {launch.command!r} has no {{command}}.",
-            why="it stands for the shell command that starts a rank",
-            do='launch.command = "ssh {host} {command}"',
-        )
-    python = launch.python
-    if python is not None and (not python or python[0] == "-" or not python.isprintable()):
-        raise UserError(
-            f"launch.python = {python!r} is not possible.",
-            why="it is the path of a program",
-            do='launch.python = "/path/to/python"',
-        )
-
-
-def _faults(faults: config.Faults) -> None:
-    if isinstance(faults.plateau, int) and faults.plateau < _SHORTEST:
-        raise UserError(
-            f"faults.plateau = {faults.plateau} is not possible.",
-            why="a slow decrease cannot be detected in fewer steps",
-            do=f'faults.plateau = {_SHORTEST} or more, or "never"',
-        )
-    if faults.memory != "auto":
-        units.size(faults.memory, "faults.memory")
-    beat = units.seconds(faults.heartbeat, "faults.heartbeat")
-    if not 0.05 <= beat <= 3600:
-        raise UserError(
-            f"faults.heartbeat = {faults.heartbeat!r} is not possible.",
-            why="ranks are checked twice per heartbeat, at most every 25 ms and at least every half hour",
-            do='faults.heartbeat = "1s"',
-        )
 
 
 def _places(recipe: config.Recipe) -> None:
@@ -111,25 +69,41 @@ def _places(recipe: config.Recipe) -> None:
             why="it is [from, to], the first step is 1, and both are included",
             do="track.profile = [10, 12]",
         )
-    if recipe.checkpoint.rate is not None and units.rate(recipe.checkpoint.rate, "checkpoint.rate") <= 0:
-        raise UserError(
-            f"checkpoint.rate = {recipe.checkpoint.rate!r} writes nothing.", do='checkpoint.rate = "200MB/s"'
-        )
     if target is not None and target.startswith("memory:"):
         raise UserError(
             f"checkpoint.target = {target!r} is not possible.",
             why="the checkpoint would be lost with the process",
             do="leave it out for the run folder, or name a folder",
         )
+    # A run's name stands in paths, in job scripts, on pages and on terminals; `launch` in lines of shell.
+    if recipe.name != recipe_file.plain_name(recipe.name):
+        raise UserError(
+            f"name = {recipe.name!r} is not possible.",
+            why="a name is letters, digits, spaces and - _ ., "
+            f"at most {recipe_file.LONGEST_NAME} bytes, no . or - first",
+            do=f'name = "{recipe_file.plain_name(recipe.name)}"; --run FOLDER says where the run is kept',
+        )
+    if "{command}" not in recipe.launch.command:
+        raise UserError(
+            f"launch.command = {recipe.launch.command!r} has no {{command}}.",
+            why="it stands for the shell command that starts a rank",
+            do='launch.command = "ssh {host} {command}"',
+        )
+    python = recipe.launch.python
+    if python is not None and (not python or python[0] == "-" or not python.isprintable()):
+        raise UserError(
+            f"launch.python = {python!r} is not possible.",
+            why="it is the path of a program",
+            do='launch.python = "/path/to/python"',
+        )
 
 
 def _values(struct: Any, path: list[str]) -> list[Any]:
-    """The numbers at a dotted path: none where an alternative lacks the option or it is open or a word, several in a
-    tuple."""
+    """The values at a dotted path: none where an alternative lacks the option or it is open, several in a tuple."""
     if isinstance(struct, tuple):
         return [value for item in struct for value in _values(item, path)]
     if not path:
-        return [] if struct is None or isinstance(struct, str) else [struct]
+        return [] if struct is None else [struct]
     return _values(getattr(struct, path[0]), path[1:]) if hasattr(struct, path[0]) else []
 
 

@@ -11,7 +11,8 @@ writes these; a reader ignores names and fields it does not know:
 |            | ranks, threads (per rank), versions {name: text}, host {name: text}, pid, |
 |            | notes (of the data, in sentences), |
 |            | derivations [{key, value, why}], source (where the state was taken up: memory or disk, and why), |
-|            | until (the last step of the phase) |
+|            | until (the last step of the phase), entered (unix seconds: when the command was), |
+|            | stages [[what, its seconds, seconds from entered to its end]] before the first step |
 | plan       | predicted: as `plan.base.Predicted` |
 | step       | step, loss, tokens, seconds, mfu, learning_rate, gradient_norm, memory (the most bytes the rank held: |
 |            | anonymous and shared pages, or of a GPU), page_cache (bytes of files it has mapped and read, apart), |

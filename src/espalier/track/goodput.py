@@ -2,7 +2,8 @@
 
 After Acme (arXiv 2403.07648), section 5, which counts failures and the GPU time they cost by reason. Goodput is the
 time of the steps that count as a share of the time somebody wanted the run to go on: from a `run` event to the `end` or
-the last event before somebody had to begin it anew. What lies between two such times is nobody's loss.
+the last event before somebody had to begin it anew.
+The first begins when its command was entered. What lies between two such times is nobody's loss.
 """
 
 from __future__ import annotations
@@ -200,7 +201,7 @@ class GoodputMeter:
         if self._failed == _NOBODYS:
             self._failed = None
         if self._began is None:
-            self._began = segment.time
+            self._began = event.get("entered") or segment.time
 
     def _book(self, key: _Key, **more: float) -> None:
         """Adds to what failures of this cause cost."""

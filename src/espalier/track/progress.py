@@ -15,6 +15,7 @@ from espalier.recipe.resource import Resource
 from espalier.recipe.terminal import visible
 from espalier.recipe.units import plural, show_count, show_seconds, show_size
 from espalier.track.events import Event
+from espalier.track.startup import STARTUP
 
 if TYPE_CHECKING:
     from rich.progress import Progress as Bars
@@ -34,11 +35,11 @@ class Forgiving:
     """A text stream that outlives its reader: after its first OSError (a closed pipe, a full disk) it takes everything
     and writes nothing, as os.devnull does. Has state: whether that has come.
 
-    `write`, `flush` and `isatty` raise no OSError; everything else is the stream's own.
+    `write`, `flush` and `isatty` raise no OSError; everything else is the stream's own: stdout's where there is none.
     """
 
-    def __init__(self, stream: TextIO) -> None:
-        self._stream, self._gone = stream, False
+    def __init__(self, stream: TextIO | None = None) -> None:
+        self._stream, self._gone = stream if stream is not None else sys.stdout, False
 
     def write(self, text: str) -> int:
         """Writes `text`; how many characters that is."""
@@ -86,7 +87,7 @@ class Progress:
     ) -> None:
         self.total, self.step = total_steps, first_step
         self._until = total_steps
-        self._out = _forgiving(out)
+        self._out = cast("TextIO", Forgiving(out))
         self._clock = clock
         self._began = self._said = clock()
         self._recent: deque[tuple[float, int, Event]] = deque(maxlen=_WINDOW)
@@ -100,6 +101,7 @@ class Progress:
         kind = event.get("event")
         if kind == "run":
             self._until = event.get("until", self.total)
+            self._began -= time.time() - event["entered"] if "entered" in event else 0.0
             words = event.get("workload", "language") in ("language", "tune")
             self._unit = "tok/s" if words else "samples/s"
         elif kind == "step":
@@ -232,7 +234,7 @@ class Waiting(Resource):
     ) -> None:
         self.what, self.total, self.done = what, total, 0.0
         self._show, self._clock = show, clock
-        self._out = _forgiving(out)
+        self._out = cast("TextIO", Forgiving(out))
         self._began = clock()
         self._said: float | None = None
         self._bars: tuple[Bars, TaskID] | None = None
@@ -294,6 +296,7 @@ def waiting(what: str) -> Iterator[Callable[[int, int], None]]:
             bar.advance(done - bar.done)
 
         yield update
+    STARTUP.ended(what)
 
 
 class Stages(Waiting):
@@ -358,11 +361,6 @@ def _bars(
     bars = Bars(*columns, console=Console(file=out, force_terminal=True), transient=transient, refresh_per_second=4)
     bars.start()
     return bars, bars.add_task(what, total=total or None, **fields)
-
-
-def _forgiving(out: TextIO | None) -> TextIO:
-    out = out if out is not None else sys.stdout
-    return cast("TextIO", out if isinstance(out, Forgiving) else Forgiving(out))
 
 
 def _validation(event: Event) -> str:

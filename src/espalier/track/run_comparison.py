@@ -73,7 +73,7 @@ def figures(runs: Sequence[Summary]) -> list[tuple[str, list[str]]]:
     table = [(name.replace("_", " "), [_shown(entry.metrics.get(name)) for entry in runs]) for name in names]
     took = [curves.median(entry.run.curves["seconds"]) for entry in runs]
     table.append(("seconds per step", [show_seconds(seconds) if np.isfinite(seconds) else "" for seconds in took]))
-    table.append(("time in steps", [show_seconds(entry.run.seconds()) for entry in runs]))
+    table.append(("time in steps", [show_seconds(entry.run.curves["seconds"].total) for entry in runs]))
     return table
 
 

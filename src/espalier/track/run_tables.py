@@ -189,8 +189,8 @@ class RunTables:
         return tokens / seconds if seconds else 0.0
 
     def seconds(self) -> float:
-        """Seconds of work in the steps that count."""
-        return self.curves["seconds"].total
+        """Seconds from each command of the run to its end, as the terminal counts them."""
+        return self.account.wall
 
     def __repr__(self) -> str:
         return f"<Run {self.folder}: {', '.join(f'{key} {value}' for key, value in self._headline())}>"
@@ -251,7 +251,8 @@ class RunTables:
             if self.start and not phase_over:
                 self.resumed.append(event.get("step") or 0)
             self.attempts += not phase_over
-            self.start, self.finish = event, {}
+            stages = event.get("stages") or self.start.get("stages")
+            self.start, self.finish = {**event, "stages": stages}, {}
         elif event["event"] == "end":
             self.finish = event
 

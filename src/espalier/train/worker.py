@@ -354,9 +354,10 @@ def _copies(trainer: Trainer, every: int, why: str) -> None:
     trainer.setting.emit("rule", name="faults.memory", step=trainer.step, value=every, why=why)
 
 
-def trial(setting: RankSetup, seconds: float) -> float:
-    """Median seconds per step over about `seconds` of real steps, after one to warm up. Batches are made ahead as in a
-    run, and waits for them count. Writes nothing."""
+def trial(setting: RankSetup, seconds: float, hopeless: float = float("inf")) -> float:
+    """Median seconds per step over about `seconds` of real steps, after one to warm up, or of the first where these
+    take more than `hopeless` seconds each. Batches are made ahead as in a run, and waits for them
+    count. Writes nothing."""
     with joined(setting.place, units.seconds(setting.recipe.comm.timeout, "comm.timeout")) as channel:
         trainer = Trainer(setting, channel)
         times = []
@@ -365,9 +366,11 @@ def trial(setting: RankSetup, seconds: float) -> float:
                 begun = time.perf_counter()
                 trainer.train_step(batches)
                 times.append(time.perf_counter() - begun + waited)
-                budget = torch.tensor(seconds - sum(times))
+                slow = min(times[1:], default=0.0) > hopeless
+                budget = torch.tensor(-float("inf") if slow else seconds - sum(times))
                 if channel is not None:
                     dist.broadcast(budget, 0, group=channel)
-                if len(times) >= 50 or (len(times) > 2 and float(budget) <= 0):
+                over = float(budget) <= 0 if len(times) > 2 else budget.isneginf()
+                if len(times) >= 50 or over:
                     break
         return statistics.median(times[1:] or times)

@@ -39,6 +39,7 @@ from espalier.parallel.workload import (
 from espalier.recipe import Adapters, Dpo, Lora, Recipe, Tuning, data_hash
 from espalier.recipe.cost import Work
 from espalier.recipe.errors import UserError
+from espalier.recipe.sections import VALIDATE_TOKENS
 from espalier.store.artifacts import Artifact, Text
 
 BASE = "base"
@@ -163,7 +164,7 @@ class TuneWorkload(DecoderWorkload):
     def validation_samples(self) -> int:
         """Held-out rows or pairs, up to `train.validate_tokens`."""
         each = self.sequence * (dpo.ROWS if self.pairs else 1)
-        return min(len(self.held_rows), max(1, self.recipe.train.validate_tokens // each))
+        return min(len(self.held_rows), max(1, (self.recipe.train.validate_tokens or VALIDATE_TOKENS) // each))
 
     def evaluate(self, model: gpt.GPT, shard: Shard) -> Sums:
         """Of answers `loss` in nats per token and `nats_per_byte`; of preferences `loss`, `margin`, `preferred`."""

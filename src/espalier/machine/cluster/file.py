@@ -25,6 +25,9 @@ Quantity = str | int | float
 ROLES = "trainer", "optimizer", "standby"
 LARGEST = 1_000_000
 """Devices in all: each becomes an object, and no cluster has more."""
+FLOPS, MEMORY, LINKS = 1e18, 1e17, 1e14
+"""The highest rates of a device, of its memory and of links and pairs: a wafer of Cerebras WSE-3 has 1.25e17 FLOP/s and
+2.1e16 B/s (its data sheet), NVLink 1.8e12 B/s."""
 
 
 class _Line(Struct, forbid_unknown_fields=True):
@@ -195,7 +198,7 @@ def _network(network: Quantity | _NetworkTable | None, device: Device, where: st
 def _line(stated: Quantity | _Line | None, where: str, usual: Callable[[float], Link]) -> Link:
     """The link as it is said; `usual` tells what is not, of one of that bandwidth."""
     line = stated if isinstance(stated, _Line) else _Line(bandwidth=stated or 0)
-    bandwidth = _positive(units.rate(_finite(line.bandwidth, where), where), where)
+    bandwidth = _positive(units.rate(_finite(line.bandwidth, where), where), where, LINKS)
     link = usual(bandwidth)
     if not 0 <= (line.share or 0) <= 1:
         raise UserError(f"{where}.share is {line.share}.", do="share = 0.9, of the bandwidth that collectives reach")
@@ -231,14 +234,14 @@ def _check_device(it: Device, where: str) -> None:
     if not it.flops:
         raise UserError(f"{where}.device.flops is empty.", do="flops = { fp32 = 80e9 }")
     for precision, rate in it.flops.items():
-        _positive(rate, f"{where}.device.flops.{precision}")
+        _positive(rate, f"{where}.device.flops.{precision}", FLOPS)
     for key in ("rates", "codecs", "copies"):
         for measured in getattr(it, key):
             for value in msgspec.structs.astuple(measured):
                 if not isinstance(value, str):
                     _positive(value, f"{where}.device.{key}")
-    for key in ("memory", "memory_bandwidth"):
-        _positive(getattr(it, key), f"{where}.device.{key}")
+    _positive(it.memory, f"{where}.device.memory")
+    _positive(it.memory_bandwidth, f"{where}.device.memory_bandwidth", MEMORY)
 
 
 def _check_links(cluster: Cluster, origin: str) -> None:
@@ -250,7 +253,7 @@ def _check_links(cluster: Cluster, origin: str) -> None:
                 why=f"{len(places)} devices",
                 do="a and b from 0",
             )
-        _positive(pair.bandwidth, f"{origin}: pairs ({pair.a}, {pair.b})")
+        _positive(pair.bandwidth, f"{origin}: pairs ({pair.a}, {pair.b})", LINKS)
     machines = cluster.machines + sum(node.count for node in (*cluster.optimizers, *cluster.standbys))
     if cluster.between is not None or machines == 1:
         return
@@ -267,10 +270,12 @@ def _check_links(cluster: Cluster, origin: str) -> None:
         )
 
 
-def _positive(value: float, where: str) -> float:
-    if not (value > 0 and math.isfinite(value)):
-        raise UserError(f"{where} is {value}.", why="it must be more than zero", do=HELP)
-    return value
+def _positive(value: float, where: str, most: float = math.inf) -> float:
+    """With `most`: a rate, which beyond that, or below a thousand a second, lacks its unit or has a wrong one."""
+    if value > 0 and math.isfinite(value) and (most == math.inf or 1e3 <= value <= most):
+        return value
+    bounds = "more than zero" if most == math.inf else f"from a thousand to {most:.0e} a second"
+    raise UserError(f"{where} is {value}.", why=f"it must be {bounds}", do=HELP)
 
 
 def _finite(value: Quantity, where: str) -> Quantity:

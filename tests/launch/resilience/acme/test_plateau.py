@@ -85,4 +85,4 @@ def test_losses_that_are_no_numbers_are_no_plateau():
 
 
 def test_the_shortest_window_of_the_option_is_that_of_the_test():
-    assert value_ranges._SHORTEST == LEAST
+    assert [limit["bounds"] for limit in value_ranges._LIMITS if limit["keys"] == ["faults.plateau"]] == [{"ge": LEAST}]
