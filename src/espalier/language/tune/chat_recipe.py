@@ -108,24 +108,25 @@ def _batch_and_steps(recipe: Recipe, chats: ReadChats) -> tuple[Recipe, list[Der
 def open_tuning(recipe: Recipe, opening: Opening, tokenizer: Tokenizer | None) -> TuneWorkload:
     """The workload; of a run that has frozen its preprocessing, without the data where that is not read."""
     base = base_of(opening)
-    if opening.frozen is None and isinstance(recipe.tune, Adapters) and recipe.model.initial is None:  # type: ignore[attr-defined]
+    named = recipe.model.initial  # type: ignore[attr-defined]
+    if opening.frozen is None and isinstance(recipe.tune, Adapters) and named is None:
         raise no_initial(recipe.tune)
     if not recipe.data:
         raise no_data()
     if opening.frozen is not None:
         # A checkpoint has taken the place of weights that are trained; frozen ones are with the run.
-        initial = str(base) if base is not None else recipe.model.initial if opening.reads else None  # type: ignore[attr-defined]
+        initial = str(base) if base is not None else named if opening.reads else None
         recipe = recipe.changed(model=recipe.model.changed(initial=initial))
         if isinstance(recipe.tune, Lora) and recipe.tune.adapter is not None:
             adapter = str(opening.frozen / tuning.ADAPTER)
             recipe = recipe.changed(tune=recipe.tune.changed(adapter=adapter))
         if not opening.reads:
-            return TuneWorkload(recipe, tuning.thaw(recipe, opening.frozen))
+            return TuneWorkload(recipe, tuning.thaw(recipe, opening.frozen), named)
     chats = opening.data
     if not isinstance(chats, ReadChats):
         tokenizer = tokenizer or open_tokenizer(recipe.data[0].tokenizer)
         chats = tuning.read(recipe, tokenizer, opening.frozen, opening.progress)
-    return TuneWorkload(recipe, tuning.chats_of(recipe, chats))
+    return TuneWorkload(recipe, tuning.chats_of(recipe, chats), named)
 
 
 def base_of(opening: Opening) -> Path | None:
