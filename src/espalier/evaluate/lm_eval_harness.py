@@ -6,6 +6,7 @@ when it is used. Its base class asks for three methods; requests are its `Instan
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -128,17 +129,15 @@ class HarnessTask:
             raise UserError(f"--include {include} is no folder.", do="a folder with the YAML files of tasks")
         self.name = self._task = task
         self._include = include
-        files = [] if include is None else [*Path(include).rglob("*.yaml")]
+        hashes = {} if include is None else data_hash.below(Path(include))
         if task.endswith((".yaml", ".yml")):
             text = read_text(Path(task), "--task lm-eval:FILE.yaml, a task of the harness")
             named = re.search(r"^(?:task|group): *['\"]?([\w.-]+)", text, re.MULTILINE)
             if named is None:
                 raise UserError(f"{printable(task)} names no task.", do="task: NAME in it")
             self.name = named[1]
-            self._task = str(Path(task).absolute())
-            words = map(Path, re.split(r"[\s'\",\[\]{}]+", text))  # among them its data
-            files += [Path(task), *(word for word in words if word.is_file())]
-        hashes = data_hash.hashes({str(file): file for file in files})
+            words = [task, *re.split(r"[\s'\",\[\]{}]+", text)]  # among them the files of its data
+            hashes |= data_hash.hashes({word: word for word in words if os.path.isfile(word)})
         self.content = hashed([getattr(lm_eval, "__version__", ""), hashes])
 
     def evaluate(self, model: gpt.GPT, record: int) -> Sums:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 
 from espalier.language.tokenizer import Tokenizer
@@ -20,15 +19,15 @@ _CLASS = "transformers.PreTrainedTokenizerFast"
 def differences(tokenizer: Tokenizer, folder: Path) -> Iterator[str]:
     """How the tokenizer that AutoTokenizer makes of `folder` differs from `tokenizer`; nothing where
     transformers is not installed."""
-    if find_spec("transformers") is None:
-        return
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        from transformers import AutoTokenizer
-
         try:
+            from transformers import AutoTokenizer
+
             theirs = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
             plain, whole = (theirs(_TEXT, add_special_tokens=special, verbose=False) for special in (False, True))
+        except ImportError:
+            return
         except Exception as error:  # of a class that does not fit the file it may raise anything
             yield f"transformers.AutoTokenizer does not load its tokenizer: {printable(error)}; {_CLASS} may."
             return

@@ -123,8 +123,8 @@ def _words(tokenizer: Any) -> dict[str, Any]:
     """What GGUF says of a byte-level BPE: tokens, types, merges, special tokens, and how text is split."""
     table = json.loads(decoded(tokenizer.files.contents[TOKENIZER], TOKENIZER))
     model = table["model"]
-    split = table.get("pre_tokenizer")
-    known = next((name for name, known in gguf_file.SPLITS.items() if _same(known, split)), None)
+    split = _plain(table.get("pre_tokenizer"))
+    known = next((name for name, known in gguf_file.SPLITS.items() if _plain(known) == split), None)
     if not model.get("merges") and model.get("type") == "BPE":
         known = "gpt-2"  # without merges it does not matter where text is split
     if model.get("type") != "BPE" or known is None:
@@ -156,14 +156,11 @@ def _words(tokenizer: Any) -> dict[str, Any]:
     }
 
 
-def _same(first: Any, other: Any) -> bool:
-    """Equal in what is no default."""
-    free = ("trim_offsets",)
-    if isinstance(first, dict) and isinstance(other, dict):
-        return all(_same(first.get(key), other.get(key)) for key in {*first, *other} if key not in free)
-    if isinstance(first, list) and isinstance(other, list):
-        return len(first) == len(other) and all(map(_same, first, other))
-    return bool(first == other)
+def _plain(split: Any) -> Any:
+    """How text is split, without what is as it is by default."""
+    if isinstance(split, dict):
+        return {key: _plain(part) for key, part in split.items() if key != "trim_offsets" and part is not None}
+    return [*map(_plain, split)] if isinstance(split, list) else split
 
 
 def _write(

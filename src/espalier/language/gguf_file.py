@@ -355,8 +355,8 @@ SPECIAL: Mapping[str, str] = {
     "eos": "tokenizer.ggml.eos_token_id",
     "unk": "tokenizer.ggml.unknown_token_id",
     "pad": "tokenizer.ggml.padding_token_id",
-    "eot": "tokenizer.ggml.eot_token_id",
     "eom": "tokenizer.ggml.eom_token_id",
+    "eot": "tokenizer.ggml.eot_token_id",
 }
 """Role of a special token to the field that says its id."""
 MORE_ENDS = ("eot", "eom")
@@ -371,15 +371,9 @@ def _tokenizer(fields: GgufFields, file: Path, folder: Path) -> None:
     model = fields.get("ggml.model", str)
     split = fields.get("ggml.pre", str, "default")
     tokens = fields.get("ggml.tokens", list[str])
-    ids: dict[str, int] = {}
-    for role, name in SPECIAL.items():
-        if name in fields.fields:
-            number = fields.get(name.removeprefix(fields.prefix), Annotated[int, msgspec.Meta(ge=0)])
-            if number >= len(tokens):
-                raise UserError(f"{file} says {name} = {number}, and it has {len(tokens)} tokens.", do=AGAIN)
-            ids[role] = number
+    ids = _special_ids(fields, file, len(tokens))
     stated: dict[str, Any] = {f"{role}_token": tokens[number] for role, number in ids.items() if role not in MORE_ENDS}
-    ends = [ids[role] for role in ("eos", *reversed(MORE_ENDS)) if role in ids]
+    ends = [number for role, number in ids.items() if role in ("eos", *MORE_ENDS)]
     if len(ends) > 1:
         (folder / GENERATION).write_text(json.dumps({EOS: ends}), encoding="utf-8")
     if model == "gpt2" and split in SPLITS:
@@ -398,6 +392,17 @@ def _tokenizer(fields: GgufFields, file: Path, folder: Path) -> None:
         stated["chat_template"] = fields.get("chat_template", str)
     stated["tokenizer_class"] = "PreTrainedTokenizerFast"
     (folder / "tokenizer_config.json").write_text(json.dumps(stated, ensure_ascii=False, indent=1), encoding="utf-8")
+
+
+def _special_ids(fields: GgufFields, file: Path, count: int) -> dict[str, int]:
+    """Role of a special token to its id, of a file of `count` tokens."""
+    ids = {}
+    for role, name in SPECIAL.items():
+        if name in fields.fields:
+            ids[role] = fields.get(name.removeprefix(fields.prefix), Annotated[int, msgspec.Meta(ge=0)])
+            if ids[role] >= count:
+                raise UserError(f"{file} says {name} = {ids[role]}, and it has {count} tokens.", do=AGAIN)
+    return ids
 
 
 def _table(fields: GgufFields, split: dict[str, Any]) -> dict[str, Any]:

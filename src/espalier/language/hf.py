@@ -156,13 +156,10 @@ def load(folder: str | Path, dtype: torch.dtype) -> tuple[config.Decoder, dict[s
     Raises UserError naming the file, setting or tensor that this decoder cannot take over.
     """
     model = options(folder)
-    state = {}
     names = _ours(hf_config.kind_of(model))
     tensors = _wanted(_stored(opened(folder)), model)
     refuse_large(f"{folder}", sum(math.prod(stored.shape) for stored in tensors.values()) * dtype.itemsize)
-    for name, place in tensors.items():
-        state[_renamed(name, names)] = weight_files.value(name, place).to(dtype)
-    return model, state
+    return model, {_renamed(name, names): weight_files.value(name, place).to(dtype) for name, place in tensors.items()}
 
 
 def load_into(model: GPT, folder: str | Path) -> None:

@@ -76,6 +76,7 @@ class Tokenizer(Protocol):
 
     def encode_many(self, texts: Sequence[bytes]) -> list[Ids]:
         """`encode` of each text, on all cores where the tokenizer can."""
+        return [self.encode(text) for text in texts]
 
     def encode_marked(self, texts: Sequence[str]) -> list[MarkedIds]:
         """Ids of texts in which names of special tokens mean these tokens, and the characters `[start, stop)` that each
@@ -234,10 +235,6 @@ class ByteTokenizer(Tokenizer):
     def encode(self, text: bytes) -> Ids:
         """The bytes themselves, uint8, without a copy (read-only)."""
         return np.frombuffer(text, np.uint8)
-
-    def encode_many(self, texts: Sequence[bytes]) -> list[Ids]:
-        """`encode` of each text."""
-        return [self.encode(text) for text in texts]
 
     def encode_marked(self, texts: Sequence[str]) -> list[MarkedIds]:
         """There are no special tokens: each byte is one id of its character."""

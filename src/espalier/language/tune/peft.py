@@ -150,11 +150,10 @@ def with_options(tune: Lora, folder: Path) -> Lora:
         "dora": bool(adapters.table.get("use_dora")),
     }
     plain = Lora()
-    changed = {name: getattr(tune, name) for name in options if getattr(tune, name) != getattr(plain, name)}
     differing = [
-        f"tune.{name} = {value!r}, but {options[name]!r} there"
-        for name, value in changed.items()
-        if value != options[name]
+        f"tune.{name} = {getattr(tune, name)!r}, but {value!r} there"
+        for name, value in options.items()
+        if getattr(tune, name) not in (value, getattr(plain, name))
     ]
     if differing:
         raise UserError(
