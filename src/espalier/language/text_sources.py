@@ -78,8 +78,10 @@ def content_hashes(data: Data) -> dict[str, str]:
     stdlib = data.path == "python:stdlib"
     if data.path.startswith(("hf:", "python:")) and not stdlib:
         return {}
-    files = (entry for entry in listing(data).entries if entry.path)
-    return data_hash.hashes({f"{data.path}/{file.name}" if stdlib else file.path: file.path for file in files})
+    entries = listing(data).entries
+    return data_hash.hashes(
+        {f"{data.path}/{entry.name}" if stdlib else entry.path: entry.path for entry in entries if entry.path}
+    )
 
 
 def listing(data: Data) -> Listing:

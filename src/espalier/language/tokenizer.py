@@ -217,7 +217,10 @@ def trained(spec: str, cache: Path) -> Path:
 
 
 class ByteTokenizer(Tokenizer):
-    """256 ids, one per byte. Id 0 is the boundary: text with a NUL byte counts as binary and never gets here."""
+    """256 ids, one per byte. Id 0 is the boundary: text with a NUL byte counts as binary and never gets here.
+
+    Its files say it as a byte-level BPE without merges whose ids are the bytes; NUL is special.
+    """
 
     name = "bytes"
     vocabulary = 256
@@ -230,7 +233,18 @@ class ByteTokenizer(Tokenizer):
     def __init__(self) -> None:
         self.byte_lengths = np.ones(256, np.int32)
         self.byte_lengths[0] = 0
-        self.files = _own_files(msgspec.json.encode(self._described()), "\0")
+        level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+        token = {"id": 0, "content": "\0", "special": True}
+        flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+        described = {
+            "version": "1.0",
+            "added_tokens": [token | flags],
+            "pre_tokenizer": level,
+            "decoder": level,
+            "post_processor": prefix_processor("\0", self.boundary),
+            "model": {"type": "BPE", "vocab": self.table(), "merges": []},
+        }
+        self.files = _own_files(msgspec.json.encode(described), "\0")
 
     def encode(self, text: bytes) -> Ids:
         """The bytes themselves, uint8, without a copy (read-only)."""
@@ -248,20 +262,6 @@ class ByteTokenizer(Tokenizer):
     def decode(self, ids: Iterable[int]) -> str:
         """The text of `ids`, boundaries and what is no byte left out, broken characters replaced."""
         return bytes(int(token) for token in ids if 0 < token < self.vocabulary).decode("utf-8", "replace")
-
-    def _described(self) -> dict[str, Any]:
-        """A byte-level BPE without merges whose ids are the bytes; its special token is NUL, id 0."""
-        level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
-        token = {"id": 0, "content": "\0", "special": True}
-        flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-        return {
-            "version": "1.0",
-            "added_tokens": [token | flags],
-            "pre_tokenizer": level,
-            "decoder": level,
-            "post_processor": prefix_processor("\0", self.boundary),
-            "model": {"type": "BPE", "vocab": self.table(), "merges": []},
-        }
 
     def table(self) -> dict[str, int]:
         letters = _alphabet()
