@@ -132,7 +132,7 @@ def test_adapters_of_another_base_of_the_same_shape_are_refused_by_its_name(open
     [
         ("models/base", "models/base"),
         ("hf:ORG/NAME", "ORG/NAME"),
-        ("/home/me/.cache/huggingface/hub/models--ORG--NAME-2/snapshots/0ab1", "ORG/NAME-2"),
+        ("/mnt/huggingface/hub/models--ORG--NAME-2/snapshots/0ab1", "ORG/NAME-2"),
         ("hub/models--gpt2/snapshots/0ab1/model.gguf", "gpt2"),
     ],
 )
