@@ -326,6 +326,7 @@ NOT_OPENED = {
     "--merge --no-bos --out": "say how an opened run is written",
     "--serve": "opens the run as predict and report do, and then waits for questions",
     "--task": "reads a file that the user names",
+    "--include": "reads a folder that the user names",
     "--data --trace --rules --score --cluster --what-if --html --parts": "name files of the user",
     "--calibrate-on": "reads the log of a run, and nothing else of it",
     "--help": "",

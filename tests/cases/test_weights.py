@@ -93,7 +93,9 @@ def test_a_gguf_file_says_the_special_tokens_of_the_base(kind: str, template: st
     fields = gguf_file.opened(tmp_path / "out" / "model.gguf")[0]
     assert fields.get("tokenizer.ggml.bos_token_id") == theirs.bos_token_id
     assert fields["tokenizer.ggml.eos_token_id"] == theirs.eos_token_id
-    assert fields.get("tokenizer.ggml.padding_token_id") == theirs.pad_token_id
+    in_config = json.loads((base / "config.json").read_text())["pad_token_id"]
+    pad = in_config if theirs.pad_token_id is None else theirs.pad_token_id  # as llama.cpp's converter
+    assert fields["tokenizer.ggml.padding_token_id"] == pad
     assert fields["tokenizer.chat_template"] == TEMPLATES[template]
     chats_begin = "bos_token" in TEMPLATES[template]  # llama.cpp drops one of two, and adds one to a chat without
     assert fields["tokenizer.ggml.add_bos_token"] == (kind == "begun with bos" and chats_begin)
@@ -203,7 +205,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     (home / "hf" / "tokenizer_config.json").write_text(
         json.dumps({"bos_token": "<s>", "eos_token": {"content": "</s>", "lstrip": True}, "chat_template": "{{ 1 }}"})
     )
-    gguf_export.export(model, ByteTokenizer(), "{{ 2 }}", home / "gguf", "F16")
+    gguf_export.export(model, ByteTokenizer().with_template("{{ 2 }}"), None, home / "gguf", "F16")
     return {
         "config.json": home / "hf",
         "tokenizer.json": home / "hf",

@@ -142,11 +142,11 @@ def quietly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def base_of(folder: Path, kind: str, template: str | None) -> Path:
+def base_of(folder: Path, kind: str, template: str | None, **changes: Any) -> Path:
     """A model of one layer with a tokenizer of somebody else."""
     make, stated = TOKENIZERS[kind]
     inner = make()
-    model = made(inner.get_vocab_size() + 3)
+    model = made(inner.get_vocab_size() + 3, **changes)
     hf.export(model, Nothing(), folder)
     inner.save(str(folder / "tokenizer.json"))
     table = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": 77, **stated}

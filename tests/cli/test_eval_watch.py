@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from espalier.cli import eval as verb
 from espalier.cli import eval_watch
 from espalier.cli.main import main
 from espalier.graph.workload_row import ROW as GRAPH
@@ -64,3 +65,9 @@ def test_only_language_models_are_asked_questions(facts: str) -> None:
 def test_a_folder_without_a_run_is_refused(tmp_path: Path, capsys) -> None:
     assert main(["eval", str(tmp_path), "--watch"]) == 2
     assert "no run" in capsys.readouterr().err
+
+
+def test_a_folder_of_tasks_needs_one_that_is_asked() -> None:
+    asked = SimpleNamespace(include="tasks", task=["facts=facts.jsonl"])
+    with pytest.raises(UserError, match="--include tasks has tasks for lm-eval"):
+        verb.run(asked)  # type: ignore[arg-type]

@@ -197,6 +197,11 @@ def test_a_run_is_exported_for_other_programs(home: Path, form: str) -> None:
     assert "checked by reloading" in said
     folder = home / "runs" / "small" / f"export-{form}"
     assert (folder / ("adapter_model.safetensors" if form == "peft" else "model.gguf")).is_file()
+    if form == "peft":
+        assert json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"] == str(home / "base")
+    assert "Answers end with '<|im_end|>', which is 10 tokens" in said
+    tokenizer = espalier.open(home / "runs" / "small").tokenizer()
+    assert tokenizer.encode(b"what").tolist() == [*b"what"]
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ from espalier.recipe import recipe_errors, recipe_file
 ROOT = Path(__file__).parents[2]
 PAGES = {**doc_pages.PAGES, **doc_pages.MEASURED}
 MARKS = ("file", "part of", "slow", "not run")
-LANGUAGES = {"bash", "python", "toml", "json", "text", "diff"}
+LANGUAGES = {"bash", "python", "toml", "json", "text", "diff", "yaml"}
 FENCE = re.compile(
     r"(?:^ *<!-- (?P<mark>[a-z ]+): (?P<value>[^\n]+?) -->\n)?^(?P<indent> *)```(?P<language>\w*)\n(?P<text>.*?)^ *```",
     re.DOTALL | re.MULTILINE,

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+import json
+import sys
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 from made_decoder import decoder, plainly
 
+from espalier.evaluate import lm_eval_harness
 from espalier.evaluate.lm_eval_harness import Answers, HarnessTask, lm
 from espalier.language.tokenizer import open_tokenizer
 from espalier.recipe.errors import UserError
@@ -87,3 +90,74 @@ def test_a_task_of_the_harness_is_one_of_ours(answers, monkeypatch) -> None:
     monkeypatch.setattr(lm_eval, "simple_evaluate", lambda **asked: found)
     task = HarnessTask("made", answers.tokenizer)
     assert task.evaluate(answers.model, 0) == {"acc": (0.5, 1.0), "acc_norm": (0.25, 1.0)}
+
+
+TASK = """
+task: {name}  # ours
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {data}}}}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{{{question}}}}"
+doc_to_choice: "{{{{choices}}}}"
+doc_to_target: "{{{{answer}}}}"
+metric_list: [{{metric: acc, aggregation: mean, higher_is_better: true}}]
+"""
+
+
+@pytest.fixture
+def facts(tmp_path):
+    """A folder with a task file and its data."""
+    data = tmp_path / "facts.jsonl"
+    rows = [{"question": "The", "choices": [" fox", " dog"], "answer": number % 2} for number in range(4)]
+    data.write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "facts.yaml").write_text(TASK.format(name="our_facts", data=data))
+    return tmp_path
+
+
+def stand_in(monkeypatch, **results):
+    """A harness that answers `results`, and says what it was asked."""
+    asked = []
+    module = ModuleType("lm_eval")
+    module.simple_evaluate = lambda **options: asked.append(options) or {"results": results}  # type: ignore[attr-defined]
+    tasks = ModuleType("lm_eval.tasks")
+    tasks.TaskManager = lambda include_path: ("manager", include_path)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "lm_eval", module)
+    monkeypatch.setitem(sys.modules, "lm_eval.tasks", tasks)
+    monkeypatch.setattr(lm_eval_harness, "lm", lambda *_: None)
+    return asked
+
+
+def test_a_task_file_is_a_task_by_the_name_in_it_and_another_one_when_it_or_its_data_changes(facts, monkeypatch):
+    asked = stand_in(monkeypatch, our_facts={"acc,none": 0.5})
+    words = open_tokenizer("bytes")
+    task = HarnessTask(str(facts / "facts.yaml"), words)
+    assert (task.name, task.evaluate(None, 0)) == ("our_facts", {"acc": (0.5, 1.0)})
+    assert asked[0]["tasks"] == [str(facts / "facts.yaml")]
+    contents = {task.content, HarnessTask(str(facts / "facts.yaml"), words).content}
+    assert len(contents) == 1
+    for name in ("facts.jsonl", "facts.yaml"):
+        (facts / name).write_text((facts / name).read_text() + "\n")
+        contents.add(HarnessTask(str(facts / "facts.yaml"), words).content)
+    assert len(contents) == 3
+    (facts / "none.yaml").write_text("dataset_path: json")
+    for file, message in (("none.yaml", "names no task"), ("absent.yaml", "absent.yaml")):
+        with pytest.raises(UserError, match=message):
+            HarnessTask(str(facts / file), words)
+
+
+def test_tasks_of_a_folder_are_asked_by_name(facts, monkeypatch):
+    asked = stand_in(monkeypatch, our_facts={"acc,none": 0.5})
+    task = HarnessTask("our_facts", open_tokenizer("bytes"), str(facts))
+    assert task.evaluate(None, 0) == {"acc": (0.5, 1.0)}
+    assert asked[0]["task_manager"] == ("manager", str(facts))
+    with pytest.raises(UserError, match="is no folder"):
+        HarnessTask("our_facts", open_tokenizer("bytes"), str(facts / "none"))
+
+
+def test_the_harness_itself_reads_a_task_file_and_a_folder_of_them(answers, facts, monkeypatch):
+    pytest.importorskip("lm_eval")
+    monkeypatch.setenv("HF_HOME", str(facts / "cache"))
+    by_file = HarnessTask(str(facts / "facts.yaml"), answers.tokenizer).evaluate(answers.model, 0)
+    by_name = HarnessTask("our_facts", answers.tokenizer, str(facts)).evaluate(answers.model, 0)
+    assert by_file == by_name == {"acc": (0.5, 1.0)}

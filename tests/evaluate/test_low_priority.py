@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
+import json
 import subprocess
 import sys
+from pathlib import Path
 
 import psutil
+
+from espalier.evaluate.low_priority import is_beside_training
 
 CODE = """
 import os, psutil
@@ -25,3 +30,15 @@ def test_a_process_that_stepped_back_takes_what_others_leave() -> None:
     first, second, disk, session = run.stdout.split()
     assert (first, second, int(disk)) == ("10", "19", int(psutil.IOPRIO_CLASS_IDLE))
     assert session == "19"
+
+
+def test_an_evaluation_is_alone_unless_the_run_is_locked_or_may_go_on(tmp_path: Path) -> None:
+    assert not is_beside_training(tmp_path / "none")
+    assert is_beside_training(tmp_path / "none", waits=True)
+    with (tmp_path / ".lock").open("w") as lock:
+        assert not is_beside_training(tmp_path)
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert is_beside_training(tmp_path)
+    assert not is_beside_training(tmp_path)
+    (tmp_path / "events.jsonl").write_text(json.dumps({"event": "end", "reason": "finished", "time": 0}) + "\n")
+    assert not is_beside_training(tmp_path, waits=True)

@@ -69,7 +69,7 @@ def test_what_is_read_again_is_what_was_written_and_the_tokenizer_is_the_same(
     kind: str, tied: bool, words: Tokenizer, tmp_path: Path
 ) -> None:
     model = made(words.vocabulary, tied=tied).eval()
-    apart = gguf_export.export(model, words, "a template", tmp_path / "out", kind)
+    apart = gguf_export.export(model, words.with_template("a template"), None, tmp_path / "out", kind)
     file = tmp_path / "out" / "model.gguf"
     assert hf.options(file) == hf.options_of(model.size)
     state = hf.load(file, torch.float32)[1]

@@ -56,7 +56,7 @@ def test_logits_are_those_of_transformers_and_an_export_answers_token_by_token_a
             tokens = torch.tensor([prompt])
             torch.testing.assert_close(model(tokens), theirs.eval()(tokens).logits, rtol=1e-4, atol=1e-3)
     del theirs
-    gguf_export.export(model, tokenizer, template.text, tmp_path / "out", "F16")
+    gguf_export.export(model, tokenizer, None, tmp_path / "out", "F16")
     again = loaded(tmp_path / "out" / "model.gguf")
     assert open_tokenizer(str(hf.tokenizer_of(tmp_path / "out" / "model.gguf"))).table() == tokenizer.table()
     for prompt in prompts:

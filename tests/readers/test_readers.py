@@ -131,6 +131,7 @@ GRAPH_MECHANISMS = ("disk_batches", "few_bits", "halo_exchange", "pattern_attent
 ROOMS = ("language", "graph", "radiance", "evaluate", "machine/cluster", "recipe")
 ROOMS += tuple(f"mechanisms/{name}" for name in GRAPH_MECHANISMS)
 ELSEWHERE: Mapping[str, str] = {
+    "evaluate/lm_eval_harness.py": "tests/evaluate/test_lm_eval_harness.py",
     "graph/data/import_graph.py": "tests/graph/test_sources.py",
     "radiance/workload_row.py": "tests/radiance/test_workload.py",
 }
@@ -147,6 +148,7 @@ OWN: Mapping[str, str] = {
     "recipe/records.py": "the records of the package",
     "recipe/serialization.py": "weights that were just written",
     "evaluate/eval_history.py": "the run log",
+    "evaluate/low_priority.py": "the system's list of locks",
     "graph/data/condensed_file.py": "the layers of a run on disk",
     "mechanisms/disk_batches/inference.py": "the layers of a run on disk",
     "mechanisms/disk_batches/manifest.py": "packed batches",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -48,3 +48,16 @@ def value(name: str, place: StoredTensor) -> Any:
     """The tensor `name`, which lies at `place`. Raises UserError."""
     with opened(place.file) as content:
         return content.get_tensor(name)
+
+
+def refuse_changed(files: Sequence[Path], written: Mapping[str, Any]) -> None:
+    """Reads files back. Raises OSError naming a tensor that is not as it was `written`: that is the disk's fault."""
+    import torch
+
+    again = stored(files)
+    if again.keys() != written.keys():
+        raise OSError(f"not read back: {', '.join(sorted(again.keys() ^ written.keys()))}")
+    for name, place in again.items():
+        both = (value(name, place), written[name].cpu())
+        if not torch.equal(*(tensor.contiguous().unsqueeze(-1).view(torch.uint8) for tensor in both)):
+            raise OSError(f"{name} was read back changed")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+from pathlib import Path
 
 from espalier.evaluate import low_priority
 from espalier.recipe.errors import UserError
@@ -13,6 +14,8 @@ from espalier.recipe.terminal import say
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints the held-out figures."""
+    if arguments.include is not None and not any(text.startswith("lm-eval:") for text in arguments.task):
+        raise UserError(f"--include {arguments.include} has tasks for lm-eval.", do="--task lm-eval:TASK, one of them")
     if arguments.watch or arguments.task or arguments.workers is not None:
         if arguments.data is not None:
             raise UserError(
@@ -20,7 +23,9 @@ def run(arguments: argparse.Namespace) -> int:
                 why="those evaluate on the held-out data that the run keeps",
                 do=f"espalier eval {arguments.run} --data {arguments.data}",
             )
-        low_priority.step_back(low_priority.STARTING)  # before torch is imported: that alone takes seconds of a core
+        arguments.beside = low_priority.is_beside_training(Path(arguments.run), arguments.watch)
+        if arguments.beside:
+            low_priority.step_back(low_priority.STARTING)  # before torch is imported: that takes seconds of a core
         from espalier.cli import eval_watch
 
         return eval_watch.run(arguments)

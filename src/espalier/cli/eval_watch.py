@@ -6,7 +6,7 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -40,8 +40,8 @@ def run(arguments: argparse.Namespace) -> int:
     opened = SavedRun.find(arguments.run, arguments.trust, DataChoice(evaluates=True))
     saved = opened.checkpoints()
     workload = phases.held(opened.open_workload(), saved)
-    chosen = tasks(workload, workload_registry.row(opened.recipe), arguments.task, arguments.run)
-    open_ = partial(open_in_worker, arguments.run, arguments.task, arguments.trust, workload.phases()[0])
+    chosen = _tasks_of(arguments, workload, opened)
+    open_ = partial(open_in_worker, arguments, workload.phases()[0])
     # Counted by the driver's library, without touching a GPU: the workers do.
     devices = [accelerator.of_rank(index) for index in range(max(1, accelerator.count()))]
     by_name = {task.name: task for task in chosen}
@@ -51,30 +51,40 @@ def run(arguments: argparse.Namespace) -> int:
             each = ", ".join(f"{task.name} ({plural(task.records, 'record')})" for task in chosen)
             say_progress(f"Evaluating {each} with {plural(count, 'worker')}.")
         with Workers(open_, count, devices) as workers:
-            low_priority.step_back()
+            if arguments.beside:
+                low_priority.step_back()
             return _show(watcher.run(workers, once=not arguments.watch), arguments.json)
 
 
-def open_in_worker(run: str, asked: Sequence[str], trust: bool, phase: Phase) -> Opened:
-    """What a worker process needs of the run in `run`; the process then steps back."""
+def open_in_worker(arguments: argparse.Namespace, phase: Phase) -> Opened:
+    """What a worker process needs of the run; beside training the process then steps back."""
     # The first process has said what is not used.
-    opened = SavedRun.find(run, trust, DataChoice(evaluates=True), silent=True)
+    opened = SavedRun.find(arguments.run, arguments.trust, DataChoice(evaluates=True), silent=True)
     workload = opened.open_workload().at(phase)
-    chosen = tasks(workload, workload_registry.row(opened.recipe), asked, run)
-    low_priority.step_back()
+    chosen = _tasks_of(arguments, workload, opened)
+    if arguments.beside:
+        low_priority.step_back()
     build = partial(workload.build, torch.device("cpu"), DTYPES[opened.recipe.train.precision])
     return Opened({task.name: task for task in chosen}, build)
 
 
-def tasks(workload: Workload, row: Row, asked: Iterable[str], run: str) -> list[EvaluationTask]:
-    """The run's own held-out data, then what `--task` names. Raises UserError."""
+def _tasks_of(arguments: argparse.Namespace, workload: Workload, opened: SavedRun) -> list[EvaluationTask]:
+    row = workload_registry.row(opened.recipe)
+    return tasks(workload, row, arguments.task, arguments.run, arguments.include)
+
+
+def tasks(
+    workload: Workload, row: Row, asked: Iterable[str], run: str, include: str | None = None
+) -> list[EvaluationTask]:
+    """The run's own held-out data, then what `--task` names; `include`: a folder of tasks for lm-eval. Raises
+    UserError."""
     known: list[EvaluationTask] = [HeldOut(workload)] if workload.validation_samples() else []
     for text in asked:
         if not isinstance(row, Tokenizes):
             raise UserError(
                 f"--task {text} asks a language model.", why=f"the run in {run} trains none", do="leave it out"
             )
-        known.append(_task(text, row.tokenizer(workload)))
+        known.append(_task(text, row.tokenizer(workload), include))
         if known[-1].name in {task.name for task in known[:-1]}:
             raise UserError(f"--task {text}: there is a task {known[-1].name!r} already.", do="give it another name")
     if not known:
@@ -85,9 +95,9 @@ def tasks(workload: Workload, row: Row, asked: Iterable[str], run: str) -> list[
     return known
 
 
-def _task(text: str, tokenizer: Tokenizer) -> EvaluationTask:
+def _task(text: str, tokenizer: Tokenizer, include: str | None) -> EvaluationTask:
     if text.startswith(HARNESS):
-        return HarnessTask(text.removeprefix(HARNESS), tokenizer)
+        return HarnessTask(text.removeprefix(HARNESS), tokenizer, include)
     name, equals, path = text.partition("=")
     if not (name and equals and path):
         raise UserError(f"--task {text} is not NAME=FILE.", do="--task facts=facts.jsonl, or --task lm-eval:TASK")

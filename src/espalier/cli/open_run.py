@@ -41,6 +41,20 @@ class OpenRun(RunTables):
         """
         return SavedRun.find(self.folder, trust).trained().model
 
+    def tokenizer(self, *, trust: bool = False) -> Any:
+        """The `language.tokenizer.Tokenizer` that a language model was trained with. `trust`: as in `model`.
+
+        Raises UserError for a run of another kind.
+        """
+        from espalier.train import workload_registry
+        from espalier.train.workload_row import Tokenizes
+
+        run = SavedRun.find(self.folder, trust)
+        row = workload_registry.row(run.recipe)
+        if not isinstance(row, Tokenizes):
+            raise UserError(f"The run in {self.folder} has no tokenizer.", why="it trains no language model")
+        return row.tokenizer(run.open_workload())
+
 
 def open_run(folder: str | Path) -> OpenRun:
     """The run in `folder`. Raises UserError when there is no such folder, or no run in it."""

@@ -6,14 +6,20 @@ when it is used. Its base class asks for three methods; requests are its `Instan
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from espalier.evaluate.multiple_choice import loglikelihoods, tokens_of
 from espalier.language import generate, gpt
 from espalier.language.tokenizer import Tokenizer
 from espalier.parallel.workload import Sums
-from espalier.recipe.errors import missing_extra
+from espalier.recipe import data_hash
+from espalier.recipe.cache_dir import hashed
+from espalier.recipe.errors import UserError, missing_extra
+from espalier.recipe.foreign_files import printable, read_text
 from espalier.train.workload_row import Sampling
 
 TOKENS = 256
@@ -103,23 +109,48 @@ def lm(model: gpt.GPT, tokenizer: Tokenizer) -> Any:
 
 
 class HarnessTask:
-    """One task of the harness, as one record: the harness brings its own data, prompts and metrics."""
+    """A task of the harness, as one record: the harness brings its own data, prompts and metrics.
 
-    def __init__(self, task: str, tokenizer: Tokenizer) -> None:
-        self.name = task
+    Args:
+        task: its name, or a YAML file that says what it is.
+        include: a folder of further tasks, as YAML files.
+
+    Raises UserError when lm-eval is not installed, and for a file or folder that is none.
+    """
+
+    def __init__(self, task: str, tokenizer: Tokenizer, include: str | None = None) -> None:
         self.records = 1
         self._tokenizer = tokenizer
         try:
             import lm_eval
         except ImportError:
             raise missing_extra("lm_eval", "lm-eval", f"--task lm-eval:{task}") from None
-        self.content = f"lm-eval-{getattr(lm_eval, '__version__', '')}"
+        if include is not None and not Path(include).is_dir():
+            raise UserError(f"--include {include} is no folder.", do="a folder with the YAML files of tasks")
+        self.name = self._task = task
+        self._include = include
+        hashes = {} if include is None else data_hash.below(Path(include))
+        if task.endswith((".yaml", ".yml")):
+            text = read_text(Path(task), "--task lm-eval:FILE.yaml, a task of the harness")
+            named = re.search(r"^(?:task|group): *['\"]?([\w.-]+)", text, re.MULTILINE)
+            if named is None:
+                raise UserError(f"{printable(task)} names no task.", do="task: NAME in it")
+            self.name = named[1]
+            words = [task, *re.split(r"[\s'\",\[\]{}]+", text)]  # among them the files of its data
+            hashes |= data_hash.hashes({word: word for word in words if os.path.isfile(word)})
+        self.content = hashed([getattr(lm_eval, "__version__", ""), hashes])
 
     def evaluate(self, model: gpt.GPT, record: int) -> Sums:
         """The harness's own results for its task."""
         import lm_eval
+        from lm_eval.tasks import TaskManager
 
-        answer = lm_eval.simple_evaluate(model=lm(model, self._tokenizer), tasks=[self.name], bootstrap_iters=0)
+        answer = lm_eval.simple_evaluate(
+            model=lm(model, self._tokenizer),
+            tasks=[self._task],
+            task_manager=TaskManager(include_path=self._include) if self._include else None,
+            bootstrap_iters=0,
+        )
         return {
             metric.removesuffix(",none"): (float(value), 1.0)
             for metric, value in answer["results"][self.name].items()

@@ -2,7 +2,7 @@
 
 Nice 19 has 15 of the 1024 parts of an ordinary process (sched(7)): where training wants all of a core it keeps 98.6 %.
 At that weight imports would take minutes beside a busy run, so evaluation starts at nice 10 (110 parts beside 1024) and
-steps back once its data is open.
+steps back once its data is open. An evaluation that runs alone has the priority of any program.
 """
 
 from __future__ import annotations
@@ -14,6 +14,9 @@ import time
 from pathlib import Path
 
 import psutil
+
+from espalier.evaluate.eval_history import EvalHistory
+from espalier.track import events
 
 STARTING, LOWEST = 10, 19
 """Niceness while libraries are imported and data is opened, and from then on."""
@@ -32,6 +35,17 @@ def step_back(niceness: int = LOWEST) -> None:
         psutil.Process().ionice(psutil.IOPRIO_CLASS_IDLE)
     if os.getsid(0) == os.getpid():
         _lower_session(niceness)
+
+
+def is_beside_training(run: Path, waits: bool = False) -> bool:
+    """Whether a process of this machine trains the run in the folder `run`; with `waits`, also whether one may begin
+    to, as the run is not finished."""
+    try:
+        lock = (run / ".lock").stat().st_ino
+        trains = f":{lock} 0 EOF" in Path("/proc/locks").read_text()
+    except OSError:
+        trains = False
+    return trains or (waits and EvalHistory(run / events.NAME).ended != "finished")
 
 
 def _lower_session(niceness: int) -> None:

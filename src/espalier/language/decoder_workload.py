@@ -57,6 +57,7 @@ class DecoderWorkload(Plain):
         assert recipe.train.batch_tokens is not None
         self.recipe = recipe
         self.options = recipe.model
+        self.initial = recipe.model.initial
         self.sequence = recipe.train.sequence
         self.global_batch = recipe.train.batch_tokens // self.sequence
         self.nominal_weight = float(self.global_batch * self.sequence)
@@ -74,6 +75,11 @@ class DecoderWorkload(Plain):
     def exported_tokenizer(self) -> Tokenizer:
         """The tokenizer with the chat template that belongs to the model."""
         return self.tokenizer
+
+    @property
+    def endings(self) -> list[list[int]]:
+        """The tokens that end a text."""
+        return [[self.tokenizer.boundary], *([token] for token in self.tokenizer.document_end)]
 
     def build(self, device: torch.device, dtype: torch.dtype) -> gpt.GPT:
         """The decoder, initialised from the seed or from `model.initial` (a Llama-format folder)."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from espalier.language import gguf_file, gpt, hf, hf_config
 from espalier.language.attention_variants import rates
 from espalier.language.decoder_workload import new_model
 from espalier.language.gguf_header import Array
+from espalier.language.tokenizer import text_of
 from espalier.language.tokenizer_files import TOKENIZER
 from espalier.recipe import cache_dir
 from espalier.recipe.decoder_shapes import DecoderSizes
@@ -27,9 +28,11 @@ _PROBE = 32
 """Tokens whose logits are compared."""
 
 
-def export(model: gpt.GPT, tokenizer: Any, template: str | None, target: Path, kind: str) -> float:
+def export(model: gpt.GPT, tokenizer: Any, ends: Sequence[str] | None, target: Path, kind: str) -> float:
     """Writes `model.gguf` of `kind` (F16, Q8_0, Q4_0) and a `Modelfile` into the folder `target`, reads the file again
     and compares its logits. Returns the largest difference from those of `model`.
+
+    `ends`: texts at which the `Modelfile` stops; None: the tokens that end a text.
 
     Raises UserError for a tokenizer that GGUF cannot hold, a folder of something else or a full disk.
     """
@@ -39,11 +42,11 @@ def export(model: gpt.GPT, tokenizer: Any, template: str | None, target: Path, k
     differences: list[float] = []
 
     def fill(partial: Path) -> None:
-        _write(partial / "model.gguf", model, words, template, wanted)
+        _write(partial / "model.gguf", model, words, tokenizer.files.template, wanted)
         differences.append(_compare(partial / "model.gguf", model, wanted))
-        eos = words["tokens"][words["ids"]["eos"]]
-        stop = f'PARAMETER stop "{eos}"\n' if eos.isprintable() else ""
-        (partial / "Modelfile").write_text(f"FROM ./model.gguf\n{stop}", encoding="utf-8")
+        texts = [text_of(tokenizer, [number]) for number in tokenizer.ends()] if ends is None else ends
+        stops = [f'PARAMETER stop "{text}"\n' for text in texts if text.isprintable()]
+        (partial / "Modelfile").write_text("".join(["FROM ./model.gguf\n", *stops]), encoding="utf-8")
 
     cache_dir.export(target, "model.gguf", fill)
     return differences[0]
@@ -120,8 +123,8 @@ def _words(tokenizer: Any) -> dict[str, Any]:
     """What GGUF says of a byte-level BPE: tokens, types, merges, special tokens, and how text is split."""
     table = json.loads(decoded(tokenizer.files.contents[TOKENIZER], TOKENIZER))
     model = table["model"]
-    split = table.get("pre_tokenizer")
-    known = next((name for name, known in gguf_file.SPLITS.items() if _same(known, split)), None)
+    split = _plain(table.get("pre_tokenizer"))
+    known = next((name for name, known in gguf_file.SPLITS.items() if _plain(known) == split), None)
     if not model.get("merges") and model.get("type") == "BPE":
         known = "gpt-2"  # without merges it does not matter where text is split
     if model.get("type") != "BPE" or known is None:
@@ -136,6 +139,10 @@ def _words(tokenizer: Any) -> dict[str, Any]:
     count = max(tokens) + 1
     ids = {text: number for number, text in tokens.items()}
     named = {role.removesuffix("_token"): ids.get(text) for role, text in tokenizer.files.special_tokens.items()}
+    stated = {role.removesuffix("_token_id"): number for role, number in tokenizer.token_ids().items()}
+    roles = {role: number for role, number in [*stated.items(), *named.items()] if isinstance(number, int)}
+    roles.setdefault("eos", tokenizer.boundary)
+    others = [number for number in reversed(tokenizer.ends()) if number != roles["eos"]]
     return {
         "tokens": [tokens.get(number, f"[PAD{number}]") for number in range(count)],
         "types": [
@@ -144,19 +151,16 @@ def _words(tokenizer: Any) -> dict[str, Any]:
         ],
         "merges": [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]],
         "split": known,
-        "ids": {"eos": tokenizer.boundary} | {role: number for role, number in named.items() if number is not None},
+        "ids": {**roles, **dict(zip(gguf_file.MORE_ENDS, others, strict=False))},
         "adds_bos": tokenizer.adds_boundary,
     }
 
 
-def _same(first: Any, other: Any) -> bool:
-    """Equal in what is no default."""
-    free = ("trim_offsets",)
-    if isinstance(first, dict) and isinstance(other, dict):
-        return all(_same(first.get(key), other.get(key)) for key in {*first, *other} if key not in free)
-    if isinstance(first, list) and isinstance(other, list):
-        return len(first) == len(other) and all(map(_same, first, other))
-    return bool(first == other)
+def _plain(split: Any) -> Any:
+    """How text is split, without what is as it is by default."""
+    if isinstance(split, dict):
+        return {key: _plain(part) for key, part in split.items() if key != "trim_offsets" and part is not None}
+    return [*map(_plain, split)] if isinstance(split, list) else split
 
 
 def _write(

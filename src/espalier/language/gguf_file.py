@@ -24,6 +24,7 @@ from espalier.language import gguf_header, hf_config
 from espalier.language.gguf_header import AGAIN, Array, GgufFields, TensorPlace
 from espalier.language.hf_config import Real, Whole
 from espalier.language.tokenizer import prefix_processor
+from espalier.language.tokenizer_files import EOS, GENERATION
 from espalier.machine.resource_limits import refuse_large
 from espalier.recipe import cache_dir
 from espalier.recipe.data_table import data_table
@@ -33,7 +34,7 @@ from espalier.recipe.foreign_files import JsonObject, parsing, printable, unused
 SUFFIX = ".gguf"
 NOTES = "notes.json"
 """Of a folder in the cache: what of the file was not used."""
-_VERSION = 2
+_VERSION = 3
 """Of the folders that files are made into."""
 
 _ROUTER = "blk.{}.ffn_gate_inp.weight"
@@ -354,8 +355,12 @@ SPECIAL: Mapping[str, str] = {
     "eos": "tokenizer.ggml.eos_token_id",
     "unk": "tokenizer.ggml.unknown_token_id",
     "pad": "tokenizer.ggml.padding_token_id",
+    "eom": "tokenizer.ggml.eom_token_id",
+    "eot": "tokenizer.ggml.eot_token_id",
 }
 """Role of a special token to the field that says its id."""
+MORE_ENDS = ("eot", "eom")
+"""Roles of the tokens, besides eos, that end an answer."""
 _ADDS_BOS = ("llama-bpe",)
 """Kinds of splits for which llama.cpp puts the first token before a text where the file does not say."""
 
@@ -366,13 +371,11 @@ def _tokenizer(fields: GgufFields, file: Path, folder: Path) -> None:
     model = fields.get("ggml.model", str)
     split = fields.get("ggml.pre", str, "default")
     tokens = fields.get("ggml.tokens", list[str])
-    stated: dict[str, Any] = {}
-    for role, name in SPECIAL.items():
-        if name in fields.fields:
-            number = fields.get(name.removeprefix(fields.prefix), Annotated[int, msgspec.Meta(ge=0)])
-            if number >= len(tokens):
-                raise UserError(f"{file} says {name} = {number}, and it has {len(tokens)} tokens.", do=AGAIN)
-            stated[f"{role}_token"] = tokens[number]
+    ids = _special_ids(fields, file, len(tokens))
+    stated: dict[str, Any] = {f"{role}_token": tokens[number] for role, number in ids.items() if role not in MORE_ENDS}
+    ends = [number for role, number in ids.items() if role in ("eos", *MORE_ENDS)]
+    if len(ends) > 1:
+        (folder / GENERATION).write_text(json.dumps({EOS: ends}), encoding="utf-8")
     if model == "gpt2" and split in SPLITS:
         table = _table(fields, SPLITS[split])
         if "bos_token" in stated and fields.get("ggml.add_bos_token", bool, split in _ADDS_BOS):
@@ -389,6 +392,17 @@ def _tokenizer(fields: GgufFields, file: Path, folder: Path) -> None:
         stated["chat_template"] = fields.get("chat_template", str)
     stated["tokenizer_class"] = "PreTrainedTokenizerFast"
     (folder / "tokenizer_config.json").write_text(json.dumps(stated, ensure_ascii=False, indent=1), encoding="utf-8")
+
+
+def _special_ids(fields: GgufFields, file: Path, count: int) -> dict[str, int]:
+    """Role of a special token to its id, of a file of `count` tokens."""
+    ids = {}
+    for role, name in SPECIAL.items():
+        if name in fields.fields:
+            ids[role] = fields.get(name.removeprefix(fields.prefix), Annotated[int, msgspec.Meta(ge=0)])
+            if ids[role] >= count:
+                raise UserError(f"{file} says {name} = {ids[role]}, and it has {count} tokens.", do=AGAIN)
+    return ids
 
 
 def _table(fields: GgufFields, split: dict[str, Any]) -> dict[str, Any]:

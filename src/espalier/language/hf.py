@@ -98,7 +98,7 @@ def export(model: GPT, tokenizer: SavedTokenizer, folder: str | Path) -> None:
         if files.generation is not None:
             (partial / GENERATION).write_bytes(files.generation)
         tokenizer.save(partial)
-        _compare(partial, tensors)
+        weight_files.refuse_changed(_files(partial), tensors)
 
     cache_dir.export(Path(folder), CONFIG, fill)
 
@@ -147,18 +147,6 @@ def _split(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
     return {f"model-{i:05}-of-{len(parts):05}.safetensors": part for i, part in enumerate(parts, 1)}
 
 
-def _compare(folder: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Reads the folder back. A difference is the disk's fault: raises OSError naming the tensor."""
-    again = _stored(folder)
-    if again.keys() != tensors.keys():
-        raise OSError(f"not read back: {', '.join(sorted(again.keys() ^ tensors.keys()))}")
-    for name, wanted in tensors.items():
-        tensor = weight_files.value(name, again[name])
-        same = (wanted.shape, wanted.dtype) == (tensor.shape, tensor.dtype)
-        if not same or not torch.equal(wanted.view(torch.uint8), tensor.view(torch.uint8)):
-            raise OSError(f"{name} was read back changed")
-
-
 # --- in ----------------------------------------------------------------------------------------------------------
 
 
@@ -168,13 +156,10 @@ def load(folder: str | Path, dtype: torch.dtype) -> tuple[config.Decoder, dict[s
     Raises UserError naming the file, setting or tensor that this decoder cannot take over.
     """
     model = options(folder)
-    state = {}
     names = _ours(hf_config.kind_of(model))
     tensors = _wanted(_stored(opened(folder)), model)
     refuse_large(f"{folder}", sum(math.prod(stored.shape) for stored in tensors.values()) * dtype.itemsize)
-    for name, place in tensors.items():
-        state[_renamed(name, names)] = weight_files.value(name, place).to(dtype)
-    return model, state
+    return model, {_renamed(name, names): weight_files.value(name, place).to(dtype) for name, place in tensors.items()}
 
 
 def load_into(model: GPT, folder: str | Path) -> None:

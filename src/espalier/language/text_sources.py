@@ -22,7 +22,7 @@ import xxhash
 
 from espalier.language import data_folder, row_files
 from espalier.language.row_files import RESTORE, SourceFile
-from espalier.recipe import Data, data_path
+from espalier.recipe import Data, data_hash, data_path
 from espalier.recipe.errors import UserError, missing_extra, nearest
 from espalier.recipe.foreign_files import Fields, FieldUse, parsing, printable, unused
 from espalier.recipe.units import plural
@@ -71,6 +71,17 @@ class Listing:
         """Hash of names, sizes and times: a cheap sign that nothing changed on this machine."""
         files = [(entry.name, entry.size, entry.modified) for entry in self.entries]
         return xxhash.xxh3_128_hexdigest(msgspec.json.encode((_READER, self.origin, files, dict(self.tables))))
+
+
+def content_hashes(data: Data) -> dict[str, str]:
+    """Hashes of the files that `data.path` means, by name; none of a source without files."""
+    stdlib = data.path == "python:stdlib"
+    if data.path.startswith(("hf:", "python:")) and not stdlib:
+        return {}
+    entries = listing(data).entries
+    return data_hash.hashes(
+        {f"{data.path}/{entry.name}" if stdlib else entry.path: entry.path for entry in entries if entry.path}
+    )
 
 
 def listing(data: Data) -> Listing:

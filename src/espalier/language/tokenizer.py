@@ -21,7 +21,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from espalier.language import tokenizer_files
-from espalier.language.tokenizer_files import CONFIG, TOKENIZER, TokenizerFiles, formatted
+from espalier.language.tokenizer_files import CONFIG, EOS, ID_KEYS, TOKENIZER, TokenizerFiles, formatted, listed
 from espalier.recipe import cache_dir
 from espalier.recipe.cache_dir import write_atomic
 from espalier.recipe.errors import UserError, nearest
@@ -68,15 +68,15 @@ class Tokenizer(Protocol):
     fingerprint: str
     """Equal for tokenizers that encode alike, on every machine."""
 
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        """The smallest unsigned type that holds every id: uint8, uint16 or uint32."""
+    dtype: np.dtype[Any]
+    """The smallest unsigned type that holds every id: uint8, uint16 or uint32."""
 
     def encode(self, text: bytes) -> Ids:
         """Ids of UTF-8 `text`, [tokens], of `dtype`; no boundary is added."""
 
     def encode_many(self, texts: Sequence[bytes]) -> list[Ids]:
         """`encode` of each text, on all cores where the tokenizer can."""
+        return [self.encode(text) for text in texts]
 
     def encode_marked(self, texts: Sequence[str]) -> list[MarkedIds]:
         """Ids of texts in which names of special tokens mean these tokens, and the characters `[start, stop)` that each
@@ -86,16 +86,40 @@ class Tokenizer(Protocol):
         """The text of `ids`, boundaries left out, broken characters replaced by U+FFFD."""
 
     def with_template(self, text: str) -> Self:
-        """The same with the chat template `text` in its files."""
+        """The same with the chat template `text` in its files. The prefix stays where the template has it too: other
+        programs then drop one of both."""
+        bos = self.files.special_tokens.get("bos_token")
+        has_bos = "bos_token" in text or bool(bos and bos in text)
+        return self._with(self.files.with_template(text), self.adds_boundary and has_bos)
+
+    def with_end(self, number: int) -> Self:
+        """The same, whose files tell other programs to end a text at the token `number` too."""
+        return self._with(self.files.with_end(number, self.token_ids()), self.adds_boundary)
 
     def without_prefix(self) -> Self:
         """The same, whose files tell other programs to put nothing before a text."""
+        return self._with(self.files.without_prefix(), False)
+
+    def _with(self, files: TokenizerFiles, adds_boundary: bool) -> Self:
+        made = copy.copy(self)
+        made.files = files
+        made.adds_boundary = adds_boundary
+        return made
+
+    def ends(self) -> Sequence[int]:
+        """The ids at which other programs end a text, as its files tell them."""
+        return self.files.ends or listed(self.token_ids().get(EOS))
 
     def token_ids(self) -> JsonObject:
         """`bos_token_id`, `eos_token_id` and `pad_token_id` for the model's `config.json`."""
+        if self.files.model_ids is not None:
+            return self.files.model_ids
+        ids = {f"{role}_id": self.table().get(text) for role, text in self.files.special_tokens.items()}
+        return dict.fromkeys(ID_KEYS[:2]) | {key: ids[key] for key in ID_KEYS if ids.get(key) is not None}
 
     def save(self, folder: Path) -> None:
         """Writes `tokenizer.json` and the files beside it as Hugging Face reads them."""
+        self.files.write(folder)
 
     def table(self) -> dict[str, int]:
         """The id of each token, in the letters of `tokenizer.json`."""
@@ -170,14 +194,15 @@ def _try_out(content: bytes) -> None:
 
 def prefix_note(tokenizer: Tokenizer) -> str:
     """What the exported files tell other programs to put before a text, beside what training put there."""
-    token = printable(_text_of(tokenizer, tokenizer.boundary))
+    token = printable(text_of(tokenizer, [tokenizer.boundary]))
     if tokenizer.adds_boundary:
         return f"Its tokenizer puts {token!r} before a text that is no chat."
     return f"Its tokenizer puts nothing before a text; training on plain text puts {token!r} there."
 
 
-def _text_of(tokenizer: Tokenizer, number: int) -> str:
-    return next((text for text, token in tokenizer.table().items() if token == number), "")
+def text_of(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
+    """The text of `ids`, or the name of a token that has none: a special one's."""
+    return tokenizer.decode(ids) or next((text for text, token in tokenizer.table().items() if [token] == [*ids]), "")
 
 
 def trained(spec: str, cache: Path) -> Path:
@@ -191,42 +216,11 @@ def trained(spec: str, cache: Path) -> Path:
     return cache / f"bpe-{int(size)}.json"
 
 
-class _SavedTokenizer:
-    """The half of a tokenizer that its files answer."""
+class ByteTokenizer(Tokenizer):
+    """256 ids, one per byte. Id 0 is the boundary: text with a NUL byte counts as binary and never gets here.
 
-    files: TokenizerFiles
-    adds_boundary: bool
-    table: Callable[[], dict[str, int]]
-
-    def with_template(self, text: str) -> Self:
-        """See `Tokenizer`. The prefix stays where the template has it too: other programs then drop one of both."""
-        made = copy.copy(self)
-        bos = self.files.special_tokens.get("bos_token")
-        made.files = self.files.with_template(text)
-        made.adds_boundary = self.adds_boundary and ("bos_token" in text or bool(bos and bos in text))
-        return made
-
-    def without_prefix(self) -> Self:
-        made = copy.copy(self)
-        made.files = self.files.without_prefix()
-        made.adds_boundary = False
-        return made
-
-    def token_ids(self) -> JsonObject:
-        if self.files.model_ids is not None:
-            return self.files.model_ids
-        table = self.table()
-        special_tokens = self.files.special_tokens
-        named = {f"{role}_id": table.get(special_tokens.get(role, "")) for role in ("bos_token", "eos_token")}
-        pad = table.get(special_tokens.get("pad_token", ""))
-        return named if pad is None else {**named, "pad_token_id": pad}
-
-    def save(self, folder: Path) -> None:
-        self.files.write(folder)
-
-
-class ByteTokenizer(_SavedTokenizer):
-    """256 ids, one per byte. Id 0 is the boundary: text with a NUL byte counts as binary and never gets here."""
+    Its files say it as a byte-level BPE without merges whose ids are the bytes; NUL is special.
+    """
 
     name = "bytes"
     vocabulary = 256
@@ -239,15 +233,22 @@ class ByteTokenizer(_SavedTokenizer):
     def __init__(self) -> None:
         self.byte_lengths = np.ones(256, np.int32)
         self.byte_lengths[0] = 0
-        self.files = _own_files(msgspec.json.encode(self._described()), "\0")
+        level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+        token = {"id": 0, "content": "\0", "special": True}
+        flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+        described = {
+            "version": "1.0",
+            "added_tokens": [token | flags],
+            "pre_tokenizer": level,
+            "decoder": level,
+            "post_processor": prefix_processor("\0", self.boundary),
+            "model": {"type": "BPE", "vocab": self.table(), "merges": []},
+        }
+        self.files = _own_files(msgspec.json.encode(described), "\0")
 
     def encode(self, text: bytes) -> Ids:
         """The bytes themselves, uint8, without a copy (read-only)."""
         return np.frombuffer(text, np.uint8)
-
-    def encode_many(self, texts: Sequence[bytes]) -> list[Ids]:
-        """`encode` of each text."""
-        return [self.encode(text) for text in texts]
 
     def encode_marked(self, texts: Sequence[str]) -> list[MarkedIds]:
         """There are no special tokens: each byte is one id of its character."""
@@ -262,26 +263,12 @@ class ByteTokenizer(_SavedTokenizer):
         """The text of `ids`, boundaries and what is no byte left out, broken characters replaced."""
         return bytes(int(token) for token in ids if 0 < token < self.vocabulary).decode("utf-8", "replace")
 
-    def _described(self) -> dict[str, Any]:
-        """A byte-level BPE without merges whose ids are the bytes; its special token is NUL, id 0."""
-        level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
-        token = {"id": 0, "content": "\0", "special": True}
-        flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-        return {
-            "version": "1.0",
-            "added_tokens": [token | flags],
-            "pre_tokenizer": level,
-            "decoder": level,
-            "post_processor": prefix_processor("\0", self.boundary),
-            "model": {"type": "BPE", "vocab": self.table(), "merges": []},
-        }
-
     def table(self) -> dict[str, int]:
         letters = _alphabet()
         return {"\0": 0} | {letters[byte]: byte for byte in range(1, 256)}
 
 
-class HfTokenizer(_SavedTokenizer):
+class HfTokenizer(Tokenizer):
     """A `tokenizers.Tokenizer`. A boundary token is added when the file has none.
 
     The boundary is what `files` tell other programs to put before a text, else the stated end of text. `files` None:
@@ -300,7 +287,6 @@ class HfTokenizer(_SavedTokenizer):
         inner.post_processor = None  # what it adds to texts is not how they are encoded
         self._inner = inner
         self.name = name
-        self.folder = stated.folder
         ids = inner.get_vocab(with_added_tokens=True)
         self.vocabulary = max(ids.values()) + 1
         _refuse_sparse(name, self.vocabulary, len(ids))
@@ -417,7 +403,6 @@ def _reading(path: str | Path, fault: str = "is not a tokenizer.json") -> Iterat
 
 def _library() -> Any:
     import tokenizers
-    from tokenizers import decoders, models, pre_tokenizers, trainers  # noqa: F401
 
     return tokenizers
 

@@ -26,7 +26,8 @@ GENERATION = "generation_config.json"
 MODEL = "config.json"
 MODEL_IDS = "special_token_ids.json"
 """Of a run: the ids that the `config.json` beside the tokenizer states."""
-ID_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
+EOS = "eos_token_id"
+ID_KEYS = ("bos_token_id", EOS, "pad_token_id")
 ROLES = tuple(f"{role}_token" for role in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 _MAP = "special_tokens_map.json"
 _OTHERS = (_MAP, "added_tokens.json", "tokenizer.model", "vocab.json", "merges.txt", "vocab.txt")
@@ -48,7 +49,8 @@ class TokenizerFiles:
         adds: (begin, end) whether `tokenizer_config.json` says that bos and eos are added; None: it does not say.
         model_ids: what the model's `config.json` says of `ID_KEYS`; None: nothing.
         generation: the model's `generation_config.json`.
-        origin: where the template is from, for messages; folder: where the files were read.
+        ends: ids at which programs end a text, as it says.
+        origin: where the template is from, for messages.
     """
 
     contents: Mapping[str, bytes]
@@ -58,8 +60,8 @@ class TokenizerFiles:
     adds: tuple[bool, bool] | None = None
     model_ids: JsonObject | None = None
     generation: bytes | None = None
+    ends: tuple[int, ...] = ()
     origin: str = ""
-    folder: Path | None = None
 
     def write(self, folder: Path) -> None:
         """Writes the files into `folder`, which is made."""
@@ -84,6 +86,15 @@ class TokenizerFiles:
         tables[CONFIG] |= {"add_bos_token": False, "add_eos_token": False}
         contents = {**self.contents, **{name: formatted(table) for name, table in tables.items()}}
         return replace(self, contents=contents, adds=(False, False))
+
+    def with_end(self, number: int, ids: JsonObject) -> TokenizerFiles:
+        """The same files, whose `generation_config.json` also ends texts at the token `number`; unchanged where it
+        does. `ids`: what `config.json` says of `ID_KEYS`, which holds where there is no such file."""
+        if number in self.ends:
+            return self
+        table = ids if self.generation is None else msgspec.json.decode(decoded(self.generation, GENERATION))
+        ends = tuple(dict.fromkeys([*(self.ends or listed(ids.get(EOS))), number]))
+        return replace(self, generation=formatted({**table, EOS: ends}), ends=ends)
 
     def with_template(self, text: str) -> TokenizerFiles:
         """The same files with the chat template `text`; unchanged where it is theirs."""
@@ -129,7 +140,8 @@ def read(file: Path) -> TokenizerFiles:
     given = [config.get(name) for name in ("add_bos_token", "add_eos_token")]
     adds = None if given == [None, None] else (bool(given[0]), bool(given[1]))
     ids = _model_ids(folder)
-    return TokenizerFiles(contents, special_tokens, stated, template, adds, ids, generation, origin, folder)
+    ends = tuple(listed(_ids_in(folder / GENERATION).get(EOS)))
+    return TokenizerFiles(contents, special_tokens, stated, template, adds, ids, generation, ends, origin)
 
 
 def _table(file: Path) -> dict[str, Any]:
@@ -172,8 +184,15 @@ def _template(folder: Path, contents: Mapping[str, bytes], config: JsonObject) -
 
 
 def _model_ids(folder: Path) -> JsonObject | None:
-    file = next((folder / name for name in (MODEL_IDS, MODEL) if (folder / name).is_file()), None)
-    if file is None:
-        return None
+    return next((_ids_in(folder / name) for name in (MODEL_IDS, MODEL) if (folder / name).is_file()), None) or None
+
+
+def _ids_in(file: Path) -> JsonObject:
     table = _table(file)
-    return {key: table[key] for key in ID_KEYS if key in table} or None
+    with parsing(file, _AGAIN):
+        return {key: msgspec.convert(table[key], int | list[int] | None) for key in ID_KEYS if key in table}
+
+
+def listed(ids: int | list[int] | None) -> list[int]:
+    """The ids of an entry of `ID_KEYS`."""
+    return [ids] if isinstance(ids, int) else ids or []

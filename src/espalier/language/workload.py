@@ -16,7 +16,7 @@ from espalier.language import gpt, mixture, row_files, text_sources, token_store
 from espalier.language.decoder_workload import DecoderWorkload, RowBatch, TokenWindows
 from espalier.language.tokenizer import Tokenizer, kept_tokenizer
 from espalier.parallel.workload import Progress, Shard, SummedLoss, Sums, to_device
-from espalier.recipe import Recipe, data_hash
+from espalier.recipe import Recipe
 from espalier.recipe.errors import UserError
 from espalier.recipe.sections import VALIDATE_TOKENS
 from espalier.recipe.units import plural
@@ -118,21 +118,12 @@ class LanguageWorkload(DecoderWorkload):
     def sample(self, model: gpt.GPT) -> list[Artifact]:
         """A short continuation of `track.sample` (or of the first held-out words)."""
         prompt = self.recipe.track.sample
-        boundary = self.tokenizer.boundary
         ends = (self.tokenizer.boundary, *self.tokenizer.document_end)
-        if isinstance(prompt, str):
-            start = [boundary, *(int(token) for token in self.tokenizer.encode(prompt.encode()))]
-        else:
-            start = self._read_held_out(0, 1)[0, :32].tolist()
+        start = self.text_prompt(prompt) if isinstance(prompt, str) else self._read_held_out(0, 1)[0, :32].tolist()
         from espalier.language import generate
 
         fresh = generate.generate(model, torch.tensor(start), tokens=200, temperature=0.8, top_k=40, seed=1)
         return [Text(self.tokenizer.decode([token for token in (*start, *fresh) if token not in ends]))]
-
-    @property
-    def endings(self) -> list[list[int]]:
-        """What ends a document."""
-        return [[self.tokenizer.boundary], *([token] for token in self.tokenizer.document_end)]
 
     def question(self, text: str) -> list[int]:
         """The prompt that `text` is the beginning of."""
@@ -157,10 +148,7 @@ class LanguageWorkload(DecoderWorkload):
         """Hashes of the files of the corpora in `recipe`; a corpus without files has one of its tokens."""
         hashes: dict[str, str] = {}
         for data, store in zip(recipe.data, self.stores, strict=True):
-            scheme = data.path == "python:stdlib"
-            entries = [entry for entry in text_sources.listing(data).entries if entry.path]
-            named = {f"{data.path}/{entry.name}" if scheme else entry.path: entry.path for entry in entries}
-            hashes |= data_hash.hashes(named) if named else {data.path: store.fingerprint}
+            hashes |= text_sources.content_hashes(data) or {data.path: store.fingerprint}
         return hashes
 
     def fingerprint(self) -> str:

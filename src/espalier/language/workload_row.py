@@ -15,7 +15,7 @@ import torch
 from espalier.language import gpt, token_store
 from espalier.language.decoder_workload import DecoderWorkload, embeddings, new_model, work_of
 from espalier.language.operation_counts import DecoderLoad
-from espalier.language.tokenizer import Tokenizer, kept_tokenizer, open_tokenizer, prefix_note
+from espalier.language.tokenizer import Tokenizer, kept_tokenizer, open_tokenizer, prefix_note, text_of
 from espalier.language.workload import LanguageWorkload, open_language, thaw
 from espalier.plan.axes.flat_layout import runs
 from espalier.recipe import Adapters, Decoder, Dpo, Moe, Recipe, Tuning, decoder_shapes, defaults
@@ -72,9 +72,8 @@ def _with_initial(recipe: Recipe, initial: str) -> tuple[Recipe, Sequence[Deriva
         kind = stored.__struct_config__.tag
         raise UserError(f"model.initial = {initial!r} holds another kind of model.", do=f'model.kind = "{kind}"')
     plain = type(model)()
-    given = {name: getattr(model, name) for name in model.__struct_fields__}
-    given_values = {name: value for name, value in given.items() if value != getattr(plain, name)}
-    sized = recipe.changed(model=stored.changed(**given_values))
+    names = [name for name in model.__struct_fields__ if getattr(model, name) != getattr(plain, name)]
+    sized = recipe.changed(model=stored.changed(**{name: getattr(model, name) for name in names}))
     hf.require_same(_options(sized), stored, initial)
     spec = _initial_tokenizer(recipe, initial, stored.vocabulary or 0)
     if not any(source.tokenizer == "auto" for source in recipe.data):
@@ -99,7 +98,7 @@ def _initial_tokenizer(recipe: Recipe, initial: str, vocabulary: int) -> str:
             )
         return "bytes"
     tokenizer = open_tokenizer(str(file))
-    plain = tokenizer.table() == open_tokenizer("bytes").table()
+    plain = tokenizer.files.contents == open_tokenizer("bytes").files.contents  # no template, for one
     for spec in given:
         trained = spec.startswith("bpe:")
         if trained or open_tokenizer(spec).table() != tokenizer.table():
@@ -207,9 +206,10 @@ def _to_hf(workload: DecoderWorkload, model: gpt.GPT, folder: Path) -> str:
     from espalier.language import hf
     from espalier.language.tune import workload as tuned
 
-    hf.export(tuned.plain(model), workload.exported_tokenizer, folder)
+    tokenizer = workload.exported_tokenizer
+    hf.export(tuned.plain(model), tokenizer, folder)
     loads = f"transformers.AutoModelForCausalLM.from_pretrained({str(folder)!r}) loads it."
-    return f"{loads} {prefix_note(workload.tokenizer)}"
+    return " ".join([loads, *_tokenizer_notes(workload, workload.tokenizer, folder)])
 
 
 def _to_gguf(kind: str, workload: DecoderWorkload, model: gpt.GPT, folder: Path) -> str:
@@ -217,17 +217,32 @@ def _to_gguf(kind: str, workload: DecoderWorkload, model: gpt.GPT, folder: Path)
     from espalier.language.tune import workload as tuned
 
     tokenizer = workload.exported_tokenizer
-    apart = gguf_export.export(tuned.plain(model), tokenizer, tokenizer.files.template, folder, kind)
-    return (
+    ends = [text_of(tokenizer, ending) for ending in workload.endings]
+    apart = gguf_export.export(tuned.plain(model), tokenizer, [*dict.fromkeys(ends)], folder, kind)
+    loads = (
         f"`ollama create NAME -f {folder}/Modelfile` and llama.cpp's `llama-cli -m {folder}/model.gguf` load it; its "
-        f"logits are within {apart:.2g} of the checkpoint's. {prefix_note(tokenizer)}"
+        f"logits are within {apart:.2g} of the checkpoint's."
     )
+    return " ".join([loads, *_tokenizer_notes(workload, tokenizer)])
 
 
 def _to_peft(workload: DecoderWorkload, model: gpt.GPT, folder: Path) -> str:
     from espalier.language.tune import peft
 
-    return peft.export(workload, model, folder)
+    return " ".join([peft.export(workload, model, folder), *_tokenizer_notes(workload, workload.tokenizer, folder)])
+
+
+def _tokenizer_notes(workload: DecoderWorkload, tokenizer: Tokenizer, folder: Path | None = None) -> Iterator[str]:
+    """What programs that load an exported `tokenizer` do otherwise than training did; `folder`: of its files."""
+    from espalier.language import auto_tokenizer
+
+    yield prefix_note(tokenizer)
+    end = workload.endings[0]
+    if len(end) > 1:
+        text = tokenizer.decode(end)
+        yield f"Answers end with {text!r}, which is {len(end)} tokens: give it to other programs as a text to stop at."
+    if folder is not None:
+        yield from auto_tokenizer.differences(tokenizer, folder)
 
 
 def _answer(text: str, pieces: Iterator[TextPiece], shown: bool) -> Answer:

@@ -127,6 +127,22 @@ def test_adapters_of_another_base_of_the_same_shape_are_refused_by_its_name(open
         peft.load(model, tmp_path / "out", "b")
 
 
+@pytest.mark.parametrize(
+    ("initial", "named"),
+    [
+        ("models/base", "models/base"),
+        ("hf:ORG/NAME", "ORG/NAME"),
+        ("/mnt/huggingface/hub/models--ORG--NAME-2/snapshots/0ab1", "ORG/NAME-2"),
+        ("hub/models--gpt2/snapshots/0ab1/model.gguf", "gpt2"),
+    ],
+)
+def test_the_base_is_the_one_that_the_run_began_with(opened: Opened, initial: str, named: str) -> None:
+    workload = opened(KINDS[0])
+    frozen = TuneWorkload(workload.recipe, workload.chats, initial)
+    assert frozen.options.initial != initial
+    assert peft.config_of(frozen, [])["base_model_name_or_path"] == named
+
+
 def test_a_model_without_adapters_has_none_to_write(opened: Opened, tmp_path: Path) -> None:
     workload = opened(config.Full())
     with pytest.raises(UserError, match="no adapters"):

@@ -37,21 +37,14 @@ def prepare(recipe: Recipe, opening: Opening, derived: Sequence[Derivation], tok
     if opening.frozen is not None and recipe.train.steps is not None and not opening.reads:
         return Prepared(recipe, tokenizer.vocabulary, None, derived)
     chats = tuning.read(recipe, tokenizer, opening.frozen, opening.progress)
-    derivations = list(derived)
-    train = recipe.train
-    if train.sequence is None:
-        bound = min(LONGEST, recipe.model.context or LONGEST)
-        longest = max(int(tokens.lengths.max(initial=1)) for tokens in chats.chats)
-        sequence = min(bound, max(SHORTEST, math.ceil(longest / 64) * 64))
-        train = train.changed(sequence=sequence)
-        derivations.append(
-            Derivation(
-                "train.sequence", sequence, f"the longest conversation has {longest:,} tokens; at most {bound:,}"
-            )
-        )
-    recipe = recipe.changed(train=train)
-    recipe, more = _batch_and_steps(recipe, chats)
-    return Prepared(recipe, tokenizer.vocabulary, chats, [*derivations, *more])
+    draft = Draft(recipe)
+    bound = min(LONGEST, recipe.model.context or LONGEST)
+    longest = max(int(tokens.lengths.max(initial=1)) for tokens in chats.chats)
+    sequence = min(bound, max(SHORTEST, math.ceil(longest / 64) * 64))
+    draft.fill("train.sequence", sequence, f"the longest conversation has {longest:,} tokens; at most {bound:,}")
+    _fill_batch_and_steps(draft, chats)
+    assert isinstance(draft.recipe, Recipe)
+    return Prepared(draft.recipe, tokenizer.vocabulary, chats, [*derived, *draft.derivations])
 
 
 def no_data() -> UserError:
@@ -81,51 +74,44 @@ def _with_adapter(recipe: Recipe, opening: Opening) -> Recipe:
     return recipe.changed(tune=peft.with_options(recipe.tune, folder))
 
 
-def _batch_and_steps(recipe: Recipe, chats: ReadChats) -> tuple[Recipe, list[Derivation]]:
-    train = recipe.train
-    derivations = []
-    assert train.sequence is not None
-    if train.batch_tokens is not None and train.steps is not None:
-        return recipe, []
-    both = tuning.chats_of(recipe, chats)
+def _fill_batch_and_steps(draft: Draft, chats: ReadChats) -> None:
+    if draft.get("train.batch_tokens") is not None and draft.get("train.steps") is not None:
+        return
+    assert isinstance(draft.recipe, Recipe)
+    both = tuning.chats_of(draft.recipe, chats)
     assert both.train is not None
-    pairs = isinstance(recipe.tune, Dpo)
-    rows = len(both.train) // 2 if pairs else len(chat_rows.packed(both.train.lengths, train.sequence))
-    what = "pairs" if pairs else f"rows of {train.sequence} tokens"
-    if train.batch_tokens is None:
-        batch = max(1, min(ROWS, rows // 4))
-        tokens = batch * train.sequence * (2 if pairs else 1)
-        train = train.changed(batch_tokens=tokens)
-        derivations.append(Derivation("train.batch_tokens", tokens, f"{batch} of the {rows} {what}"))
-    recipe = recipe.changed(train=train)
-    if train.steps is None:
-        steps = math.ceil(tuning.EPOCHS * rows / tuning.batch_of(recipe))
-        train = train.changed(steps=steps)
-        derivations.append(Derivation("train.steps", steps, f"{tuning.EPOCHS} passes over {rows} {what}"))
-    return recipe.changed(train=train), derivations
+    pairs = isinstance(draft.recipe.tune, Dpo)
+    sequence = draft.get("train.sequence")
+    rows = len(both.train) // 2 if pairs else len(chat_rows.packed(both.train.lengths, sequence))
+    what = "pairs" if pairs else f"rows of {sequence} tokens"
+    batch = max(1, min(ROWS, rows // 4))
+    draft.fill("train.batch_tokens", batch * sequence * (2 if pairs else 1), f"{batch} of the {rows} {what}")
+    steps = math.ceil(tuning.EPOCHS * rows / tuning.batch_of(draft.recipe))
+    draft.fill("train.steps", steps, f"{tuning.EPOCHS} passes over {rows} {what}")
 
 
 def open_tuning(recipe: Recipe, opening: Opening, tokenizer: Tokenizer | None) -> TuneWorkload:
     """The workload; of a run that has frozen its preprocessing, without the data where that is not read."""
     base = base_of(opening)
-    if opening.frozen is None and isinstance(recipe.tune, Adapters) and recipe.model.initial is None:  # type: ignore[attr-defined]
+    named = recipe.model.initial  # type: ignore[attr-defined]
+    if opening.frozen is None and isinstance(recipe.tune, Adapters) and named is None:
         raise no_initial(recipe.tune)
     if not recipe.data:
         raise no_data()
     if opening.frozen is not None:
         # A checkpoint has taken the place of weights that are trained; frozen ones are with the run.
-        initial = str(base) if base is not None else recipe.model.initial if opening.reads else None  # type: ignore[attr-defined]
+        initial = str(base) if base is not None else named if opening.reads else None
         recipe = recipe.changed(model=recipe.model.changed(initial=initial))
         if isinstance(recipe.tune, Lora) and recipe.tune.adapter is not None:
             adapter = str(opening.frozen / tuning.ADAPTER)
             recipe = recipe.changed(tune=recipe.tune.changed(adapter=adapter))
         if not opening.reads:
-            return TuneWorkload(recipe, tuning.thaw(recipe, opening.frozen))
+            return TuneWorkload(recipe, tuning.thaw(recipe, opening.frozen), named)
     chats = opening.data
     if not isinstance(chats, ReadChats):
         tokenizer = tokenizer or open_tokenizer(recipe.data[0].tokenizer)
         chats = tuning.read(recipe, tokenizer, opening.frozen, opening.progress)
-    return TuneWorkload(recipe, tuning.chats_of(recipe, chats))
+    return TuneWorkload(recipe, tuning.chats_of(recipe, chats), named)
 
 
 def base_of(opening: Opening) -> Path | None:

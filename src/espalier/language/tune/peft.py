@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 import xxhash
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from espalier.checkpoint import weight_files
@@ -45,9 +45,7 @@ def export(workload: DecoderWorkload, model: gpt.GPT, folder: Path) -> str:
         serialization.sort_metadata(partial / WEIGHTS)
         (partial / CONFIG).write_text(json.dumps(config_of(workload, tensors), indent=2) + "\n", encoding="utf-8")
         workload.exported_tokenizer.save(partial)
-        again = load_file(partial / WEIGHTS)
-        if again.keys() != tensors.keys() or any(not torch.equal(again[name], tensors[name]) for name in tensors):
-            raise OSError("the adapters were read back changed")
+        weight_files.refuse_changed([partial / WEIGHTS], tensors)
 
     cache_dir.export(folder, CONFIG, fill)
     return f"peft.PeftModel.from_pretrained(model, {str(folder)!r}) puts them on the model they were trained with."
@@ -86,7 +84,7 @@ def config_of(workload: DecoderWorkload, tensors: Iterable[str]) -> dict[str, An
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": workload.recipe.model.initial,  # type: ignore[attr-defined]
+        "base_model_name_or_path": workload.initial and _hub_id(workload.initial),
         "r": tune.rank,
         "lora_alpha": 2.0 * tune.rank if tune.alpha is None else tune.alpha,
         "lora_dropout": 0.0,
@@ -97,6 +95,12 @@ def config_of(workload: DecoderWorkload, tensors: Iterable[str]) -> dict[str, An
         "fan_in_fan_out": False,
         "inference_mode": True,
     }
+
+
+def _hub_id(initial: str) -> str:
+    """The hub's id of a model that is named by it or lies in the hub's cache; else `initial`."""
+    cached = re.search(r"/models--([^/]+)/snapshots/", initial)
+    return cached[1].replace("--", "/") if cached else initial.removeprefix("hf:")
 
 
 # --- in ----------------------------------------------------------------------------------------------------------
@@ -146,11 +150,10 @@ def with_options(tune: Lora, folder: Path) -> Lora:
         "dora": bool(adapters.table.get("use_dora")),
     }
     plain = Lora()
-    changed = {name: getattr(tune, name) for name in options if getattr(tune, name) != getattr(plain, name)}
     differing = [
-        f"tune.{name} = {value!r}, but {options[name]!r} there"
-        for name, value in changed.items()
-        if value != options[name]
+        f"tune.{name} = {getattr(tune, name)!r}, but {value!r} there"
+        for name, value in options.items()
+        if getattr(tune, name) not in (value, getattr(plain, name))
     ]
     if differing:
         raise UserError(

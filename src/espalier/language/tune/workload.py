@@ -36,11 +36,12 @@ from espalier.parallel.workload import (
     Sums,
     to_device,
 )
-from espalier.recipe import Adapters, Dpo, Lora, Recipe, Tuning, data_hash
+from espalier.recipe import Adapters, Dpo, Lora, Recipe, Tuning
 from espalier.recipe.cost import Work
 from espalier.recipe.errors import UserError
 from espalier.recipe.sections import VALIDATE_TOKENS
 from espalier.store.artifacts import Artifact, Text
+from espalier.train.workload_row import Sampling
 
 BASE = "base"
 """The folder, beside what preprocessing decided, of the weights that are frozen under adapters."""
@@ -62,11 +63,13 @@ class ConversationSplit(NamedTuple):
 
 
 class TuneWorkload(DecoderWorkload):
-    """One decoder and its conversations. Samples are rows, or with preferences pairs."""
+    """One decoder and its conversations. Samples are rows, or with preferences pairs. `initial`: what `model.initial`
+    named when the run began; None: what it names."""
 
-    def __init__(self, recipe: Recipe, chats: ConversationSplit) -> None:
+    def __init__(self, recipe: Recipe, chats: ConversationSplit, initial: str | None = None) -> None:
         super().__init__(recipe, chats.tokenizer)
         assert recipe.tune is not None
+        self.initial = initial or self.initial
         self.tune: Tuning = recipe.tune
         self.chats = chats
         self.pairs = isinstance(recipe.tune, Dpo)
@@ -114,7 +117,10 @@ class TuneWorkload(DecoderWorkload):
 
     @property
     def exported_tokenizer(self) -> Tokenizer:
-        return self.tokenizer.with_template(self.chats.template.text)
+        """With the chat template, and with the token that ends an answer, where it is one."""
+        tokenizer = self.tokenizer.with_template(self.chats.template.text)
+        end = self.endings[0]
+        return tokenizer.with_end(end[0]) if len(end) == 1 else tokenizer
 
     # --- the data ------------------------------------------------------------------------------------------------
 
@@ -169,14 +175,12 @@ class TuneWorkload(DecoderWorkload):
     def evaluate(self, model: gpt.GPT, shard: Shard) -> Sums:
         """Of answers `loss` in nats per token and `nats_per_byte`; of preferences `loss`, `margin`, `preferred`."""
         device = next(model.parameters()).device
-        totals: dict[str, list[float]] = {}
+        sums = dict.fromkeys(dpo.PairLosses._fields if self.pairs else ("loss", "nats_per_byte"), (0.0, 0.0))
         for start, stop in shard.cuts:
             batch = self._batch(self.chats.held_out, self.held_rows[start:stop], shard)
             for name, (total, weight) in self._figures(model, to_device(batch, device)).items():
-                before = totals.setdefault(name, [0.0, 0.0])
-                totals[name] = [before[0] + total, before[1] + weight]
-        names = dpo.PairLosses._fields if self.pairs else ("loss", "nats_per_byte")
-        return {name: (totals.get(name, [0.0, 0.0])[0], totals.get(name, [0.0, 0.0])[1]) for name in names}
+                sums[name] = (sums[name][0] + total, sums[name][1] + weight)
+        return sums
 
     def _figures(self, model: gpt.GPT, batch: TokenWindows) -> Sums:
         if isinstance(self.tune, Dpo):
@@ -200,8 +204,9 @@ class TuneWorkload(DecoderWorkload):
             tokens = held_out.tokens[: held_out.starts[1]]
             answers = held_out.answers[: held_out.starts[1]]
             start = tokens[: int(np.flatnonzero(answers)[0])].tolist()
-        made = list(generate.generate(model, start, tokens=100, stop=self.endings[0][-1]))
-        return [Text(self.tokenizer.decode([*start, *made]))]
+        decoding = generate.Decoding(model, [start], [Sampling(tokens=100)])
+        pieces = generate.write(decoding, self.tokenizer, self.endings)
+        return [Text(self.tokenizer.decode(start) + "".join(piece.text for piece in pieces))]
 
     # --- chatting ------------------------------------------------------------------------------------------------
 
@@ -212,9 +217,13 @@ class TuneWorkload(DecoderWorkload):
 
     @property
     def endings(self) -> list[list[int]]:
-        """What ends an answer."""
-        ids = self.tokenizer.encode_marked([self.chats.template.ending])[0][0]
-        return [[int(token) for token in ids] or [self.tokenizer.boundary]]
+        """What ends an answer: the first special token after it, else all that the template puts there; and what ends
+        any text."""
+        ids = [int(token) for token in self.tokenizer.encode_marked([self.chats.template.ending])[0][0]]
+        special = _special_tokens(self.tokenizer, {*ids})
+        answer = next(([token] for token in ids if token in special), ids)
+        endings = [answer, *([token] for token in self.tokenizer.ends())]
+        return [ending for ending in endings if ending] or [[self.tokenizer.boundary]]
 
     def question(self, text: str) -> list[int]:
         """The prompt that asks `text`."""
@@ -238,8 +247,7 @@ class TuneWorkload(DecoderWorkload):
         """Hashes of the files of all `[[data]]` in `recipe`; a source without files has one of the tokens."""
         hashes: dict[str, str] = {}
         for data in recipe.data:
-            listed = [] if ":" in data.path else [entry for entry in text_sources.listing(data).entries if entry.path]
-            hashes |= data_hash.hashes({entry.path: entry.path for entry in listed}) or {data.path: self.fingerprint()}
+            hashes |= text_sources.content_hashes(data) or {data.path: self.fingerprint()}
         return hashes
 
     def fingerprint(self) -> str:
@@ -350,7 +358,8 @@ def shown(tokenizer: Tokenizer, chats: ChatTokens, number: int, most: int = 1000
 
 def _special_tokens(tokenizer: Tokenizer, tokens: set[int]) -> dict[int, str]:
     """Those of `tokens` that decode to nothing, as special ones do, by their names."""
-    hidden = {token for token in tokens if not tokenizer.decode([token])}
+    before = [*tokenizer.encode(b"a")]
+    hidden = {token for token in tokens if tokenizer.decode([*before, token]) == tokenizer.decode(before)}
     return {token: name for name, token in tokenizer.table().items() if token in hidden}
 
 
