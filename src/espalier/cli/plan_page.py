@@ -33,21 +33,30 @@ class Rung(NamedTuple):
     source: str
 
 
-def write(path: str | Path, plan: Plan, points: Sequence[Point], title: str, steps: int | None = None) -> None:
-    """Writes the page of `plan` among the `points` that were priced; `title` says whose plan it is. With `steps`, also
-    what the whole run takes.
+class PlanQuestion(NamedTuple):
+    """What was asked besides: what so many `steps` take, and what a change would do, in lines (`printing.what_if`)."""
+
+    steps: int | None = None
+    what_if: Sequence[str] = ()
+
+
+NOTHING = PlanQuestion()
+
+
+def write(path: str | Path, plan: Plan, points: Sequence[Point], title: str, asked: PlanQuestion = NOTHING) -> None:
+    """Writes the page of `plan` among the `points` that were priced; `title` says whose plan it is.
 
     Raises:
         UserError: the file cannot be written.
     """
     cache_dir.replace(
         Path(path),
-        render(plan, points, title, steps),
+        render(plan, points, title, asked),
         "--html with a file in a folder that exists and may be written to",
     )
 
 
-def render(plan: Plan, points: Sequence[Point], title: str, steps: int | None = None) -> str:
+def render(plan: Plan, points: Sequence[Point], title: str, asked: PlanQuestion = NOTHING) -> str:
     """The page as text."""
     predicted = plan.predicted
     assert predicted is not None, "planners price what they plan"
@@ -61,7 +70,8 @@ def render(plan: Plan, points: Sequence[Point], title: str, steps: int | None = 
         mood="good" if plan.executable else "not",
         subtitle=[where(plan), *words(plan.layout)],
         plan=plan,
-        figures=[*_figures(predicted), *_run_figure(predicted, steps)],
+        what_if=asked.what_if,
+        figures=[*_figures(predicted), *_run_figure(predicted, asked.steps if plan.executable else None)],
         chart=charts.scatter(points, limit, NAMES),
         keys=[(name, NAMES.get(name, name), counts[name]) for name in _order(counts)],
         timetable=_spans(plan, predicted),

@@ -12,7 +12,8 @@ from dataclasses import replace
 from espalier.machine.cluster import Cluster
 from espalier.plan import checkpoint_cost, choice, plan_summary, search_budget
 from espalier.plan.ask import Ask, PlanDecision, Trials
-from espalier.plan.calibration import DATASHEET, Calibration
+from espalier.plan.calibration import DATASHEET, Calibration, own_stack
+from espalier.plan.collective_time import gpus
 from espalier.plan.layout_decision import best_layout
 from espalier.plan.request import Request
 
@@ -52,8 +53,11 @@ def _decided(ask: Ask) -> PlanDecision:
     for each in choices:
         best = replace(best, plan=each.finish(best, ask))
     there = best.cluster if best.plan.replicas else cluster
-    plan = checkpoint_cost.paced(best.plan, request.recipe.checkpoint, there)
-    plan = checkpoint_cost.with_copies(plan, request.recipe.faults.memory, cluster)
-    sentences = plan_summary.sentences(plan, there)
+    plan = best.plan
+    if best.fits:
+        plan = checkpoint_cost.paced(plan, request.recipe.checkpoint, there)
+        plan = checkpoint_cost.with_copies(plan, request.recipe.faults.memory, cluster)
+    first, *sentences = plan_summary.sentences(plan, there)
+    untried = ask.calibration.untried(len(plan.trainers) * gpus(there), own_stack(there))
     words = (sentence for each in choices for sentence in each.words(best, ask))
-    return replace(best, plan=plan.changed(why=(*sentences, *plan.why, *words)), finished=True)
+    return replace(best, plan=plan.changed(why=(first, *untried, *sentences, *plan.why, *words)), finished=True)
