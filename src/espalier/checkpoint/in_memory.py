@@ -16,6 +16,8 @@ import struct
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -46,14 +48,13 @@ Agree = Callable[[Tensor], None]
 
 
 class _Row(NamedTuple):
-    """Where a tensor's local part lies; `whole`: the shape of the tensor that it is flat elements of, of which other
-    ranks may have others (None: it is that tensor). It travels as a tuple."""
+    """Where a tensor's local part lies; `whole`: the shape of the tensor that it is of. It travels as a tuple."""
 
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
     first: int
-    whole: tuple[int, ...] | None
+    whole: tuple[int, ...]
 
 
 _Copies = tuple[dict[int, Digest], list[int], bool]
@@ -140,8 +141,7 @@ def _layout(tensors: state_tree.KeptTensors) -> tuple[list[_Row], int]:
     first = _BEGIN
     for name, tensor in tensors.items():
         local = state_tree.local(tensor)
-        whole = None if local is tensor else tuple(tensor.shape)
-        rows.append(_Row(name, local.dtype, tuple(local.shape), first, whole))
+        rows.append(_Row(name, local.dtype, tuple(local.shape), first, tuple(tensor.shape)))
         first += -(-local.nbytes // _ALIGNED) * _ALIGNED
     return rows, first
 
@@ -362,7 +362,7 @@ def _filled(rows: Mapping[_Row, Tensor], tree: state_tree.KeptTensors) -> dict[s
     for row, value in rows.items():
         name = row.name
         mine = tree.get(row.name)
-        if mine is None and row.whole is not None:
+        if mine is None and row.whole != row.shape:
             return None
         if mine is None:
             filled[name] = value.clone()
@@ -384,8 +384,14 @@ def salvage(copies: Sequence[SharedMemory], saved: Checkpoints) -> int:
         return _NONE
     parts, (skeletons, meta) = newest.read()
     meta.pop("report", None)  # the rank that logs lives where this is done
-    tensors = {row.name: part.view(part.shape if row.whole is None else row.whole) for row, part in parts.items()}
-    saved.write(newest.step, {**tensors, **skeletons}, meta)
+    tensors = {row.name: part.view(row.whole) for row, part in parts.items()}
+    whole: Any = {
+        name.removeprefix(state_tree.SKELETON): SimpleNamespace(
+            state_dict=partial(state_tree.join, serialization.loads(skeleton, name), tensors.__getitem__)
+        )
+        for name, skeleton in skeletons.items()
+    }
+    saved.save(newest.step, whole, meta, wait=True)
     return newest.step
 
 

@@ -156,11 +156,6 @@ class Checkpoints:
             self.wait()
         return time.monotonic() - began
 
-    def write(self, step: int, state: dict[str, Any], meta: dict[str, Any]) -> None:
-        """Saves flat `state` (`WriteJob`) on a rank alone. Raises what went wrong."""
-        self._run(WriteJob(step, state, meta, None, self.rate, self.run), time.monotonic(), None)
-        self.wait()
-
     def wait(self, timeout: float = 1800.0) -> None:
         """Waits until no save is in flight; raises what went wrong with the last one. `timeout` in seconds."""
         if self._writing is not None:

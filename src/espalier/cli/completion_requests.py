@@ -102,8 +102,9 @@ class Asked(Struct, frozen=True):
             asked = msgspec.convert(table, cls)
         except (msgspec.MsgspecError, RecursionError, ValueError) as error:
             raise Invalid(f"the request means nothing: {error}") from None
-        tables: list[tuple[type[Struct], dict[str, Any]]] = [(cls, table)]
-        for kind, given in (*tables, *((Message, message) for message in table.get("messages", ()))):
+        messages = [(Message, message) for message in table.get("messages", ())]
+        tables: list[tuple[type[Struct], dict[str, Any]]] = [(cls, table), *messages]
+        for kind, given in tables:
             for name in given.keys() - {*kind.__struct_fields__, *IGNORED}:
                 if given[name] and given[name] != NEUTRAL.get(name):
                     raise Invalid(f"{name} is not there. Try: leave it out", name)
@@ -117,12 +118,11 @@ class Asked(Struct, frozen=True):
         """In tokens. Raises Invalid, and UserError."""
         if chat and self.messages:
             return [writer.prompt([message.turn for message in self.messages])]
-        parts = [self.prompt] if isinstance(self.prompt, str) else self.prompt
-        numbers = [part for part in parts if isinstance(part, int)]
-        if chat or not parts or 0 < len(numbers) < len(parts):
+        kinds = {*map(type, self.prompt)}
+        if chat or self.prompt == [] or len(kinds) > 1:
             raise Invalid("messages has to hold turns" if chat else "prompt has to hold texts, or tokens")
-        rows = [writer.prompt(part) if isinstance(part, str) else part for part in parts if not isinstance(part, int)]
-        return [numbers] if numbers else rows
+        rows: Any = [self.prompt] if isinstance(self.prompt, str) or kinds == {int} else self.prompt
+        return [writer.prompt(row) if isinstance(row, str) else row for row in rows]
 
     def sampling(self, defaults: Sampling, room: int) -> Sampling:
         """For an answer that has `room` for so many tokens."""

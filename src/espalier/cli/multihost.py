@@ -4,7 +4,6 @@ here: the work is done on the hosts (`cli.host_worker`), this process starts the
 from __future__ import annotations
 
 import argparse
-import itertools
 import os
 import sys
 import time
@@ -14,7 +13,7 @@ from typing import Any, Literal, TextIO, cast
 
 from espalier.cli import run_trust
 from espalier.launch.hosts import host_errors, hosts
-from espalier.launch.hosts.host_rejoin import PAUSES, Returning
+from espalier.launch.hosts.host_rejoin import Returning
 from espalier.launch.hosts.hosts import Host
 from espalier.launch.hosts.remote_process import Far
 from espalier.launch.hosts.ssh import Crowd
@@ -31,6 +30,8 @@ from espalier.train.run_folder import path_of
 MODULE = "espalier.cli.host_worker"
 LOG = "hosts.log"
 EVENTS = "events.jsonl"
+AGAIN_SECONDS = 2.0
+"""Between two starts of all supervisors, where a host does not answer yet."""
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -110,7 +111,6 @@ def _meet(crowd: Crowd, chosen: Sequence[Host], message: dict[str, Any], lost: E
     network, its name or its disks: all are asked again until `comm.timeout` is over. Raises UserError at the first
     start, else RunFailed, where a host does not do its part."""
     deadline = time.monotonic() + crowd.patience
-    pauses = itertools.chain(PAUSES[1:], itertools.repeat(PAUSES[-1]))
     while True:
         try:
             _say(crowd.gather(chosen))
@@ -123,7 +123,7 @@ def _meet(crowd: Crowd, chosen: Sequence[Host], message: dict[str, Any], lost: E
                 away = [far.host for far in crowd.all if far.error or not (far.identity or far.messages)]
                 why = f"{lost.what} For {crowd.patience:.0f} s all were asked to start again; {error.why}"
                 raise RunFailed(error.what, why=why, do=host_errors.resume(chosen, away)) from None
-        time.sleep(next(pauses))
+        time.sleep(AGAIN_SECONDS)
 
 
 def _failure(vanished: EspalierError, events: Path) -> Failure:

@@ -64,11 +64,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _score(arguments: argparse.Namespace) -> int:
-    others = {"a recipe": arguments.recipe, "--html": arguments.html, "--cluster": arguments.cluster}
-    others |= {"--what-if": arguments.what_if, "--parts": arguments.parts, "--sources": arguments.sources}
-    for name, value in others.items():
-        if value:
-            raise UserError(f"--score takes no {name.removeprefix('a ')}.", do="give one or the other")
+    for name in ("recipe", "--html", "--cluster", "--what-if", "--parts", "--sources"):
+        if getattr(arguments, name.strip("-").replace("-", "_")):
+            raise UserError(f"--score takes no {name}.", do="give one or the other")
     return measurements.run(arguments.score, arguments.calibrate_on, arguments.out, arguments.json)
 
 

@@ -68,7 +68,7 @@ def render(plan: Plan, points: Sequence[Point], title: str, asked: PlanQuestion 
         kind="plan",
         state="fits" if plan.executable else "does not fit",
         mood="good" if plan.executable else "not",
-        subtitle=[where(plan), *words(plan.layout)],
+        subtitle=[printing.where(plan), *words(plan.layout)],
         plan=plan,
         what_if=asked.what_if,
         figures=[*_figures(predicted), *_run_figure(predicted, asked.steps if plan.executable else None)],
@@ -81,7 +81,7 @@ def render(plan: Plan, points: Sequence[Point], title: str, asked: PlanQuestion 
         memory=_memory(predicted),
         step_text=show_seconds(predicted.step_seconds),
         runners=[
-            (words(runner_up.layout), _ranks(runner_up.ranks, runner_up.threads), runner_up)
+            (words(runner_up.layout), printing.ranks_of(plan, runner_up.ranks, runner_up.threads), runner_up)
             for runner_up in plan.runners_up
         ],
         sources=predicted.sources,
@@ -117,21 +117,8 @@ def words(layout: Layout) -> list[str]:
 _STATES = (("parameters", "params"), ("gradients", "grads"), ("optimizer states", "optimizer"))
 
 
-def where(plan: Plan) -> str:
-    """What it runs on: `16 GPUs on 2 machines`."""
-    nodes = len({rank.node for rank in plan.ranks})
-    on = f" on {nodes} machines" if nodes > 1 else ""
-    if plan.ranks[0].device == "cpu":
-        return _ranks(len(plan.ranks), plan.ranks[0].threads) + on
-    return plural(len(plan.ranks), "GPU") + on
-
-
-def _ranks(ranks: int, threads: int) -> str:
-    return plural(ranks, "rank") + (f" × {plural(threads, 'thread')}" if threads > 1 else "")
-
-
 def _order(counts: Mapping[str, int]) -> list[str]:
-    return [name for name in (*NAMES, *(other for other in counts if other not in NAMES)) if counts.get(name)]
+    return [name for name in dict.fromkeys([*NAMES, *counts]) if counts.get(name)]
 
 
 # --- figures -----------------------------------------------------------------------------------------------------

@@ -45,14 +45,13 @@ def plan(plan: Plan, derivations: Sequence[Derivation] = (), steps: int | None =
     With `steps`, also how long the whole run should take. `unit`: what speed is counted in.
     """
     name = f"Plan ({plan.planner})" if plan.executable else f"No plan fits. The closest lacks {plan.missing}"
-    line(f"{name}: {_where(plan)}, {plan.layout}, accumulate {plan.layout.accumulate}, {plan.precision}")
+    line(f"{name}: {where(plan)}, {plan.layout}, accumulate {plan.layout.accumulate}, {plan.precision}")
     if plan.predicted is not None:
         _predicted(plan.predicted, steps if plan.executable else None, unit)
     for sentence in plan.why:
         line(f"  - {sentence}")
-    on_gpus = plan.ranks[0].device != "cpu"
     for other in plan.runners_up:
-        line(f"  - not taken: {_ranks(other.ranks, other.threads, on_gpus)}, {other.layout}: {other.loses}")
+        line(f"  - not taken: {ranks_of(plan, other.ranks, other.threads)}, {other.layout}: {other.loses}")
     if derivations:
         _derived(derivations)
     say(flush=True)
@@ -70,26 +69,25 @@ def what_if(plan: Plan, other: Plan) -> list[str]:
     peaks = [show_size(prediction.memory_bytes["peak"]) for prediction in compared]
     times = f" ({seconds[0] / seconds[1]:.2f}x)" if plan.executable else ", where nothing fits now"
     return [
-        f"What if: {other.layout} on {_where(other)}",
+        f"What if: {other.layout} on {where(other)}",
         f"  predicted step {' instead of '.join(map(show_seconds, seconds))}{times}, "
         f"memory per rank {' instead of '.join(peaks)}, {' instead of '.join(speeds)} a second",
         *(f"  {sentence}" for sentence in other.why if sentence.startswith(plan_summary.FEATURES)),
     ]
 
 
-def _where(plan: Plan) -> str:
+def where(plan: Plan) -> str:
+    """What it runs on: `16 GPUs on 2 machines`."""
     ranks = plan.ranks
-    words = _ranks(len(ranks), ranks[0].threads, ranks[0].device != "cpu")
-    if ranks[0].device == "cpu":
-        return f"{words} on cpu"
-    machines = len({rank.node for rank in ranks})
-    return f"{words} on {plural(machines, 'machine')}"
+    nodes = len({rank.node for rank in ranks})
+    on = "cpu" if ranks[0].device == "cpu" else plural(nodes, "machine")
+    return f"{ranks_of(plan, len(ranks), ranks[0].threads)} on {on}"
 
 
-def _ranks(count: int, threads: int, on_gpus: bool) -> str:
-    if on_gpus:
-        return plural(count, "GPU")
-    return f"{plural(count, 'rank')} x {plural(threads, 'thread')}"
+def ranks_of(plan: Plan, count: int, threads: int) -> str:
+    """So many ranks on the devices of `plan`."""
+    on_gpus = plan.ranks[0].device != "cpu"
+    return plural(count, "GPU") if on_gpus else f"{plural(count, 'rank')} x {plural(threads, 'thread')}"
 
 
 def _derived(derivations: Sequence[Derivation]) -> None:

@@ -301,7 +301,6 @@ def care_of(job: RunStart) -> RestartOptions:
     faults = recipe.faults
     free = None if job.plan.offload == plans.RESIDENT else 0
     stays = table.recovery(recipe, job.plan)
-    more: dict[str, Any] = {"salvage": partial(_salvage, job)} if stays == "alike" else {}
     return RestartOptions(
         restarts=None if faults.restarts == "auto" else faults.restarts,
         heartbeat=units.seconds(faults.heartbeat, "faults.heartbeat"),
@@ -309,7 +308,7 @@ def care_of(job: RunStart) -> RestartOptions:
         tell=partial(_tell, job),
         stays=stays,
         expected=checkpoint_cost.first(job.plan)[1],
-        **more,
+        salvage=partial(_salvage, job) if stays == "alike" else None,
     )
 
 

@@ -128,11 +128,6 @@ class Calibration(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
         sentence = f"Calibrated on {measured}, not on {stack}: predictions may be worse, and their bands are wider."
         return sentence if self.foreign(stack) else ""
 
-    def untried(self, ranks: int, stack: str) -> tuple[str, ...]:
-        """What to say of a plan for so many GPUs; nothing where such a run was measured."""
-        tried = ranks < 2 or (self.ranks > 1 and stack in self.stacks)
-        return () if tried else ("Nothing was run on several GPUs yet: layout, seconds and bytes are estimates.",)
-
     @property
     def band(self) -> tuple[float, float]:
         """Factors below and above a predicted time within which four of five measurements should lie."""

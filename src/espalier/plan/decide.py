@@ -12,10 +12,13 @@ from dataclasses import replace
 from espalier.machine.cluster import Cluster
 from espalier.plan import checkpoint_cost, choice, plan_summary, search_budget
 from espalier.plan.ask import Ask, PlanDecision, Trials
-from espalier.plan.calibration import DATASHEET, Calibration, own_stack
+from espalier.plan.calibration import DATASHEET, Calibration
 from espalier.plan.collective_time import gpus
 from espalier.plan.layout_decision import best_layout
 from espalier.plan.request import Request
+
+UNTRIED = "Nothing was run on several GPUs yet: layout, seconds and bytes are estimates."
+"""Of a plan for several GPUs, until steps of several ranks were measured."""
 
 
 def decide(
@@ -57,7 +60,9 @@ def _decided(ask: Ask) -> PlanDecision:
     if best.fits:
         plan = checkpoint_cost.paced(plan, request.recipe.checkpoint, there)
         plan = checkpoint_cost.with_copies(plan, request.recipe.faults.memory, cluster)
-    first, *sentences = plan_summary.sentences(plan, there)
-    untried = ask.calibration.untried(len(plan.trainers) * gpus(there), own_stack(there))
+    sentences = plan_summary.sentences(plan, there)
+    measured = not gpus(there) or len(plan.trainers) < 2 or ask.calibration.ranks > 1
     words = (sentence for each in choices for sentence in each.words(best, ask))
-    return replace(best, plan=plan.changed(why=(first, *untried, *sentences, *plan.why, *words)), finished=True)
+    return replace(
+        best, plan=plan.changed(why=(*sentences, *[UNTRIED] * (not measured), *plan.why, *words)), finished=True
+    )

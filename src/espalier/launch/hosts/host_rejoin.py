@@ -87,13 +87,10 @@ class Returning:
         self._back: dict[int, float] = {}
         self._left: set[int] = set()
 
-    def leave(self, number: int) -> None:
-        """The others go on without that host: nobody waits for it any more, and it may come back at any time."""
-        self._left.add(number)
-
-    def join(self, number: int) -> None:
-        """The others go on with that host again, which had been left out."""
-        self._left.discard(number)
+    def told(self, number: int, kind: str) -> None:
+        """The others go on `without` that host, for which nobody waits then, and may come back at any time; or with it
+        `again`."""
+        (self._left.add if kind == "without" else self._left.discard)(number)
 
     def awaits(self, far: Far) -> bool:
         """Whether `far` stands for a host that was lost: what becomes of it is said here."""

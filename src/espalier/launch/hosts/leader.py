@@ -73,7 +73,8 @@ def run(task: Entrypoint, team: HostMap, care: RestartOptions, threads: int = 1)
                 return follower.Follower([places[rank] for rank in local_ranks], team, care, agent).run()
             return lead(places, team, care, agent)
         except EspalierError:
-            care.salvage(refuges)
+            if care.salvage is not None:
+                care.salvage(refuges)
             raise
         finally:
             shared_memory.release(refuges)
@@ -421,12 +422,11 @@ class HostAgents:
         self.revived[host] = len(report.revived)
 
     def _lost(self, host: int, age: float) -> HostLost:
-        others = [name for number, name in enumerate(self.team.names) if number != host]
         return HostLost(
             f"Host {self.team.names[host]} was not heard for {age:.0f} s.",
             why="its link is cut, or it or its supervisor has stopped",
-            do=f"resume with --hosts {','.join(others)}, or run the same command once all of them answer; comm.timeout "
-            "is how long a host may be silent",
+            do="resume with --hosts of those that are left, or run the same command once it is back; comm.timeout is "
+            "how long a host may be silent",
         )
 
     def lost(self) -> list[int]:

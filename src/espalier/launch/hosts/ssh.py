@@ -353,10 +353,8 @@ class Crowd(Resource):
                 far.reported = True
             elif kind == "joined":
                 far.joined = True
-            elif kind == "without":
-                self.returning.leave(report["host"])
-            elif kind == "again":
-                self.returning.join(report["host"])
+            elif kind in ("without", "again"):
+                self.returning.told(report["host"], kind)
             else:
                 far.messages.append(report)
         if text or not mark:
