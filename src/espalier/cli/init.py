@@ -270,7 +270,7 @@ def _edges(entry: SourceFile, place: Path) -> str:
         return "its name says so"
     if ending == ".parquet":
         names = row_files.parquet_columns(entry)
-        lines = []
+        numbers = []
     elif ending in row_files.BINARY:
         return ""
     else:
@@ -278,15 +278,12 @@ def _edges(entry: SourceFile, place: Path) -> str:
         lines = head[:4096].splitlines()
         lines = lines[:-1] if len(head) > 4096 else lines
         lines = [line for line in lines if line.strip() and line.lstrip()[:1] not in (b"#", b"%")]
-        headed = lines and (ending in row_files.TABLES or _are_edges(lines[1:]))
+        numbers = list(map(_EDGE.fullmatch, lines))
+        headed = lines and (ending in row_files.TABLES or (numbers[1:] and all(numbers[1:])))
         names = re.split(r"[,;|\t ]", lines[0].decode("utf-8", "replace").replace('"', "")) if headed else []
     if ends := table_columns.end_names(names):
         return f"columns called {' and '.join(ends)}"
-    return "each line has the numbers of two nodes" if _are_edges(lines) and len(lines) > 1 else ""
-
-
-def _are_edges(lines: Sequence[bytes]) -> bool:
-    return bool(lines) and all(map(_EDGE.fullmatch, lines))
+    return "each line has the numbers of two nodes" if len(numbers) > 1 and all(numbers) else ""
 
 
 def _module(path: str, place: Path) -> FoundData:
