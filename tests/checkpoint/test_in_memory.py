@@ -9,8 +9,9 @@ import torch.distributed as dist
 
 from espalier.checkpoint import shared_memory, state_tree
 from espalier.checkpoint.coordination import Coordinator
-from espalier.checkpoint.in_memory import CopyOptions, CopySlot, Memory, take_up
+from espalier.checkpoint.in_memory import CopyOptions, CopySlot, Memory, salvage, take_up
 from espalier.checkpoint.save_and_restore import Checkpoints
+from espalier.checkpoint.tensor_slice import Slice
 from espalier.machine import resource_limits
 from many_ranks import forks
 
@@ -207,6 +208,43 @@ def test_copies_of_an_attempt_that_is_given_up_are_forgotten(own, tmp_path):
 def test_nothing_saved_anywhere_is_a_fresh_start(own, tmp_path):
     assert take_up(memory(own), Checkpoints(tmp_path), {"part": Part(0)}) == (None, "")
     assert take_up(None, Checkpoints(tmp_path), {"part": Part(0)}) == (None, "")
+
+
+# --- copies that outlive all ranks ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("disk", "saved_step"), [(3, 5), (5, -1), (6, -1)])
+def test_the_newest_copy_becomes_a_checkpoint_where_none_is_as_new(own, tmp_path, disk, saved_step):
+    saved, kept, part = saved_at(tmp_path, disk), memory(own), Part(0)
+    keep(kept, 4)
+    keep(kept, 5)
+    assert salvage([own], saved) == saved_step
+    loaded = Checkpoints(tmp_path).load({"part": part})
+    assert loaded.step == max(disk, 5)
+    assert equal(part, Part(loaded.step))
+    assert loaded.meta["step"] == loaded.step
+
+
+def test_without_a_whole_copy_nothing_is_saved(own, tmp_path):
+    assert salvage([own], Checkpoints(tmp_path)) == -1
+    slot = CopySlot(own.files[0])
+    keep(memory(own), 4)
+    slot.content()[-1] ^= 1
+    assert salvage([own], Checkpoints(tmp_path)) == -1
+    assert Checkpoints(tmp_path).newest() == -1
+
+
+def test_what_a_rank_holds_flat_has_its_shape_again_in_the_checkpoint(own, tmp_path):
+    value = torch.arange(12.0).reshape(3, 4)
+    flat = Part()
+    flat.state = {"weight": Slice(value.flatten(), value.shape, 0)}
+    memory(own).after(7, lambda: {"part": flat}, {"step": 7, "report": {"loss": 1.0}}, alone)
+    assert salvage([own], Checkpoints(tmp_path)) == 7
+    plain = Part()
+    plain.state = {"weight": torch.zeros(3, 4)}
+    loaded = Checkpoints(tmp_path).load({"part": plain})
+    assert torch.equal(plain.state["weight"], value)
+    assert loaded.meta == {"step": 7}
 
 
 # --- copies of other ranks --------------------------------------------------------------------------------------------

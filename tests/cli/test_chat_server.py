@@ -4,6 +4,7 @@ computing."""
 from __future__ import annotations
 
 import json
+import random
 import signal
 import subprocess
 import sys
@@ -169,7 +170,10 @@ REFUSED = {
     json.dumps({**HELLO, "model": "other"}): "other is not here",
     json.dumps({**HELLO, "tools": [{"type": "function"}]}): "tools is not there",
     json.dumps({**HELLO, "response_format": {"type": "json_object"}}): "response_format is not there",
-    json.dumps({"messages": [IMAGE]}): "image_url is not there",
+    json.dumps({"messages": [IMAGE]}): "'image_url' - at `$.messages[0].content[0].type`",
+    json.dumps({**HELLO, "prompt": "a"}): "messages are a chat's",
+    json.dumps({**HELLO, "top_logprobs": 2}): "top_logprobs goes with logprobs",
+    json.dumps({**HELLO, "content": "a"}): "content is not there",
     json.dumps({"messages": [{"role": "assistant", "tool_calls": [{"id": "1"}]}]}): "tool_calls is not there",
     json.dumps({**HELLO, "frequency_penalty": 0.5}): "frequency_penalty is not there",
 }
@@ -180,11 +184,45 @@ def test_a_request_that_means_nothing_is_refused(client: Any, body: str) -> None
     found = client.post("/v1/chat/completions", content=body.encode("latin-1"))
     assert found.status_code == (404 if "other" in body else 400)
     assert REFUSED[body] in found.json()["error"]["message"]
+    assert "-" not in found.json()["error"]["message"].partition("tokens, and ")[2], "tokens that are to follow"
 
 
 @pytest.mark.parametrize("prompt", [[], [1, "a"], [[1], 2], 5, None, {}, "long" * 10])
 def test_a_prompt_that_means_nothing_is_refused(client: Any, prompt: Any) -> None:
     assert text(client, prompt=prompt).status_code == 400
+
+
+VALUES: list[Any] = [
+    None, True, False, 0, 1, -1, 2, 9, 21, 10**30, -(10**30), 2**63, 0.5, -0.0, 1e308, "", "a", "\ud800", "\0", [], {},
+    [None], [1], [-1], [2.5], [True], [[]], [[1], [2]], ["a", 1], ["", ""], [{}], {"a": [1]}, {"include_usage": 3},
+    [{"role": "user"}], [{"role": "user", "content": [{"type": "text", "text": None}]}], [{"role": "tool", "name": {}}],
+]  # fmt: skip
+"""What a field may be given."""
+
+
+def test_of_three_hundred_broken_requests_none_breaks_the_server(client: Any) -> None:
+    """Some are only odd: they are answered."""
+    draw = random.Random(0)
+    names = [*completion_requests.Asked.__struct_fields__, "tools", "response_format", "echo", "user", "modalities"]
+    codes = []
+    for number in range(300):
+        chats = bool(number % 2)
+        table: dict[str, Any] = {**HELLO} if chats else {"prompt": "ab"}
+        table |= {name: draw.choice(VALUES) for name in draw.sample(names, draw.choice((0, 1, 1, 2)))}
+        body = json.dumps(table).encode()
+        if number % 5 == 0:
+            place = draw.randrange(len(body))
+            body = body[:place] + bytes([draw.randrange(256)]) + body[place + draw.randrange(2) :]
+        answer = client.post(f"/v1/{'chat/' * chats}completions", content=body)
+        codes.append(answer.status_code)
+        if answer.headers["content-type"].startswith("text/event-stream"):
+            assert events(answer)[-1]["choices"][0]["finish_reason"], body
+        elif answer.status_code == 200:
+            assert all(choice["finish_reason"] for choice in answer.json()["choices"]), body
+        else:
+            assert answer.json()["error"]["message"], body
+    assert {200, 400} <= set(codes) <= {200, 400, 404}
+    assert codes.count(200) > 20
 
 
 def test_what_asks_for_nothing_is_taken(client: Any) -> None:
@@ -306,7 +344,8 @@ def test_two_interrupts_end_it_while_it_answers() -> None:
     pytest.importorskip("uvicorn")
     import urllib.request
 
-    with subprocess.Popen([sys.executable, "-c", PROGRAM], stdout=subprocess.PIPE, text=True) as program:
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", PROGRAM], **pipes, text=True) as program:
         try:
             assert program.stdout is not None
             address = program.stdout.readline().split(" at ")[1].split()[0]
@@ -317,7 +356,9 @@ def test_two_interrupts_end_it_while_it_answers() -> None:
                 time.sleep(0.5)
                 assert program.poll() is None
                 program.send_signal(signal.SIGINT)
-                program.wait(20)
+                _, errors = program.communicate(timeout=20)
+                assert errors.count("Traceback") == 1, "Python's own of the interrupt"
+                assert "CancelledError" not in errors
         finally:
             program.kill()
 

@@ -8,14 +8,16 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from espalier.cli import main as cli
 from espalier.cli import multihost
+from espalier.launch.hosts.hosts import Host, parse
 from espalier.recipe import recipe_file
-from espalier.recipe.errors import HostLost, RunFailed
+from espalier.recipe.errors import HostLost, RunFailed, UserError
 
 RECIPE = """
 [model]
@@ -211,6 +213,65 @@ def test_the_policy_is_asked_about_the_supervisor_that_vanished(tmp_path) -> Non
     (tmp_path / "events").write_text('{"event":"step","time":1.0,"step":7,"loss":1.0}\n')
     unheard = multihost._failure(HostLost("Host b was not heard for 60 s."), tmp_path / "events")
     assert (unheard.kind, unheard.step) == ("lost", 7)
+
+
+class Asked:
+    """Hosts that are asked to start again, of which the second refuses so many times. Its clock has no need to wait."""
+
+    patience = 60.0
+
+    def __init__(self, refusals: int) -> None:
+        self.refusals, self.asked, self.now = refusals, 0, 0.0
+        self.all: list[Any] = []
+
+    def gather(self, chosen: list[Host]) -> list[str]:
+        self.asked += 1
+        refused = UserError("Host b cannot be reached.", why="No route to host", do="run that command by hand")
+        errors = [None, refused if self.asked <= self.refusals else None]
+        identity = {"torch": "2"}
+        self.all = [
+            SimpleNamespace(host=host, error=error, identity=identity, messages=[])
+            for host, error in zip(chosen, errors, strict=True)
+        ]
+        if errors[1] is not None:
+            raise errors[1]
+        return []
+
+    def prepare(self, message: dict[str, Any], first: str) -> None:
+        """Opens nothing."""
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+def met(crowd: Asked, lost: RunFailed | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(multihost, "time", crowd)
+    multihost._meet(crowd, parse("a,b:2"), {}, lost)
+
+
+def test_after_a_loss_all_hosts_are_asked_again_until_the_time_is_over(monkeypatch) -> None:
+    lost = HostLost("Host b was not heard for 60 s.")
+    crowd = Asked(refusals=5)
+    met(crowd, lost, monkeypatch)
+    assert crowd.asked == 6
+    assert crowd.now < crowd.patience
+    crowd = Asked(refusals=1000)
+    with pytest.raises(RunFailed, match=r"Host b cannot be reached\.") as raised:
+        met(crowd, lost, monkeypatch)
+    assert crowd.now >= crowd.patience
+    assert raised.value.exit_code == 1
+    assert raised.value.why == "Host b was not heard for 60 s. For 60 s all were asked to start again; No route to host"
+    assert raised.value.do.startswith("resume with --hosts a, or run the same command")
+
+
+def test_at_the_first_start_a_host_that_is_not_reached_is_named_at_once(monkeypatch) -> None:
+    crowd = Asked(refusals=1)
+    with pytest.raises(UserError, match=r"Host b cannot be reached\."):
+        met(crowd, None, monkeypatch)
+    assert crowd.asked == 1
 
 
 @pytest.mark.slow

@@ -99,6 +99,38 @@ def test_what_if_of_what_cannot_run_says_why_not_beside_the_plan(
     assert "outer_rounds" in json.loads(capsys.readouterr().out)["what_if"]["why"]
 
 
+def test_the_answer_comes_first_and_formulas_where_they_are_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(planned(tmp_path, "")) == 0
+    plain = capsys.readouterr().out
+    assert plain.startswith("Plan (search): 16 GPUs")
+    order = [plain.index(words) for words in ("predicted step", "several GPUs", "not taken", "Derived:")]
+    assert order == sorted(order)
+    assert "formula or source" not in plain
+    page = tmp_path / "plan.html"
+    assert cli.main(planned(tmp_path, "", "--what-if", "nodes.count=4", "--sources", "--html", str(page))) == 0
+    first, step, empty, *rest = capsys.readouterr().out.splitlines()
+    assert re.match(r"What if: .* on 32 GPUs on 4 machines", first)
+    assert re.match(r"  predicted step .* instead of .*", step)
+    assert (empty, rest[0]) == ("", plain.splitlines()[0])
+    assert "\n".join(rest).index("formula or source") > "\n".join(rest).index("Derived:")
+    assert page.read_text().index("What if: ") < page.read_text().index("Time against memory")
+
+
+def test_a_change_with_which_it_fits_is_not_compared_with_what_does_not(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "one.toml").write_text('[[nodes]]\ndevice = "A100-80GB"\n')
+    one = ["plan", LLAMA, "--cluster", str(tmp_path / "one.toml"), "plan.pin.offload=none"]
+    assert cli.main([*one, "--what-if", "nodes.devices=8"]) == 2
+    said = capsys.readouterr().out
+    assert ", where nothing fits now, memory" in said.splitlines()[1]
+    assert said.index("What if: ") < said.index("The model does not fit") < said.index("No plan fits.")
+    assert cli.main(planned(tmp_path, "", "--what-if", "plan.memory=1GiB")) == 0
+    assert capsys.readouterr().out.startswith("What if: nothing fits; ")
+
+
 SERVED = """
 [[nodes]]
 count = 2

@@ -40,7 +40,6 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def told(capsys: pytest.CaptureFixture[str], plan: Plan = CPU, steps: int | None = None) -> list[str]:
     printing.plan(plan, SHAPED, steps)
-    printing.sources(plan)
     return capsys.readouterr().out.split("\n")
 
 
@@ -151,8 +150,12 @@ def too_large(tmp_path: Path) -> list[str]:
 def test_a_plan_that_does_not_fit_is_still_shown(too_large: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(too_large) == 2
     said = capsys.readouterr()
-    for words in ("predicted step", "forward", "(does not fit)", "params", "it lacks"):
+    for words in ("predicted step", "forward", "(does not fit)", "params", "It does not fit: ", "It lacks the fewest"):
         assert words in said.out
+    (heading,) = (line for line in said.out.splitlines() if "accumulate" in line)
+    assert re.match(r"No plan fits\. The closest lacks \d+ GiB of memory per rank: 2 GPUs", heading)
+    for words in ("Plan (", "is the best", "predicted run", "A checkpoint every", "copies of"):
+        assert words not in said.out, "as of a plan that can be run"
     first, *rest = said.out.splitlines()
     assert first.startswith("The model does not fit")
     assert rest[1].startswith("  try: ")

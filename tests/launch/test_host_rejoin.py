@@ -7,16 +7,20 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import pytest
 
 from espalier.launch.hosts import host_rejoin, ssh
+from espalier.launch.hosts.host_errors import gone
 from espalier.launch.hosts.host_rejoin import Returning
 from espalier.launch.hosts.hosts import parse
+from espalier.launch.hosts.remote_process import Far
 from espalier.recipe import Launch
-from espalier.recipe.errors import EspalierError, HostLost, Interrupted, RunFailed, UserError
+from espalier.recipe.errors import EspalierError, HostLost, Interrupted, PeerLost, RunFailed, UserError
 
 PROGRAM = """#!{python}
 import os, signal, sys, time
@@ -28,6 +32,9 @@ with (folder / f"{{host}}-pids").open("a") as pids:
 life = len((folder / f"{{host}}-pids").read_text().split()) - 1
 if life and host == "away" or 0 < life < 3 and host == "late":
     sys.exit("no route to host")
+if host == "boots" and life in (1, 2):
+    print("Could not resolve hostname boots" if life == 1 else "port 22: Connection refused", file=sys.stderr)
+    sys.exit(255)
 
 from espalier.recipe.errors import EspalierError, HostLost, Interrupted, UserError
 from espalier.train import version_check
@@ -39,9 +46,11 @@ if life and host == "newer":
 launcher = host_agent.Launcher()
 try:
     host_agent.hello(launcher)
+    if host == "boots" and life == 3:
+        raise UserError("launch.interface = 'eth0' is not here")
     place = host_agent.meet(launcher)
     asked = launcher.hear()
-    if life and host == "bare":
+    if life == 4 and host == "boots":
         raise UserError("there is no data")
     launcher.tell("ready", identity={{"data": "other" if life and host == "changed" else "usual"}})
     launcher.hear()
@@ -63,6 +72,7 @@ try:
         time.sleep(asked["absence"] + 1.0)
     while not all((folder / f"{{one}}-back").exists() for one in asked["names"]):
         if asleep:
+            (folder / f"{{host}}-saved").touch()
             raise Interrupted("saved")
         if time.monotonic() > deadline:
             raise HostLost("somebody was not heard")
@@ -131,20 +141,102 @@ def test_two_hosts_come_back_at_the_same_time_and_one_that_is_lost_again_too(out
 
 
 @pytest.mark.slow
-def test_a_host_that_cannot_be_reached_at_first_is_asked_again_with_growing_pauses(outcome) -> None:
-    outcome.carry_out("a,late")
+def test_a_host_that_boots_is_asked_again_whatever_it_lacks(outcome) -> None:
+    """A name, an open port, the network of the others, its disks: one after the other."""
+    outcome.carry_out("a,boots", absence=60.0, patience=60.0)
     assert outcome.error is None
-    assert len(outcome.pids("late")) == 4
+    assert len(outcome.pids("boots")) == 6
     assert list(host_rejoin.PAUSES) == sorted(host_rejoin.PAUSES)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("absence", "patience"), [pytest.param(4.0, 60.0, marks=pytest.mark.slow), (60.0, 4.0)])
+def refusal(number: int) -> tuple[EspalierError, bool]:
+    """What a try comes to, and whether the host itself said so."""
+    host = parse("b")[0]
+    return [
+        (gone(host, False, ["ssh"], 255, "ssh: Could not resolve hostname b: Name or service not known"), False),
+        (gone(host, False, ["ssh"], 255, "ssh: connect to host b port 22: Connection refused"), False),
+        (gone(host, False, ["ssh"], 255, "ssh: connect to host b port 22: No route to host"), False),
+        (gone(host, False, ["ssh"], 127, "python: not found"), False),
+        (UserError("On host b: launch.interface = 'eth0' is not here."), True),
+        (UserError("On host b: there is no data."), True),
+        (PeerLost("Rank 1 waited for rank 0."), True),
+    ][number]
+
+
+class Pretended(Far):
+    """A process that says what it is given to say."""
+
+    def tell(self, message: Mapping[str, Any]) -> None:
+        if message["is"] == "go":
+            self.joined = True
+
+
+class Booting:
+    """Two hosts, of which the second fails in every way before it is back."""
+
+    patience = 60.0
+    message: ClassVar[dict[str, Any]] = {"is": "task"}
+
+    def __init__(self, tries: int) -> None:
+        self.tries = tries
+        self.started = 0
+        same = {"torch": "2", "data": "1"}
+        self.all = [Pretended(host, ["ssh"], None, rank, identity=same) for rank, host in enumerate(parse("a,b"))]
+        self.all[1].joined, self.all[1].code = True, 255
+        self.all[1].error = RunFailed("The connection to host b (the supervisor) was lost.")
+
+    def again(self, rank: int) -> Far:
+        far = Pretended(self.all[rank].host, ["ssh"], None, reached={"is": "reach"})
+        if self.started < self.tries:
+            far.error, far.reported = refusal(self.started % 7)
+        answers = {"hello": {"torch": "2"}, "reached": {}, "ready": {"data": "1"}}
+        far.messages = [{"is": kind, "identity": identity} for kind, identity in answers.items()]
+        self.started += 1
+        self.all[rank] = far
+        return far
+
+    def seat(self, far: Far) -> dict[str, Any]:
+        return {"rank": far.rank}
+
+
+def looked(crowd: Booting, absence: float, monkeypatch: pytest.MonkeyPatch) -> Returning:
+    """After two minutes of a clock of the test's own."""
+    now = [0.0]
+    monkeypatch.setattr(host_rejoin, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    returning = Returning(crowd, absence)
+    while now[0] < 120.0 and not (returning.over() or (now[0] and not returning.awaits(crowd.all[1]))):
+        returning.look(stopping=False)
+        now[0] += 0.5
+    return returning
+
+
+def test_no_failure_of_a_host_that_boots_ends_the_wait_for_it(monkeypatch) -> None:
+    crowd = Booting(tries=7)
+    assert looked(crowd, 60.0, monkeypatch).over() == []
+    assert crowd.started == 8
+    assert crowd.all[1].joined
+
+
+@pytest.mark.parametrize("last", range(7))
+def test_a_host_that_stays_away_is_no_mistake_of_the_users(monkeypatch, last) -> None:
+    crowd = Booting(tries=1000)
+    monkeypatch.setattr(f"{__name__}.refusal", lambda number, given=refusal: given(last))
+    (error,) = looked(crowd, 60.0, monkeypatch).over()
+    assert error.exit_code == 1
+    assert error.what == "Host b was lost and did not come back within 60 s."
+    assert refusal(last)[0].what in error.why
+    assert error.do.startswith("resume with --hosts a, or run the same command")
+    assert crowd.started > 7
+
+
+@pytest.mark.parametrize(("absence", "patience"), [(1.0, 60.0), pytest.param(60.0, 4.0, marks=pytest.mark.slow)])
 def test_a_host_that_stays_away_ends_the_run_in_time_and_is_named(outcome, absence, patience) -> None:
     """By the launcher's clock, or where that is sooner by that of the first host."""
     begun = time.monotonic()
-    outcome.carry_out("a,away", absence, patience)
+    outcome.carry_out("a:1,away", absence, patience)
     assert isinstance(outcome.error, RunFailed)
+    assert outcome.error.do.startswith("resume with --hosts a:1, or run the same command")
+    assert (outcome.folder / "a-saved").exists() == (absence < patience), "the first is told to save"
     assert not isinstance(outcome.error, HostLost)
     assert outcome.error.what == f"Host away was lost and did not come back within {absence:.0f} s."
     assert "The supervisor on host away was killed (SIGKILL)." in outcome.error.why
@@ -159,7 +251,6 @@ def test_a_host_that_stays_away_ends_the_run_in_time_and_is_named(outcome, absen
     [
         ("newer", "do not agree on python: rank 2 on newer has 3.99; 2 of 3"),
         pytest.param("changed", "do not agree on data: rank 2 on changed has other; 2 of 3", marks=pytest.mark.slow),
-        pytest.param("bare", "On host bare: there is no data", marks=pytest.mark.slow),
     ],
 )
 def test_what_comes_back_as_another_is_named_at_once(outcome, host, named) -> None:

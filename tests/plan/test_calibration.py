@@ -12,6 +12,7 @@ from asked import decoder, gpus, processor
 from rows import timed, unmeasured
 
 from espalier.machine import cluster as clusters
+from espalier.machine.cluster.values import Rate
 from espalier.plan.calibration import (
     DATASHEET,
     INDIRECT,
@@ -26,7 +27,7 @@ from espalier.plan.calibration import (
     calibrate,
 )
 from espalier.plan.calibration_factors import PLAIN, CostFactors
-from espalier.plan.decide import decide
+from espalier.plan.decide import UNTRIED, decide
 from espalier.plan.device_model import peak, sustained
 from espalier.recipe.errors import UserError
 
@@ -143,7 +144,32 @@ def test_where_nothing_was_measured_a_prediction_is_as_certain_as_what_is_known_
     assert DATASHEET.on(mixed, 9).spread == spread("L40")
     described = clusters.dumps(gpus("A100-80GB")).replace('"A100-80GB"', MINE)
     assert DATASHEET.on(clusters.loads(described), 1).spread == UNKNOWN
-    assert DATASHEET.on(processor(4), 4).spread == UNCALIBRATED
+
+
+def test_an_assumed_processor_is_told_from_one_that_is_described_and_one_that_was_probed() -> None:
+    assumed = processor(4)
+    (node,) = assumed.nodes
+    described = msgspec.structs.replace(node.device, spread=0.0)
+    probed = msgspec.structs.replace(described, peak=False, rates=(Rate("product", "fp32", 512, 512, 512, 1, 1, 1e10),))
+    spreads = [
+        DATASHEET.on(msgspec.structs.replace(assumed, nodes=(msgspec.structs.replace(node, device=it),)), 4).spread
+        for it in (probed, described, node.device)
+    ]
+    assert spreads == [UNCALIBRATED, UNKNOWN, 1.0]
+
+
+def test_what_nobody_ran_is_said_until_it_was_measured() -> None:
+    two, one = (gpus("A100-80GB", devices=count) for count in (2, 1))
+    for cluster, calibration, said in (
+        (two, DATASHEET, True),
+        (two, Calibration(rows=9, ranks=1), True),
+        (two, Calibration(rows=9, ranks=2), False),
+        (one, DATASHEET, False),
+        (processor(4), DATASHEET, False),
+    ):
+        plan = decide(decoder(), cluster, calibration).plan
+        assert (UNTRIED in plan.why) == said
+        assert len(plan.ranks) > 1 or not said
 
 
 def test_exchanges_through_host_memory_or_tcp_make_a_prediction_less_certain() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -56,7 +57,7 @@ CONNECTION = """
 import os, subprocess, sys
 with open(f"{sys.argv[1]}-connections", "a") as file:
     file.write(f"{os.getpid()} ")
-if os.path.exists("gone"):
+if os.path.exists("gone") and sys.argv[1] == "hostc":
     sys.exit("no route to host")
 sys.exit(subprocess.call(["sh", "-c", f"echo $$ >> {sys.argv[1]}-supervisors; {sys.argv[2]}"]))
 """
@@ -75,11 +76,11 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def begin(home: Path, run: str, *more: str) -> subprocess.Popen[str]:
+def begin(home: Path, run: str, *more: str, hosts: str = "hosta,hostb,hostc") -> subprocess.Popen[str]:
     for file in [*home.glob("*-connections"), *home.glob("*-supervisors"), *home.glob("gone")]:
         file.unlink()
     command = f"launch.command={sys.executable} connection.py {{host}} {{command}}"
-    arguments = ["train", "recipe.toml", "--hosts", "hosta,hostb,hostc", f"name={run}", command, *more]
+    arguments = ["train", "recipe.toml", "--hosts", hosts, f"name={run}", command, *more]
     environment = {**os.environ, "XDG_CACHE_HOME": str(home / "xdg")}
     return subprocess.Popen(
         [sys.executable, "-m", "espalier", *arguments], cwd=home, env=environment, text=True,
@@ -174,6 +175,49 @@ def test_a_lost_host_comes_back_and_no_bit_of_the_weights_differs(
     assert "Host hostc is back after" in errors
     log = (home / "runs" / run / "logs" / "hosts.log").read_text()
     assert log
+
+
+def stopped_with_its_connection(home: Path) -> list[int]:
+    """As a machine without power: nothing is heard of it, and nothing ends. Who is stopped."""
+    (supervisor,) = pids(home, "hostc", "supervisors")
+    stopped = [*pids(home, "hostc", "connections"), supervisor, *children(supervisor)]
+    for pid in stopped:
+        os.kill(pid, signal.SIGSTOP)
+    return stopped
+
+
+def saved_step(home: Path, run: str) -> int:
+    (checkpoint,) = (home / "runs" / run / "checkpoints").iterdir()
+    return int(checkpoint.name.removeprefix("step-"))
+
+
+@pytest.mark.parametrize("run", ["off", "unplugged"])
+def test_where_a_host_stays_away_the_state_is_saved_and_the_others_resume(home: Path, run: str) -> None:
+    process = begin(home, run, "train.steps=100000", "comm.timeout=8s")
+    reach(home, run, process, 20)
+    (home / "gone").touch()
+    stopped = []
+    if run == "off":
+        with_its_ranks(home)
+    else:
+        stopped = stopped_with_its_connection(home)
+    _, errors = process.communicate(timeout=100)
+    for pid in stopped:
+        with contextlib.suppress(ProcessLookupError):
+            kill(pid)
+    assert process.returncode == 1, errors
+    assert "resume with --hosts hosta,hostb, or run the same command" in errors
+    step = saved_step(home, run)
+    assert f"The state after step {step} is saved." in errors
+    done = events(home, run, "step")
+    assert run == "unplugged" or step == done[-1]["step"], "what is left of the ranks was at its end"
+    process = begin(home, run, "train.steps=100000", hosts="hosta,hostb")
+    reach(home, run, process, len(done) + 10)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=100)
+    assert process.returncode == 130, errors
+    (resumed,) = events(home, run, "run")[1:]
+    assert resumed["step"] == step
 
 
 def test_a_host_that_stays_away_is_named_and_an_interrupt_ends_the_wait(home: Path) -> None:

@@ -14,8 +14,10 @@ import mmap
 import os
 import struct
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -46,13 +48,13 @@ Agree = Callable[[Tensor], None]
 
 
 class _Row(NamedTuple):
-    """Where a tensor's local part lies; `cut`: other ranks have other parts. It travels as a tuple."""
+    """Where a tensor's local part lies; `whole`: the shape of the tensor that it is of. It travels as a tuple."""
 
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
     first: int
-    cut: bool
+    whole: tuple[int, ...]
 
 
 _Copies = tuple[dict[int, Digest], list[int], bool]
@@ -139,7 +141,7 @@ def _layout(tensors: state_tree.KeptTensors) -> tuple[list[_Row], int]:
     first = _BEGIN
     for name, tensor in tensors.items():
         local = state_tree.local(tensor)
-        rows.append(_Row(name, local.dtype, tuple(local.shape), first, local is not tensor))
+        rows.append(_Row(name, local.dtype, tuple(local.shape), first, tuple(tensor.shape)))
         first += -(-local.nbytes // _ALIGNED) * _ALIGNED
     return rows, first
 
@@ -360,7 +362,7 @@ def _filled(rows: Mapping[_Row, Tensor], tree: state_tree.KeptTensors) -> dict[s
     for row, value in rows.items():
         name = row.name
         mine = tree.get(row.name)
-        if mine is None and row.cut:
+        if mine is None and row.whole != row.shape:
             return None
         if mine is None:
             filled[name] = value.clone()
@@ -371,6 +373,26 @@ def _filled(rows: Mapping[_Row, Tensor], tree: state_tree.KeptTensors) -> dict[s
         room.copy_(value)
         filled[name] = mine
     return filled
+
+
+def salvage(copies: Sequence[SharedMemory], saved: Checkpoints) -> int:
+    """Saves the newest whole copy, where every rank holds the whole state, no rank runs any more and no checkpoint is
+    as new. Its step; -1 where there is nothing to save."""
+    slots = [slot for copy in copies for slot in map(CopySlot, copy.files[: refuges.SLOTS]) if slot.good()]
+    newest = max(slots, key=lambda slot: slot.step, default=None)
+    if newest is None or newest.step <= max(0, saved.newest()):
+        return _NONE
+    parts, (skeletons, meta) = newest.read()
+    meta.pop("report", None)  # the rank that logs lives where this is done
+    tensors = {row.name: part.view(row.whole) for row, part in parts.items()}
+    whole: Any = {
+        name.removeprefix(state_tree.SKELETON): SimpleNamespace(
+            state_dict=partial(state_tree.join, serialization.loads(skeleton, name), tensors.__getitem__)
+        )
+        for name, skeleton in skeletons.items()
+    }
+    saved.save(newest.step, whole, meta, wait=True)
+    return newest.step
 
 
 def take_up(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import logging
 import secrets
 import socket
 import time
@@ -41,9 +42,11 @@ def serve(name: str, writer: Writer, defaults: Sampling, port: int) -> None:
 
         path = f"/{secrets.token_urlsafe(16)}"
         app = private(application(name, writer, defaults), path)
-        config = uvicorn.Config(app, log_level="warning", http=protocol())
+        config = uvicorn.Config(app, log_level="warning", http=protocol(), lifespan="off")
     except ImportError:
         raise missing_extra("starlette", "serve", "espalier predict --serve") from None
+    interrupts = logging.getLogger("uvicorn.error")  # the second ends what is being answered
+    interrupts.addFilter(lambda record: not (record.exc_info and record.exc_info[0] is asyncio.CancelledError))
     with listening(port) as where:
         say(f"{name} answers at http://{HOST}:{where.getsockname()[1]}{path}/v1 (Ctrl-C ends it)", flush=True)
         uvicorn.Server(config).run(sockets=[where])

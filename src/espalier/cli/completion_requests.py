@@ -5,11 +5,11 @@ What a request says is honoured, or refused by its name; nothing is left out sil
 
 from __future__ import annotations
 
+import itertools
 import secrets
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import accumulate
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -47,7 +47,7 @@ class Invalid(Exception):
 class ContentPart(Struct, frozen=True):
     """Of a message's content."""
 
-    type: str
+    type: Literal["text"]
     text: str = ""
 
 
@@ -102,27 +102,27 @@ class Asked(Struct, frozen=True):
             asked = msgspec.convert(table, cls)
         except (msgspec.MsgspecError, RecursionError, ValueError) as error:
             raise Invalid(f"the request means nothing: {error}") from None
-        messages = ((message, Message) for message in table.get("messages", ()))
-        parts = [part for message in asked.messages if isinstance(message.content, list) for part in message.content]
-        tables: list[tuple[Mapping[str, Any], type[Struct]]] = [(table, cls), *messages]
-        for given, kind in tables:
-            for name in sorted(given.keys() - {*kind.__struct_fields__, *IGNORED}):
+        messages = [(Message, message) for message in table.get("messages", ())]
+        tables: list[tuple[type[Struct], dict[str, Any]]] = [(cls, table), *messages]
+        for kind, given in tables:
+            for name in given.keys() - {*kind.__struct_fields__, *IGNORED}:
                 if given[name] and given[name] != NEUTRAL.get(name):
                     raise Invalid(f"{name} is not there. Try: leave it out", name)
-        for name in {part.type for part in parts} - {"text"}:
-            raise Invalid(f"{name} is not there: content is text", "messages")
+        if asked.messages and asked.prompt:
+            raise Invalid("messages are a chat's, and prompt is a text's: one of them is to be left out", "prompt")
+        if asked.top_logprobs is not None and not asked.logprobs:
+            raise Invalid("top_logprobs goes with logprobs = true", "top_logprobs")
         return asked
 
     def prompts(self, chat: bool, writer: Writer) -> list[list[int]]:
         """In tokens. Raises Invalid, and UserError."""
         if chat and self.messages:
             return [writer.prompt([message.turn for message in self.messages])]
-        parts = [self.prompt] if isinstance(self.prompt, str) else self.prompt
-        numbers = [part for part in parts if isinstance(part, int)]
-        if chat or not parts or 0 < len(numbers) < len(parts):
+        kinds = {*map(type, self.prompt)}
+        if chat or self.prompt == [] or len(kinds) > 1:
             raise Invalid("messages has to hold turns" if chat else "prompt has to hold texts, or tokens")
-        rows = [writer.prompt(part) if isinstance(part, str) else part for part in parts if not isinstance(part, int)]
-        return [numbers] if numbers else rows
+        rows: Any = [self.prompt] if isinstance(self.prompt, str) or kinds == {int} else self.prompt
+        return [writer.prompt(row) if isinstance(row, str) else row for row in rows]
 
     def sampling(self, defaults: Sampling, room: int) -> Sampling:
         """For an answer that has `room` for so many tokens."""
@@ -155,8 +155,8 @@ class Completion:
             prompts = self.asked.prompts(chat, writer)
             longest, copies = max(map(len, prompts)), range(self.asked.n or 1)
             sampling = self.asked.sampling(defaults, writer.context - longest)
-            if longest + max(1, sampling.tokens) > writer.context:
-                why = f"the prompt has {longest} tokens, and {sampling.tokens} are to follow"
+            if longest + (tokens := max(1, sampling.tokens)) > writer.context:
+                why = f"the prompt has {longest} tokens, and {tokens} are to follow"
                 raise Invalid(f"This model's maximum context length is {writer.context} tokens: {why}.")
             rows = [(prompt, replace(sampling, seed=sampling.seed ^ copy)) for prompt in prompts for copy in copies]
             if len(rows) > ROWS:
@@ -227,7 +227,7 @@ def _scores(scores: Sequence[TokenScore]) -> dict[str, Any]:
         "tokens": [score.text for score in scores],
         "token_logprobs": [score.logprob for score in scores],
         "top_logprobs": [dict(score.likeliest) for score in scores],
-        "text_offset": list(accumulate((len(score.text) for score in scores[:-1]), initial=0)),
+        "text_offset": list(itertools.accumulate((len(score.text) for score in scores[:-1]), initial=0)),
     }
 
 

@@ -16,25 +16,23 @@ def run(arguments: argparse.Namespace) -> int:
     """Systems in full, words of a plan, or all twenty systems in a table; of a run its energy."""
     if arguments.energy:
         return _energy(arguments)
-    if arguments.names:
-        words = [records.word(name) or records.get(name) for name in arguments.names]
-        if arguments.json:
-            tables = [records.as_dict(record) for record in words]
-            print(json.dumps(tables if len(tables) > 1 else tables[0], indent=2))
-            return 0
-        for number, entry in enumerate(words):
-            if number:
-                say("")
-            if isinstance(entry, records.Word):
-                _word(entry)
-            else:
-                say(records.explain(entry.name))
-        return 0
-    every = records.all_records()
+    words = [records.word(name) or records.get(name) for name in arguments.names]
     if arguments.json:
-        print(json.dumps([records.as_dict(record) for record in every], indent=2))
+        tables = [records.as_dict(record) for record in words or records.all_records()]
+        print(json.dumps(tables if len(tables) > 1 else tables[0], indent=2))
         return 0
-    table = [(record.name, record.state.partition(":")[0], record.title, record.files[0]) for record in every]
+    for number, entry in enumerate(words):
+        if number:
+            say("")
+        if isinstance(entry, records.Word):
+            _word(entry)
+        else:
+            say(records.explain(entry.name))
+    if words:
+        return 0
+    table = [
+        (record.name, record.state.partition(":")[0], record.title, record.files[0]) for record in records.all_records()
+    ]
     rows(("system", "state", "what it is", "in src/espalier/"), table, cut=True)
     say("\nespalier explain NAME tells more, also of the words of a plan (tp, slack).")
     return 0

@@ -8,7 +8,6 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO, cast
 
@@ -34,7 +33,7 @@ def main() -> int:
             return 1
         place = met
         asked = launcher.hear()
-        done = TASKS[asked["task"]](launcher, place, asked)
+        done = _carry_out(launcher, place, asked)
         launcher.tell("done", **done)
         launcher.hear()  # the store lives as long as the first rank: nobody leaves before the launcher says so
     except EspalierError as error:
@@ -52,30 +51,22 @@ def main() -> int:
     return 0
 
 
-def _train(launcher: Launcher, place: RankSpec, asked: Told) -> Told:
-    """As the supervisor of this host's ranks."""
+def _carry_out(launcher: Launcher, place: RankSpec, asked: Told) -> Told:
+    """Trains as the supervisor of this host's ranks, or measures this host anew and the links to the others."""
     _enter(place, asked)
-    if not place.rank:
+    trains = asked["task"] == "train"
+    if trains and not place.rank:
         launcher.tell("kept", kept=run_data.packed(Path(asked["run"])))
     STARTUP.entered = STARTUP.since = min(asked["entered"], time.time())  # by the launcher's clock
     STARTUP.stages = None if place.rank else []
     from espalier.cli import host_supervisor
 
+    if not trains:
+        return host_supervisor.probed(launcher, place, asked)
     STARTUP.ended("Reaching the hosts, loading PyTorch")
     with _naming_the_folder(asked):
         given = host_supervisor.opened(place, asked)
     return host_supervisor.supervise(launcher, place, asked, given)
-
-
-def _probe(launcher: Launcher, place: RankSpec, asked: Told) -> Told:
-    """Measures this host anew, and the links to the others."""
-    _enter(place, asked)
-    from espalier.cli import host_supervisor
-
-    return host_supervisor.probed(launcher, place, asked)
-
-
-TASKS: dict[str, Callable[[Launcher, RankSpec, Told], Told]] = {"train": _train, "probe": _probe}
 
 
 def _enter(place: RankSpec, asked: Told) -> None:

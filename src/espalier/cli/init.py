@@ -5,19 +5,23 @@ from __future__ import annotations
 import argparse
 import ast
 import json
+import pickle
 import re
-from collections.abc import Iterator
+import zipfile
+from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
 import tomli_w
 
 from espalier.cli import text_template
+from espalier.graph.data import edge_lists, table_columns
 from espalier.language import row_files, text_sources
 from espalier.language.row_files import Row, SourceFile
 from espalier.recipe import Data, defaults, recipe_file
 from espalier.recipe.cache_dir import writing
-from espalier.recipe.errors import UserError
+from espalier.recipe.errors import UserError, missing_extra
 from espalier.recipe.foreign_files import printable, read_text
 from espalier.recipe.terminal import say
 from espalier.recipe.units import plural, show_size
@@ -25,17 +29,20 @@ from espalier.recipe.units import plural, show_size
 GRAPHS = ("rmat:", "planted:", "pyg:", "python:imports")
 TEXTS = ("python:stdlib", "hf:")
 ARRAYS = (".npz", ".pt", ".pth")
-EDGES = (".csv", ".tsv", ".npz", ".parquet", ".mtx", ".txt")
-SOURCE_COLUMNS = ("source", "src", "from", "head")
-TARGET_COLUMNS = ("target", "dst", "to", "tail", "dest", "destination")
+LABELS = ("y", "labels", "label", "node_label")
+"""Names of arrays."""
 TEXT_COLUMNS = ("text", "content", "raw_content", "document", "story")
 CHAT_COLUMNS = (("messages",), ("conversations",), ("prompt", "completion"), ("instruction", "output"))
 PAIR_COLUMNS = (("chosen", "rejected"), ("preferred_output", "non_preferred_output"))
+ROW_KINDS = (("pairs", "preferences between two answers", PAIR_COLUMNS), ("chats", "conversations", CHAT_COLUMNS))
+GRAPH_FILES = ("ind.*.graph", "raw/ind.*.graph", "raw/edge.csv.gz", "metadata.yaml")
 WEIGHTS = ("pytorch_model*.bin", "model*.pth", "consolidated*.pth", "*.ckpt")
 """Pickles in which weights are found."""
 _EDGES_NAME = re.compile(r"(?<![a-z])edges?(?![a-z])", re.IGNORECASE)
 _EDGE = re.compile(rb"\s*\d+[ \t,;]+\d+([ \t,;]+[-+.\deE]+)?\s*")
 """A line of an edge list without a header: two numbers of nodes, perhaps a weight."""
+NEEDS = (("scene", "PIL", "scenes"), ("hf:", "datasets", "hub"), ("pyg:", "torch_geometric", "graph"))
+"""Kinds and beginnings of paths whose recipes run with a library, and the extra that has it."""
 LARGE = 2 << 20
 """Bytes of text from which a trained tokenizer is worth its time."""
 
@@ -81,11 +88,19 @@ def run(arguments: argparse.Namespace) -> int:
         print(json.dumps({"recipe": str(target), "found": [find._asdict() for find in finds]}))
     else:
         for find in finds:
-            say(f"{printable(find.path)}: {find.says}")
-            if find.needs:
-                say(f"First set model.arguments in {target}: `build` has no default for {', '.join(find.needs)}.")
+            _tell(find, target)
         say(f"Wrote {target}. Next: espalier plan {target}, then espalier train {target}")
     return 0
+
+
+def _tell(find: FoundData, target: Path) -> None:
+    """What was taken for what, and what has to be done first."""
+    say(f"{printable(find.path)}: {find.says}")
+    if find.needs:
+        say(f"First set model.arguments in {target}: `build` has no default for {', '.join(find.needs)}.")
+    for word, library, extra in NEEDS:
+        if (find.kind == word or find.path.startswith(word)) and find_spec(library) is None:
+            say(f"First {missing_extra(library, extra, word).do}")
 
 
 # --- what lies there ---------------------------------------------------------------------------------------------
@@ -120,7 +135,7 @@ def _file(path: str, place: Path) -> FoundData:
         raise _pickled(path, place.parent)
     if ending in ARRAYS or (why := _edges(entry, place)):
         says = f"a graph: {'arrays' if ending in ARRAYS else why} ({size})"
-        return FoundData("graph", path, says, task="node" if ending in ARRAYS else _task(place))
+        return FoundData("graph", path, says, task=_task(place))
     if ending in row_files.BINARY:
         raise UserError(
             f"{printable(path)} is no text, graph or weights that are read: {ending} files are not.",
@@ -139,12 +154,9 @@ def _rows(entry: SourceFile, path: str) -> FoundData:
         raise _no_column(path, dict.fromkeys(row_files.first_keys(row_files.head_of(entry))))
     _, row = next(row_files.rows(entry, form), ("", {}))
     columns = {name for name, value in row.items() if value is not None}
-    pair = next((names for names in PAIR_COLUMNS if columns.issuperset(names)), None)
-    if pair is not None:
-        return FoundData("pairs", path, f"preferences between two answers: rows with {' and '.join(pair)}", entry.size)
-    chat = next((names for names in CHAT_COLUMNS if columns.issuperset(names)), None)
-    if chat is not None:
-        return FoundData("chats", path, f"conversations: rows with {' and '.join(chat)}", entry.size)
+    for kind, what, choices in ROW_KINDS:
+        for names in filter(columns.issuperset, choices):
+            return FoundData(kind, path, f"{what}: rows with {' and '.join(names)}", entry.size)
     field = next((name for name in TEXT_COLUMNS if isinstance(row.get(name), str)), None)
     if field is None:
         raise _no_column(path, row)
@@ -153,7 +165,7 @@ def _rows(entry: SourceFile, path: str) -> FoundData:
 
 def _no_column(path: str, row: Row) -> UserError:
     return UserError(
-        f"{printable(path)} has no column of {', '.join(SOURCE_COLUMNS)}, and no text or chats.",
+        f"{printable(path)} has no columns of edges (source and target), and no text or chats.",
         why=f"it has {printable(', '.join(map(str, row))) or 'no rows'}; a graph is a table of edges, with nodes.csv",
         do="rename the columns of edges to source and target, that of text to text",
     )
@@ -182,24 +194,26 @@ def _folder(path: str, place: Path) -> FoundData:
             f"{path} holds an adapter of PEFT, without the weights it is for.",
             do=f"espalier init WEIGHTS CHATS, then tune.kind = 'lora' and tune.adapter = {path!r}",
         )
-    files = sorted([*place.glob("*.gguf"), *place.glob("*.safetensors")])
+    files = _matching(place, ("*.gguf", "*.safetensors"))
     if len(files) == 1 and files[0].suffix == ".gguf":
         return _file(str(Path(path) / files[0].name), files[0])
     if files:
         names = printable(", ".join(file.name for file in files))
         raise UserError(f"{path} holds weights without a config.json.", why=names, do="name one .gguf file, or add it")
-    if any(file for pattern in WEIGHTS for file in place.glob(pattern)):
+    if _matching(place, WEIGHTS):
         raise _pickled(path, place)
-    scene = [file for name in ("transforms*.json", "poses_bounds.npy") for file in sorted(place.glob(name))]
-    if scene:
+    if scene := _matching(place, ("transforms*.json", "poses_bounds.npy")):
         return FoundData("scene", path, f"a scene: {printable(scene[0].name)} holds cameras")
-    edges = [file for suffix in EDGES if (file := place / f"edges{suffix}").exists()]
-    graph = [*edges, *place.glob("ind.*.graph"), *place.glob("raw/ind.*.graph"), *place.glob("raw/edge.csv.gz")]
-    graph += [file for file in [place / "metadata.yaml"] if file.exists()]
-    if graph:
+    edges = edge_lists.beside(place, "edges", edge_lists.SUFFIXES)
+    if graph := edges + _matching(place, GRAPH_FILES):
         says = f"a graph: it holds {printable(graph[0].relative_to(place))}"
         return FoundData("graph", path, says, task=_task(edges[0]) if graph == edges[:1] else "node")
     return _documents(path, place)
+
+
+def _matching(place: Path, patterns: Sequence[str]) -> list[Path]:
+    """The files of a folder, of each pattern in order."""
+    return [file for pattern in patterns for file in sorted(place.glob(pattern))]
 
 
 def _documents(path: str, place: Path) -> FoundData:
@@ -216,12 +230,14 @@ def _documents(path: str, place: Path) -> FoundData:
             f"{printable(path)} holds no text, graph, scene or weights that are known: {', '.join(kinds)} files.",
             do="a folder with text, rows (.jsonl, .json, .csv, .parquet), edges, transforms.json or .safetensors",
         )
+    if len(readable) == 1 and _edges(entry := readable[0], Path(entry.path)):
+        return _file(str(Path(path) / entry.name), Path(entry.path))
     size = sum(entry.size for entry in readable)
     many = f"{plural(len(readable), 'file')}, {show_size(size)} of "
     if listing.tables:
         pairs = any(table.get("ranking") for table in listing.tables.values())
-        what = "preferences between two answers" if pairs else "conversations"
-        return FoundData("pairs" if pairs else "chats", path, f"{many}{what}: it holds dataset_info.json", size)
+        kind, what, _ = ROW_KINDS[not pairs]
+        return FoundData(kind, path, f"{many}{what}: it holds dataset_info.json", size)
     rows = [entry for entry in readable if row_files.ending_of(entry.name) in row_files.ENDINGS]
     plain = len(rows) < len(readable)
     first = next((_rows(entry, path) for entry in rows if not plain or _is_rows(entry)), None)
@@ -232,6 +248,13 @@ def _documents(path: str, place: Path) -> FoundData:
 
 def _task(edges: Path) -> str:
     """What a list of edges is good for: without a table of nodes no node has a label, and links are learned."""
+    if row_files.ending_of(edges.name) in ARRAYS and zipfile.is_zipfile(edges):
+        with zipfile.ZipFile(edges) as archive:
+            tables = [archive.read(name) for name in archive.namelist() if name.endswith("data.pkl")]
+            if any(table[2:3] == pickle.EMPTY_LIST for table in tables):
+                return "graph"
+            labels = [name for name in archive.namelist() if name.partition(".")[0] in LABELS]
+            return "node" if labels or any(b"\1\0\0\0y" in table for table in tables) else "link"
     named = any(any(edges.parent.glob(f"{name}.*")) for name in (f"{edges.name.partition('.')[0]}.nodes", "nodes"))
     return "node" if named or row_files.ending_of(edges.name) in ARRAYS else "link"
 
@@ -245,18 +268,22 @@ def _edges(entry: SourceFile, place: Path) -> str:
     ending = row_files.ending_of(entry.name)
     if ending in (".mtx", ".parquet", *row_files.TABLES) and (_EDGES_NAME.search(place.stem) or ending == ".mtx"):
         return "its name says so"
-    if ending == ".parquet" or ending in row_files.BINARY:
+    if ending == ".parquet":
+        names = row_files.parquet_columns(entry)
+        numbers = []
+    elif ending in row_files.BINARY:
         return ""
-    head = row_files.head_of(entry)
-    lines = head[:4096].splitlines()
-    lines = lines[:-1] if len(head) > 4096 else lines
-    lines = [line for line in lines if line.strip() and line.lstrip()[:1] not in (b"#", b"%")]
-    names = re.split(rb"[,;\t ]", lines[0].lower()) if lines and ending in row_files.TABLES else []
-    headed = {name.strip(b' "').decode("utf-8", "replace") for name in names}
-    ends = [next((name for name in columns if name in headed), "") for columns in (SOURCE_COLUMNS, TARGET_COLUMNS)]
-    if all(ends):
+    else:
+        head = row_files.head_of(entry)
+        lines = head[:4096].splitlines()
+        lines = lines[:-1] if len(head) > 4096 else lines
+        lines = [line for line in lines if line.strip() and line.lstrip()[:1] not in (b"#", b"%")]
+        numbers = list(map(_EDGE.fullmatch, lines))
+        headed = lines and (ending in row_files.TABLES or (numbers[1:] and all(numbers[1:])))
+        names = re.split(r"[,;|\t ]", lines[0].decode("utf-8", "replace").replace('"', "")) if headed else []
+    if ends := table_columns.end_names(names):
         return f"columns called {' and '.join(ends)}"
-    return "each line has the numbers of two nodes" if len(lines) > 1 and all(map(_EDGE.fullmatch, lines)) else ""
+    return "each line has the numbers of two nodes" if len(numbers) > 1 and all(numbers) else ""
 
 
 def _module(path: str, place: Path) -> FoundData:

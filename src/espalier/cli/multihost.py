@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, TextIO, cast
 
 from espalier.cli import run_trust
-from espalier.launch.hosts import hosts
+from espalier.launch.hosts import host_errors, hosts
 from espalier.launch.hosts.host_rejoin import Returning
 from espalier.launch.hosts.hosts import Host
 from espalier.launch.hosts.remote_process import Far
@@ -31,6 +31,8 @@ from espalier.train.run_folder import path_of
 MODULE = "espalier.cli.host_worker"
 LOG = "hosts.log"
 EVENTS = "events.jsonl"
+AGAIN_SECONDS = 2.0
+"""Between two starts of all supervisors, where a host does not answer yet."""
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -68,7 +70,9 @@ def _train(arguments: argparse.Namespace, named: Sequence[Host]) -> int:
         log = folder / "logs" / LOG
         _say([f"The run is kept on host {chosen[0].name}: {folder.absolute()}. What all ranks write is in {log}."])
     budget = RestartBudget(None if recipe.faults.restarts == "auto" else recipe.faults.restarts)
-    while isinstance(outcome := _attempt(recipe, chosen, message, folder), EspalierError):
+    lost: EspalierError | None = None
+    while isinstance(outcome := _attempt(recipe, chosen, message, lost), EspalierError):
+        lost = outcome
         decision = budget.decide(_failure(outcome, folder / EVENTS))
         if not decision.restart:
             raise decision.last(outcome)
@@ -78,17 +82,18 @@ def _train(arguments: argparse.Namespace, named: Sequence[Host]) -> int:
     return outcome
 
 
-def _attempt(recipe: Recipe, chosen: Sequence[Host], message: dict[str, Any], folder: Path) -> int | EspalierError:
+def _attempt(
+    recipe: Recipe, chosen: Sequence[Host], message: dict[str, Any], lost: EspalierError | None
+) -> int | EspalierError:
     """Starts a supervisor on each host, which keeps its ranks alive, and waits for their end: the exit code, or why
     others may do better. Processes, store and addresses are new each time. A host other than the first is brought back
-    while the others wait. Raises what the supervisors came to."""
-    log = folder / "logs" / LOG
+    while the others wait. `lost`: what ended the attempt before. Raises what the supervisors came to."""
+    log = Path(message["run"]) / "logs" / LOG
     timeout = units.seconds(recipe.comm.timeout, "comm.timeout")
     with Crowd(recipe.launch, MODULE, _show, timeout) as crowd:
         if recipe.faults.restarts:
             crowd.returning = Returning(crowd, timeout, _say)
-        _say(crowd.gather(chosen))
-        crowd.prepare(message, "kept")
+        _meet(crowd, chosen, message, lost)
         crowd.log_to(log)
         try:
             done = crowd.carry_out()
@@ -101,6 +106,26 @@ def _attempt(recipe: Recipe, chosen: Sequence[Host], message: dict[str, Any], fo
                 return shown_error
             raise shown_error from None
     return int(done["code"])
+
+
+def _meet(crowd: Crowd, chosen: Sequence[Host], message: dict[str, Any], lost: EspalierError | None) -> None:
+    """Starts all supervisors, and has them open their data. After the run was `lost`, a host may boot, and lack its
+    network, its name or its disks: all are asked again until `comm.timeout` is over. Raises UserError at the first
+    start, else RunFailed, where a host does not do its part."""
+    deadline = time.monotonic() + crowd.patience
+    while True:
+        try:
+            _say(crowd.gather(chosen))
+            crowd.prepare(message, "kept")
+            return
+        except UserError as error:
+            if lost is None:
+                raise
+            if time.monotonic() >= deadline:
+                away = [far.host for far in crowd.all if far.error or not (far.identity or far.messages)]
+                why = f"{lost.what} For {crowd.patience:.0f} s all were asked to start again; {error.why}"
+                raise RunFailed(error.what, why=why, do=host_errors.resume(chosen, away)) from None
+        time.sleep(AGAIN_SECONDS)
 
 
 def _failure(vanished: EspalierError, events: Path) -> Failure:

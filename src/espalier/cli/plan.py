@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -37,12 +38,7 @@ def run(arguments: argparse.Namespace) -> int:
     plan, and exit code 2."""
     torch.set_num_threads(1)
     if arguments.score is not None:
-        others = {"a recipe": arguments.recipe, "--html": arguments.html, "--cluster": arguments.cluster}
-        others |= {"--what-if": arguments.what_if, "--parts": arguments.parts}
-        for name, value in others.items():
-            if value:
-                raise UserError(f"--score takes no {name.removeprefix('a ')}.", do="give one or the other")
-        return measurements.run(arguments.score, arguments.calibrate_on, arguments.out, arguments.json)
+        return _score(arguments)
     if arguments.recipe is None:
         raise UserError("espalier plan needs a recipe.", do="espalier plan recipe.toml, or --score FILE")
     if arguments.out is not None:
@@ -52,10 +48,26 @@ def run(arguments: argparse.Namespace) -> int:
     decision = decided(resolved, cluster, arguments.calibrate_on)
     if arguments.parts is not None:
         _write_parts(arguments, resolved, decision)
-    changed = _what_if(arguments, resolved, cluster)
+    changed, lines = _what_if(arguments, resolved, cluster, decision.plan)
     if arguments.html is not None:
-        _page(arguments.html, decision, resolved.recipe)
-    return _tell(arguments.json, resolved, decision, changed)
+        _page(arguments.html, decision, resolved.recipe, lines)
+    refusal = None if decision.fits else decision.refusal()
+    if arguments.json:
+        print(plans.dumps(decision.plan, **changed), end="", flush=True)
+        if refusal is not None:
+            say(f"espalier: {refusal}", file=sys.stderr)  # standard output holds one object, the plan
+    else:
+        _tell(resolved, decision.plan, [*lines, *([f"{refusal}\n"] if refusal else [])])
+        if arguments.sources:
+            printing.sources(decision.plan)
+    return 0 if refusal is None else refusal.exit_code
+
+
+def _score(arguments: argparse.Namespace) -> int:
+    for name in ("recipe", "--html", "--cluster", "--what-if", "--parts", "--sources"):
+        if getattr(arguments, name.strip("-").replace("-", "_")):
+            raise UserError(f"--score takes no {name}.", do="give one or the other")
+    return measurements.run(arguments.score, arguments.calibrate_on, arguments.out, arguments.json)
 
 
 def decided(
@@ -82,10 +94,13 @@ def decided(
     return decide(asked, cluster, known, Trials(resolved.recipe, cluster))
 
 
-def _what_if(arguments: argparse.Namespace, resolved: Resolved, cluster: Cluster) -> PlanDecision | UserError | None:
-    """With `--what-if`: changes of the cluster, and of the recipe's options; why these cannot run, where that is so."""
+def _what_if(
+    arguments: argparse.Namespace, resolved: Resolved, cluster: Cluster, plan: plans.Plan
+) -> tuple[dict[str, plans.Plan | dict[str, str]], list[str]]:
+    """With `--what-if`: changes of the cluster, and of the recipe's options, as `--json` and as lines say what they do
+    to `plan`, or why they cannot run."""
     if not arguments.what_if:
-        return None
+        return {}, []
     sections = {key.partition(".")[0] for key in recipe_errors.known_keys()}
     options = [change for change in arguments.what_if if change.partition("=")[0].partition(".")[0] in sections]
     if options:
@@ -93,39 +108,23 @@ def _what_if(arguments: argparse.Namespace, resolved: Resolved, cluster: Cluster
     others = [change for change in arguments.what_if if change not in options]
     changed = whatif.changed(cluster, others) if others else cluster
     try:
-        return decided(resolved, changed, arguments.calibrate_on)
+        other = decided(resolved, changed, arguments.calibrate_on).plan
     except UserError as error:
-        return error
+        return {"what_if": error.table}, [f"What if: {error}\n"]
+    return {"what_if": other}, [*printing.what_if(plan, other), ""]
 
 
-def _tell(as_json: bool, resolved: Resolved, decision: PlanDecision, changed: PlanDecision | UserError | None) -> int:
-    plan = decision.plan
-    refusal = None if decision.fits else decision.refusal()
-    if as_json:
-        extra: dict[str, plans.Plan | dict[str, str]] = {}
-        if isinstance(changed, PlanDecision):
-            extra["what_if"] = changed.plan
-        elif changed is not None:
-            extra["what_if"] = changed.table
-        print(plans.dumps(plan, **extra), end="", flush=True)
-        if refusal is not None:
-            say(f"espalier: {refusal}", file=sys.stderr)  # standard output holds one object, the plan
-    else:
-        if refusal is not None:
-            say(f"{refusal}\n\nThe closest plan:\n")
-        recipe = resolved.recipe
-        derived = [*resolved.derivations]
-        if recipe.train.precision == AUTO:
-            derived.append(Derivation("train.precision", plan.precision, run_plan.PRECISION))
-        chosen = run_plan.batches_of(plan)
-        steps = (recipe.train.steps or 0) * (1 if chosen is None else chosen.steps)
-        printing.plan(plan, derived, steps or None, model_kinds.of(recipe.model).unit)
-        printing.sources(plan)
-        if isinstance(changed, PlanDecision):
-            printing.beside(plan, changed.plan, changed.fits)
-        elif changed is not None:
-            say(f"\nWhat if: {changed}")
-    return 0 if refusal is None else refusal.exit_code
+def _tell(resolved: Resolved, plan: plans.Plan, first: Sequence[str]) -> None:
+    """`first` what was asked for, then the plan, and what was derived for it."""
+    for text in first:
+        say(text)
+    recipe = resolved.recipe
+    derived = [*resolved.derivations]
+    if recipe.train.precision == AUTO:
+        derived.append(Derivation("train.precision", plan.precision, run_plan.PRECISION))
+    chosen = run_plan.batches_of(plan)
+    steps = (recipe.train.steps or 0) * (1 if chosen is None else chosen.steps)
+    printing.plan(plan, derived, steps or None, model_kinds.of(recipe.model).unit)
 
 
 def _write_parts(arguments: argparse.Namespace, resolved: Resolved, decision: PlanDecision) -> None:
@@ -148,7 +147,7 @@ def _write_parts(arguments: argparse.Namespace, resolved: Resolved, decision: Pl
     )
 
 
-def _page(path: str, decision: PlanDecision, recipe: Recipe) -> None:
+def _page(path: str, decision: PlanDecision, recipe: Recipe, what_if: Sequence[str]) -> None:
     from espalier.cli import plan_page
 
     layout = decision.plan.layout
@@ -160,6 +159,7 @@ def _page(path: str, decision: PlanDecision, recipe: Recipe) -> None:
 
     best = next((option for option in decision.search_result.options if is_best(option)), None)
     points = search.points(decision.search_result, best, explain.label)
-    plan_page.write(path, decision.plan, points, recipe.name or "plan", recipe.train.steps)
+    asked = plan_page.PlanQuestion(recipe.train.steps, what_if)
+    plan_page.write(path, decision.plan, points, recipe.name or "plan", asked)
     where = "" if gpus(decision.cluster) else " (processors)"
     say(f"Picture{where}: {path}", file=sys.stderr)

@@ -33,21 +33,30 @@ class Rung(NamedTuple):
     source: str
 
 
-def write(path: str | Path, plan: Plan, points: Sequence[Point], title: str, steps: int | None = None) -> None:
-    """Writes the page of `plan` among the `points` that were priced; `title` says whose plan it is. With `steps`, also
-    what the whole run takes.
+class PlanQuestion(NamedTuple):
+    """What was asked besides: what so many `steps` take, and what a change would do, in lines (`printing.what_if`)."""
+
+    steps: int | None = None
+    what_if: Sequence[str] = ()
+
+
+NOTHING = PlanQuestion()
+
+
+def write(path: str | Path, plan: Plan, points: Sequence[Point], title: str, asked: PlanQuestion = NOTHING) -> None:
+    """Writes the page of `plan` among the `points` that were priced; `title` says whose plan it is.
 
     Raises:
         UserError: the file cannot be written.
     """
     cache_dir.replace(
         Path(path),
-        render(plan, points, title, steps),
+        render(plan, points, title, asked),
         "--html with a file in a folder that exists and may be written to",
     )
 
 
-def render(plan: Plan, points: Sequence[Point], title: str, steps: int | None = None) -> str:
+def render(plan: Plan, points: Sequence[Point], title: str, asked: PlanQuestion = NOTHING) -> str:
     """The page as text."""
     predicted = plan.predicted
     assert predicted is not None, "planners price what they plan"
@@ -59,9 +68,10 @@ def render(plan: Plan, points: Sequence[Point], title: str, steps: int | None = 
         kind="plan",
         state="fits" if plan.executable else "does not fit",
         mood="good" if plan.executable else "not",
-        subtitle=[where(plan), *words(plan.layout)],
+        subtitle=[printing.where(plan), *words(plan.layout)],
         plan=plan,
-        figures=[*_figures(predicted), *_run_figure(predicted, steps)],
+        what_if=asked.what_if,
+        figures=[*_figures(predicted), *_run_figure(predicted, asked.steps if plan.executable else None)],
         chart=charts.scatter(points, limit, NAMES),
         keys=[(name, NAMES.get(name, name), counts[name]) for name in _order(counts)],
         timetable=_spans(plan, predicted),
@@ -71,7 +81,7 @@ def render(plan: Plan, points: Sequence[Point], title: str, steps: int | None = 
         memory=_memory(predicted),
         step_text=show_seconds(predicted.step_seconds),
         runners=[
-            (words(runner_up.layout), _ranks(runner_up.ranks, runner_up.threads), runner_up)
+            (words(runner_up.layout), printing.ranks_of(plan, runner_up.ranks, runner_up.threads), runner_up)
             for runner_up in plan.runners_up
         ],
         sources=predicted.sources,
@@ -107,21 +117,8 @@ def words(layout: Layout) -> list[str]:
 _STATES = (("parameters", "params"), ("gradients", "grads"), ("optimizer states", "optimizer"))
 
 
-def where(plan: Plan) -> str:
-    """What it runs on: `16 GPUs on 2 machines`."""
-    nodes = len({rank.node for rank in plan.ranks})
-    on = f" on {nodes} machines" if nodes > 1 else ""
-    if plan.ranks[0].device == "cpu":
-        return _ranks(len(plan.ranks), plan.ranks[0].threads) + on
-    return plural(len(plan.ranks), "GPU") + on
-
-
-def _ranks(ranks: int, threads: int) -> str:
-    return plural(ranks, "rank") + (f" × {plural(threads, 'thread')}" if threads > 1 else "")
-
-
 def _order(counts: Mapping[str, int]) -> list[str]:
-    return [name for name in (*NAMES, *(other for other in counts if other not in NAMES)) if counts.get(name)]
+    return [name for name in dict.fromkeys([*NAMES, *counts]) if counts.get(name)]
 
 
 # --- figures -----------------------------------------------------------------------------------------------------

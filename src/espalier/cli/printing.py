@@ -40,65 +40,59 @@ NARROW = 40
 
 
 def plan(plan: Plan, derivations: Sequence[Derivation] = (), steps: int | None = None, unit: str = "tokens") -> None:
-    """The plan as people read it: what was derived, what runs where, what it should cost, and why.
+    """The plan as people read it: what runs where, what it should cost, and why, and what was derived for it.
 
     With `steps`, also how long the whole run should take. `unit`: what speed is counted in.
     """
-    if derivations:
-        _derived(derivations)
-    line(f"Plan ({plan.planner}): {_where(plan)}, {plan.layout}, accumulate {plan.layout.accumulate}, {plan.precision}")
+    name = f"Plan ({plan.planner})" if plan.executable else f"No plan fits. The closest lacks {plan.missing}"
+    line(f"{name}: {where(plan)}, {plan.layout}, accumulate {plan.layout.accumulate}, {plan.precision}")
     if plan.predicted is not None:
-        _predicted(plan.predicted, steps, unit)
+        _predicted(plan.predicted, steps if plan.executable else None, unit)
     for sentence in plan.why:
         line(f"  - {sentence}")
-    on_gpus = plan.ranks[0].device != "cpu"
     for other in plan.runners_up:
-        line(f"  - not taken: {_ranks(other.ranks, other.threads, on_gpus)}, {other.layout}: {other.loses}")
-    if not plan.executable:
-        line(f"  - it does not fit: it lacks {plan.missing}")
+        line(f"  - not taken: {ranks_of(plan, other.ranks, other.threads)}, {other.layout}: {other.loses}")
+    if derivations:
+        _derived(derivations)
     say(flush=True)
 
 
-def beside(plan: Plan, other: Plan, fits: bool) -> None:
+def what_if(plan: Plan, other: Plan) -> list[str]:
     """What a changed cluster or recipe would change."""
-    if not fits:
-        line(f"What if: nothing fits; {other.missing} are missing in the closest plan.")
-        return
+    if not other.executable:
+        return [f"What if: nothing fits; {other.missing} are missing in the closest plan."]
     assert plan.predicted is not None
     assert other.predicted is not None
-    ours = plan.predicted
-    there = other.predicted
-    line(f"What if: {other.layout} on {_where(other)}")
-    seconds = [show_seconds(prediction.step_seconds) for prediction in (there, ours)]
-    speeds = [show_count(prediction.tokens_per_second) for prediction in (there, ours)]
-    peaks = [show_size(prediction.memory_bytes["peak"]) for prediction in (there, ours)]
-    line(
-        f"  predicted step {' instead of '.join(seconds)} ({there.step_seconds / ours.step_seconds:.2f}x), "
-        f"memory per rank {' instead of '.join(peaks)}, {' instead of '.join(speeds)} a second"
-    )
-    for sentence in other.why:
-        if sentence.startswith(plan_summary.FEATURES):
-            line(f"  {sentence}")
+    compared = [other.predicted, plan.predicted][: 1 + plan.executable]
+    seconds = [prediction.step_seconds for prediction in compared]
+    speeds = [show_count(prediction.tokens_per_second) for prediction in compared]
+    peaks = [show_size(prediction.memory_bytes["peak"]) for prediction in compared]
+    times = f" ({seconds[0] / seconds[1]:.2f}x)" if plan.executable else ", where nothing fits now"
+    return [
+        f"What if: {other.layout} on {where(other)}",
+        f"  predicted step {' instead of '.join(map(show_seconds, seconds))}{times}, "
+        f"memory per rank {' instead of '.join(peaks)}, {' instead of '.join(speeds)} a second",
+        *(f"  {sentence}" for sentence in other.why if sentence.startswith(plan_summary.FEATURES)),
+    ]
 
 
-def _where(plan: Plan) -> str:
+def where(plan: Plan) -> str:
+    """What it runs on: `16 GPUs on 2 machines`."""
     ranks = plan.ranks
-    words = _ranks(len(ranks), ranks[0].threads, ranks[0].device != "cpu")
-    if ranks[0].device == "cpu":
-        return f"{words} on cpu"
-    machines = len({rank.node for rank in ranks})
-    return f"{words} on {plural(machines, 'machine')}"
+    nodes = len({rank.node for rank in ranks})
+    on = "cpu" if ranks[0].device == "cpu" else plural(nodes, "machine")
+    return f"{ranks_of(plan, len(ranks), ranks[0].threads)} on {on}"
 
 
-def _ranks(count: int, threads: int, on_gpus: bool) -> str:
-    if on_gpus:
-        return plural(count, "GPU")
-    return f"{plural(count, 'rank')} x {plural(threads, 'thread')}"
+def ranks_of(plan: Plan, count: int, threads: int) -> str:
+    """So many ranks on the devices of `plan`."""
+    on_gpus = plan.ranks[0].device != "cpu"
+    return plural(count, "GPU") if on_gpus else f"{plural(count, 'rank')} x {plural(threads, 'thread')}"
 
 
 def _derived(derivations: Sequence[Derivation]) -> None:
     """Keys and values, those of one reason together and the reason once."""
-    say("Derived:")
+    say("\nDerived:")
     width = terminal.columns()
     key = max(len(derivation.key) for derivation in derivations)
     value = max(len(str(derivation.value)) for derivation in derivations)
@@ -115,7 +109,6 @@ def _derived(derivations: Sequence[Derivation]) -> None:
             right = wrapped(" " * indent + reason, width, indent)
         for keys, words in itertools.zip_longest(left, right, fillvalue=""):
             say((f"{keys:<{indent}}" + words[indent:]).rstrip())
-    say()
 
 
 def _predicted(predicted: Predicted, steps: int | None, unit: str) -> None:

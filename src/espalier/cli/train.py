@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any, TextIO, cast
 import msgspec
 import torch
 
+from espalier.checkpoint import in_memory
+from espalier.checkpoint.shared_memory import SharedMemory
 from espalier.cli import finished_run, printing, resolve_recipe, run_data, run_plan, run_resizer, run_trust, start_run
 from espalier.cli.start_run import RunInputs, RunStart
 from espalier.comm.rendezvous_wait import Deadline
@@ -305,14 +307,25 @@ def care_of(job: RunStart) -> RestartOptions:
     recipe = job.resolved.recipe
     faults = recipe.faults
     free = None if job.plan.offload == plans.RESIDENT else 0
+    stays = table.recovery(recipe, job.plan)
     return RestartOptions(
         restarts=None if faults.restarts == "auto" else faults.restarts,
         heartbeat=units.seconds(faults.heartbeat, "faults.heartbeat"),
         memory=free if faults.memory == "auto" else units.size(faults.memory, "faults.memory"),
         tell=partial(_tell, job),
-        stays=table.recovery(recipe, job.plan),
+        stays=stays,
         expected=checkpoint_cost.first(job.plan)[1],
+        salvage=partial(_salvage, job) if stays == "alike" else None,
     )
+
+
+def _salvage(job: RunStart, copies: Sequence[SharedMemory]) -> None:
+    """Of ranks that all hold the same, where the run ends without them."""
+    with Log(job.folder.events) as log:
+        saved = worker.checkpoints(job.resolved.recipe, job.folder.path, None, log.write)
+        step = in_memory.salvage(copies, saved)
+    if step >= 0:
+        say_progress(f"The state after step {step} is saved.")
 
 
 def _tell(job: RunStart, event: str, **fields: Any) -> None:

@@ -25,11 +25,11 @@ from espalier.recipe.errors import UserError
 from espalier.recipe.serialization import Value
 
 UNCALIBRATED = 0.25
-"""Relative error to expect of a step's seconds where nothing was calibrated, on devices known from whole runs: those of
-Megatron-LM on up to 3,072 A100s (arXiv 2104.04473, 2205.05198) are met within 12 %, eager PyTorch on newer devices
-within 40 %."""
+"""Relative error to expect of a step's seconds where nothing was calibrated, on devices that were probed or are known
+from whole runs: those of Megatron-LM on up to 3,072 A100s (arXiv 2104.04473, 2205.05198) are met within 12 %, eager
+PyTorch on newer devices within 40 %."""
 UNKNOWN = 0.5
-"""The same of a GPU of which only the peak is known. The catalogue says it of its own devices (`Device.spread`)."""
+"""The same of a device of which only the peak is known. The catalogue says it of its own devices (`Device.spread`)."""
 INDIRECT = 0.6
 INDIRECT_SHARE = 0.5
 """The same of ranks that exchange over a link of which collectives reach less than this share, through host memory or
@@ -108,7 +108,9 @@ class Calibration(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
         used = (on.inside if on.per_node > 1 else None, on.between)
         indirect = any(link is not None and not link.measured and 0 < link.share < INDIRECT_SHARE for link in used)
         devices = [kind.table.device for kind in on.kinds]
-        spreads = [device.spread or (UNKNOWN if on.cuda and device.peak else UNCALIBRATED) for device in devices]
+        spreads = [
+            device.spread or (UNKNOWN if device.peak and not device.rates else UNCALIBRATED) for device in devices
+        ]
         plain = max(*spreads, INDIRECT if indirect else 0.0)
         if not self.rows:
             return self.changed(spread=plain) if self.spread == UNCALIBRATED else self

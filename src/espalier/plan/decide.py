@@ -13,8 +13,12 @@ from espalier.machine.cluster import Cluster
 from espalier.plan import checkpoint_cost, choice, plan_summary, search_budget
 from espalier.plan.ask import Ask, PlanDecision, Trials
 from espalier.plan.calibration import DATASHEET, Calibration
+from espalier.plan.collective_time import gpus
 from espalier.plan.layout_decision import best_layout
 from espalier.plan.request import Request
+
+UNTRIED = "Nothing was run on several GPUs yet: layout, seconds and bytes are estimates."
+"""Of a plan for several GPUs, until steps of several ranks were measured."""
 
 
 def decide(
@@ -52,8 +56,13 @@ def _decided(ask: Ask) -> PlanDecision:
     for each in choices:
         best = replace(best, plan=each.finish(best, ask))
     there = best.cluster if best.plan.replicas else cluster
-    plan = checkpoint_cost.paced(best.plan, request.recipe.checkpoint, there)
-    plan = checkpoint_cost.with_copies(plan, request.recipe.faults.memory, cluster)
+    plan = best.plan
+    if best.fits:
+        plan = checkpoint_cost.paced(plan, request.recipe.checkpoint, there)
+        plan = checkpoint_cost.with_copies(plan, request.recipe.faults.memory, cluster)
     sentences = plan_summary.sentences(plan, there)
+    measured = not gpus(there) or len(plan.trainers) < 2 or ask.calibration.ranks > 1
     words = (sentence for each in choices for sentence in each.words(best, ask))
-    return replace(best, plan=plan.changed(why=(*sentences, *plan.why, *words)), finished=True)
+    return replace(
+        best, plan=plan.changed(why=(*sentences, *[UNTRIED] * (not measured), *plan.why, *words)), finished=True
+    )

@@ -37,7 +37,8 @@ def why(request: Request, result: SearchResult, option: Option) -> list[str]:
     layout = option.layout
     fastest = result.options[0] if result.options else option
     sentences = [f"{request.pin.ranks} ranks were asked for."] if (request.pin.ranks or 0) > 1 else []
-    sentences.append(f"It is the best of {units.plural(result.priced, 'layout')} that were priced.")
+    best = "is the best" if option.fits else "lacks the fewest bytes"
+    sentences.append(f"It {best} of {units.plural(result.priced, 'layout')} that were priced.")
     if fastest is not option and fastest.seconds < option.seconds:
         sentences.append(_passed_over(result, fastest, option))
     if request.offload != RESIDENT:

@@ -89,7 +89,8 @@ def _headline(plan: Plan, predicted: Predicted, cluster: Cluster) -> str:
     band = f", give or take {predicted.spread:.0%}" if predicted.spread else ""
     ranks = units.plural(len(plan.trainers), "rank" if plan.ranks[0].device == "cpu" else "GPU")
     summary = f"{summary[0].upper()}{summary[1:]}, {plan.precision}, on {ranks}"
-    return f"{summary}: {units.show_seconds(predicted.step_seconds)} a step{band} ({hardware(plan, cluster)})."
+    lacks = "" if plan.executable else f" It does not fit: {plan.missing} are missing."
+    return f"{summary}: {units.show_seconds(predicted.step_seconds)} a step{band} ({hardware(plan, cluster)}).{lacks}"
 
 
 def hardware(plan: Plan, cluster: Cluster) -> str:

@@ -35,7 +35,7 @@ from espalier.machine import malloc_trim, network_interface
 from espalier.machine.peak_memory import peak_memory
 from espalier.plan import checkpoint_cost
 from espalier.plan.base import Plan
-from espalier.recipe import units
+from espalier.recipe import Recipe, units
 from espalier.recipe.errors import UserError
 from espalier.track import events
 from espalier.track.decision_log import Decisions, Recorded, recorded
@@ -190,20 +190,21 @@ def measured(trainer: Trainer | None, setting: RankSetup) -> dict[str, float]:
     return {**trainer.built.sharding.bytes_held(), "optimizer": states, "peak": peak}
 
 
-def _checkpoints(trainer: Trainer, folder: Path) -> Checkpoints:
-    """The checkpoints of the run in `folder`, for all trainers together."""
-    setting = trainer.setting
-    options = setting.recipe.checkpoint
+def checkpoints(
+    recipe: Recipe, folder: Path, group: RankGroup, tell: Callable[..., Any], sharing: int = 1
+) -> Checkpoints:
+    """The checkpoints of the run in `folder`, for the ranks of `group` together; `tell` takes events. So many ranks are
+    `sharing` what their machine may write."""
+    options = recipe.checkpoint
     saved = Checkpoints(
         options.target or folder / "checkpoints",
         keep=options.keep,
         keep_best=options.keep_best,
-        group=saving_group(trainer.mesh.trainers),
-        on_event=setting.emit,
+        group=group,
+        on_event=tell,
     )
-    if options.rate is not None:  # of a machine, which its ranks share
-        nodes = [rank.node for rank in setting.plan.ranks]
-        saved.rate = units.rate(options.rate, "checkpoint.rate") / nodes.count(nodes[setting.place.rank])
+    if options.rate is not None:
+        saved.rate = units.rate(options.rate, "checkpoint.rate") / sharing
     if saved.team.rank == 0:  # which judges; at this path another host may have the folder of another run
         saved.run = run_identity.read(folder)
     return saved
@@ -216,7 +217,9 @@ def live(trainer: Trainer) -> dict[str, Any]:
     place = setting.place
     saved = None
     if setting.folder is not None:
-        saved = _checkpoints(trainer, setting.folder)
+        nodes = [rank.node for rank in setting.plan.ranks]
+        group = saving_group(trainer.mesh.trainers)
+        saved = checkpoints(recipe, setting.folder, group, setting.emit, nodes.count(nodes[place.rank]))
         why = recovery(recipe, setting.plan)
         saved.alike = _alike(trainer, saved.team) if why == "alike" else None
         if place.refuge is not None:

@@ -71,7 +71,7 @@ def test_unequal_pipelines_are_as_uncertain_as_their_devices() -> None:
     plan = decide(asked(), processors((4e10, GIB), (1e10, GIB)), DATASHEET).taken
     assert plan.predicted is not None
     assert plan.predicted.spread == DATASHEET.spread
-    assert "give or take 25%" in plan_page.render(plan, [], "two", 10)
+    assert "give or take 25%" in plan_page.render(plan, [], "two", plan_page.PlanQuestion(10))
 
 
 def test_where_faster_unequal_pipelines_cannot_run_the_plan_says_why() -> None:
@@ -97,7 +97,7 @@ def test_what_does_not_help_is_left_out_and_it_is_said() -> None:
     told = [why for why in plan.why if "core 2 is left out" in why]
     assert told
     assert "with it a step takes" in told[0]
-    page = plan_page.render(plan, [], "three", 10)
+    page = plan_page.render(plan, [], "three", plan_page.PlanQuestion(10))
     assert told[0].split(":")[0] in page
 
 

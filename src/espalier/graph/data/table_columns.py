@@ -128,7 +128,7 @@ def read_edges(path: Path, ids: Array | None) -> EdgeTable:
     if path.suffix.lower() == ".parquet":
         return _edges(_parquet(path))
     layout = separated_text.layout(path)
-    return _edges(_table(layout, _names_ends(layout.comment), _edges_have_header(layout, ids)))
+    return _edges(_table(layout, bool(end_names(layout.comment)), _edges_have_header(layout, ids)))
 
 
 def _table(layout: separated_text.Layout, commented: bool, header: bool) -> Table:
@@ -168,13 +168,15 @@ def _is_decimal(cell: str) -> bool:
     return is_number(cell) or _DECIMAL.fullmatch(cell.strip()) is not None
 
 
-def _names_ends(cells: list[str]) -> bool:
-    return _names_any(cells, _SOURCES) and _names_any(cells, _TARGETS)
+def end_names(cells: Collection[str]) -> list[str]:
+    """The names of the two ends of edges among names of columns; none where one of them is missing."""
+    ends = [next((cell for cell in cells if _is(cell, names)), "") for names in (_SOURCES, _TARGETS)]
+    return ends if all(ends) else []
 
 
 def _edges_have_header(layout: separated_text.Layout, ids: Array | None) -> bool:
     first, *others = layout.cells
-    named = _names_ends(first)
+    named = bool(end_names(first))
     are_ids = [_is_id(cell, ids) for cell in first[:2]]
     if all(are_ids) and named:
         raise UserError(

@@ -59,6 +59,14 @@ def unanswered(host: Host, argv: Sequence[str], seconds: float, last: str, other
     )
 
 
+def resume(hosts: Sequence[Host], away: Sequence[Host]) -> str:
+    """What to do where the hosts `away` do not come back. The first of `hosts` has the run."""
+    again = "run the same command once all of them answer; comm.timeout is how long they are waited for"
+    if hosts[0] in away:
+        return again
+    return f"resume with --hosts {','.join(str(host) for host in hosts if host not in away)}, or {again}"
+
+
 def retold(host: Host, answer: Mapping[str, Any]) -> EspalierError:
     """The error that a process on `host` told of, in this process, with the host. An interrupt is nobody's."""
     error = errors.from_words([answer["kind"], answer["what"], answer["why"], answer["do"]])

@@ -3,7 +3,8 @@
 After Acme (arXiv 2403.07648), section 6.1, where a failed node is replaced and the whole job starts again. Where we
 deviate: only what was lost is started. The other hosts' supervisors live on, with PyTorch loaded and the copies of the
 state in memory, and the new one is told where they meet. Which attempt is the next is theirs to say
-(`launch.hosts.leader`).
+(`launch.hosts.leader`). A host that boots may lack its network, its name or its disks for a while: whatever a try
+comes to, there is another, until the time is over. Only what is there and differs ends the run at once.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from espalier.launch.hosts.host_agent import PATIENCE, Told
-from espalier.launch.hosts.host_errors import unanswered
+from espalier.launch.hosts.host_errors import resume, unanswered
 from espalier.launch.hosts.remote_process import Far, compare
 from espalier.machine.network_interface import TRY_SECONDS
 from espalier.recipe.errors import EspalierError, HostLost, PeerLost, RunFailed, UserError
@@ -86,13 +87,10 @@ class Returning:
         self._back: dict[int, float] = {}
         self._left: set[int] = set()
 
-    def leave(self, number: int) -> None:
-        """The others go on without that host: nobody waits for it any more, and it may come back at any time."""
-        self._left.add(number)
-
-    def join(self, number: int) -> None:
-        """The others go on with that host again, which had been left out."""
-        self._left.discard(number)
+    def told(self, number: int, kind: str) -> None:
+        """The others go on `without` that host, for which nobody waits then, and may come back at any time; or with it
+        `again`."""
+        (self._left.add if kind == "without" else self._left.discard)(number)
 
     def awaits(self, far: Far) -> bool:
         """Whether `far` stands for a host that was lost: what becomes of it is said here."""
@@ -121,7 +119,7 @@ class Returning:
                 next(lost.tries)
             except StopIteration:
                 self._comes(number, now)
-            except EspalierError as error:
+            except UserError as error:
                 lost.over = error
             else:
                 late = now - lost.since >= self._absence and number not in self._left
@@ -150,7 +148,7 @@ class Returning:
         return RunFailed(
             f"Host {self._name(number)} was lost and did not come back within {self._absence:.0f} s.",
             why=f"{lost.first.what} There were {tries}{last}{why}",
-            do="run the same command to resume, once it answers; comm.timeout is how long a host is waited for",
+            do=resume([far.host for far in self._crowd.all], [self._crowd.all[host].host for host in self._lost]),
         )
 
     def _name(self, number: int) -> str:
@@ -159,7 +157,7 @@ class Returning:
     # --- one try after the other -------------------------------------------------------------------------------------
 
     def _tries(self, number: int) -> Iterator[None]:
-        """Raises the EspalierError that no further try would mend."""
+        """Raises UserError where the host runs other code or has other data than the others."""
         while True:
             yield from _pause(PAUSES[min(self._tried[number], len(PAUSES) - 1)])
             self._tried[number] += 1
@@ -173,7 +171,10 @@ class Returning:
         """Starts a process and brings it to where the others are, as `Crowd.gather` and `Crowd.prepare` do all."""
         crowd = self._crowd
         self._lives[number] = self._lives.get(number, 0) + 1
-        far = crowd.again(number)
+        try:
+            far = crowd.again(number)
+        except UserError as error:  # the command could not be started
+            raise _NotYet(error) from None
         answer = yield from _answer(far, ("hello",), crowd.patience)
         far.rank = number
         compare(crowd.all, [(far, answer["identity"])])
@@ -202,12 +203,8 @@ def _answer(far: Far, kinds: Sequence[str], seconds: float) -> Generator[None, N
 
 
 def _check(far: Far) -> None:
-    """Raises what is wrong with `far`: as it is where it has said itself that the user has to mend it."""
-    if far.error is None:
-        return
-    if far.reported and isinstance(far.error, UserError):
-        raise far.error
-    raise _NotYet(far.error)
+    if far.error is not None:
+        raise _NotYet(far.error)
 
 
 def _pause(seconds: float) -> Iterator[None]:

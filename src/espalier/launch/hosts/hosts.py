@@ -31,6 +31,10 @@ class Host:
     name: str
     ranks: int | None = None
 
+    def __str__(self) -> str:
+        """As `--hosts` takes it."""
+        return self.name if self.ranks is None else f"{self.name}:{self.ranks}"
+
     @property
     def bare(self) -> str:
         """The name without a user and without brackets."""

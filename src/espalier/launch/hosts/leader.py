@@ -72,6 +72,10 @@ def run(task: Entrypoint, team: HostMap, care: RestartOptions, threads: int = 1)
             if team.line.host:
                 return follower.Follower([places[rank] for rank in local_ranks], team, care, agent).run()
             return lead(places, team, care, agent)
+        except EspalierError:
+            if care.salvage is not None:
+                care.salvage(refuges)
+            raise
         finally:
             shared_memory.release(refuges)
             for file in files:
@@ -421,7 +425,8 @@ class HostAgents:
         return HostLost(
             f"Host {self.team.names[host]} was not heard for {age:.0f} s.",
             why="its link is cut, or it or its supervisor has stopped",
-            do="run the same command to resume; comm.timeout is how long a host may be silent",
+            do="resume with --hosts of those that are left, or run the same command once it is back; comm.timeout is "
+            "how long a host may be silent",
         )
 
     def lost(self) -> list[int]:

@@ -47,6 +47,8 @@ ANSWER_SECONDS = 60.0
 """How long a host may take to start a process and let it speak."""
 OTHERS_SECONDS = 3.0
 """How long the others may take to tell their own trouble once one has told its own."""
+SAVE_SECONDS = 60.0
+"""How long the first may take to save the state once a host has stayed away."""
 END_SECONDS = 5.0
 """How long processes may take to end once they were told to."""
 CLOCK_SECONDS = 5.0
@@ -98,8 +100,11 @@ class Crowd(Resource):
     # --- starting ----------------------------------------------------------------------------------------------------
 
     def gather(self, hosts: Sequence[Host]) -> list[str]:
-        """Starts a process on each host, has them compare who they are and find each other. Returns what to tell the
-        user. Raises UserError naming the host that cannot be reached, is another, or is not met by the others."""
+        """Starts a process on each host, in place of those there were, has them compare who they are and find each
+        other. Returns what to tell the user. Raises UserError naming the host that cannot be reached, is another, or
+        is not met by the others."""
+        self._end()
+        self.nodes = []
         self.all = [self._run(host) for host in hosts]
         greetings = self.ask(self.all, None, "hello", self.patience)
         notes = _agree(self.all, greetings)
@@ -266,9 +271,13 @@ class Crowd(Resource):
         return errors if self.all[0].done else errors + self.returning.over()
 
     def _hear_out(self) -> None:
-        """Lets the others end by themselves, for a while, and say why."""
-        deadline = time.monotonic() + OTHERS_SECONDS
-        while self._busy() and time.monotonic() < deadline:
+        """Lets the others end by themselves, for a while, and say why. Where a host stays away, the first saves."""
+        first = self.all[0]
+        saves = first.error is None and bool(self.returning.over())
+        if saves:
+            first.tell({"is": "stop"})
+        deadline = time.monotonic() + (SAVE_SECONDS if saves else OTHERS_SECONDS)
+        while self._busy() and time.monotonic() < deadline and not (saves and first.error):
             self._listen(0.1)
 
     @contextmanager
@@ -344,10 +353,8 @@ class Crowd(Resource):
                 far.reported = True
             elif kind == "joined":
                 far.joined = True
-            elif kind == "without":
-                self.returning.leave(report["host"])
-            elif kind == "again":
-                self.returning.join(report["host"])
+            elif kind in ("without", "again"):
+                self.returning.told(report["host"], kind)
             else:
                 far.messages.append(report)
         if text or not mark:

@@ -61,6 +61,7 @@ class RestartOptions:
         heard: makes the shape that the first of several hosts tells (`RunShape.encoded`).
         leaves: whether `shapes` plans without a host that does not come back.
         expected: seconds between two failures, before there was one.
+        salvage: saves the newest of the copies in memory that a run on several hosts leaves behind; None: nothing does.
     """
 
     restarts: int | None = None
@@ -73,6 +74,7 @@ class RestartOptions:
     heard: Callable[[str], RunShape] | None = None
     leaves: bool = False
     expected: float = young_daly.ASSUMED
+    salvage: Callable[[Sequence[SharedMemory]], None] | None = None
 
 
 def run(task: Entrypoint, places: Sequence[RankSpec], care: RestartOptions) -> list[Any]:

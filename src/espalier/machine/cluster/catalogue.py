@@ -150,7 +150,7 @@ def device(name: str, cores: int = 1, memory: int = 0, where: str = "device") ->
         watts=card.watts,
         multiprocessors=card.multiprocessors,
         dispatch=family.dispatch,
-        spread=_catalogue().spread[basis] if family.kind == "cuda" else 0.0,
+        spread=_catalogue().spread[basis],
         source=f"{family.source}; {shares}" if family.kind == "cuda" else family.source,
     )
 
