@@ -10,12 +10,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
 from espalier import recipe as config
 from espalier.graph import lookup
 from espalier.graph.data import kept_graph, sources
+from espalier.graph.data.array_file import DEGREE_COLUMNS
+from espalier.graph.data.column_scales import with_scales
 from espalier.graph.data.graph import Graph, Signs, divided, scaled, seen_in_training
 from espalier.graph.data.kept_graph import OtherNodes
 from espalier.graph.networks import graph_plan
@@ -174,9 +177,8 @@ class GraphWorkload(Plain):
             pairs = [(int(head), int(tail)) for head, tail in self.task.links.pairs[:, ids].T]
             links = [[link["name"], link["probability"]] for link in self.task.answers(model, pairs)]
             return [Table(("link", "probability that it is there (it is)"), links)] if links else []
-        names = [self.task.name(item) for item in ids]
         rows = self.batching.evaluated
-        answers_given = self.task.answers(model, ids) if rows is None else answers.told(rows[ids], self.graph, names)
+        answers_given = self.task.answers(model, ids) if rows is None else answers.told(rows[ids], self.graph, ids)
         return answers.truth_table(self.graph, ids, answers_given)
 
     def fingerprint(self) -> str:
@@ -248,6 +250,11 @@ def _task(recipe: Recipe, network: NetworkAdapter, graph: Graph, links: Links | 
     )
 
 
+def _of_table(graph: Graph) -> bool:
+    """Whether features are columns that a table has."""
+    return graph.columns not in ((), DEGREE_COLUMNS)
+
+
 def open_graph(
     recipe: Recipe,
     folder: str | Path | None = None,
@@ -271,6 +278,9 @@ def open_graph(
         graph = (
             kept_graph.divided(graph, run_graph, asked.split, seed) if run_graph else divided(graph, asked.split, seed)
         )
+    if asked.standardise and run_graph is None and graph.partition is None and _of_table(graph):
+        every = graph.parts is None or asked.task == "link"
+        graph = with_scales(graph, np.arange(graph.nodes) if every or graph.parts is None else graph.parts.train)
     sentences = []
     if graph.partition is not None:
         sentences.append(f"Order: that in which {graph.origin} was cut.")

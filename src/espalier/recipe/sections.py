@@ -72,7 +72,8 @@ class GraphOptions(Options, frozen=True):
     `inductive` hides held-out nodes while training; `undirected` lets messages flow both ways along each edge;
     `negatives` are drawn for each true link; `pickle` allows files whose loading may run code. `halo`: the whole graph
     is cut over the ranks; without it each rank passes over all of it. `target`: what labels are, classes, tasks (yes or
-    no) or values of a regression; left out, what they look like.
+    no) or values of a regression; left out, what they look like. `standardise`: columns of a table of nodes are
+    standardised by the rows that train.
     """
 
     task: Literal["node", "link", "graph"] = "node"
@@ -81,6 +82,7 @@ class GraphOptions(Options, frozen=True):
     split: tuple[float, float, float] = (0.6, 0.2, 0.2)
     inductive: bool = False
     undirected: bool = True
+    standardise: bool = True
     negatives: int = 1
     pickle: bool = False
     order: Literal["auto", "none", "rcmpp", "clusters"] = "auto"

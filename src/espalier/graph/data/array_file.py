@@ -191,6 +191,9 @@ def refuse_far_ids(count: int, edges: int, file: Path) -> None:
     refuse_large(f"{printable(file)}: a table of {count:,} nodes", 32 * count)
 
 
+DEGREE_COLUMNS = ("1", "log(1 + degree)")
+
+
 def degree_features(edges: tuple[Array, Array], count: int) -> Array:
     """float32 [count, 2] for nodes without features: a one, and the logarithm of the degree."""
     valid = [ends[(ends >= 0) & (ends < count)] for ends in edges]

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from espalier.graph.data import array_file, separated_text
-from espalier.graph.data.array_file import NUMBERED, degree_features, refuse_far_ids
+from espalier.graph.data.array_file import DEGREE_COLUMNS, NUMBERED, degree_features, refuse_far_ids
 from espalier.graph.data.graph import Array, Graph
 from espalier.graph.data.separated_text import ending
 from espalier.graph.data.table_columns import (
@@ -97,13 +97,14 @@ def _graph(file: Path, nodes: NodeTable | None, table: EdgeTable, undirected: bo
         features=np.stack([*columns.values()], 1) if columns else degree_features((sources, targets), count),
         undirected=_both_ways(table, undirected, notes),
         labels=None if nodes is None else nodes.labels,
+        label_columns=() if nodes is None else nodes.label_columns,
         target=target,
         parts=None if nodes is None else nodes.parts,
         weights=table.weights,
         edge_features=np.stack([*table.features.values()], 1) if table.features else None,
         names=() if ids is None else as_words(ids),
         origin=str(file),
-        columns=tuple(columns) or ("1", "log(1 + degree)"),
+        columns=tuple(columns) or DEGREE_COLUMNS,
         edge_columns=tuple(table.features),
         notes=notes,
     )

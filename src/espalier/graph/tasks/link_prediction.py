@@ -145,9 +145,11 @@ class LinkTask(Examples):
         return self._named(pairs, chances)
 
     def _named(self, pairs: Sequence[tuple[int, int]], chances: Sequence[float]) -> Answers:
+        ends = [{"source": self.graph.key(head), "target": self.graph.key(tail)} for head, tail in pairs]
+        names = [f"{self.graph.called(head)} - {self.graph.called(tail)}" for head, tail in pairs]
         return [
-            {"name": f"{self.graph.called(head)} - {self.graph.called(tail)}", "probability": chance}
-            for (head, tail), chance in zip(pairs, chances, strict=True)
+            {"name": name, **both, "probability": chance}
+            for name, both, chance in zip(names, ends, chances, strict=True)
         ]
 
 

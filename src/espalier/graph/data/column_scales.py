@@ -1,0 +1,64 @@
+"""Column scales: columns of numbers in a table of nodes, standardised by the rows that train.
+
+Columns of 0 and 1 stay as they are. Whole numbers from 0 on, the largest more than `TAIL` times their mean, are counts:
+log(1 + x) comes first. A column that is constant where it trains is 0 everywhere, as nothing is learned of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from espalier.graph.data.graph import Array, Graph
+from espalier.graph.data.targets import Scale
+from espalier.recipe.foreign_files import printable
+
+TAIL = 10
+
+
+def scales_of(rows: Array) -> Array:
+    """float64 [3, columns] of the `rows` that train: mean, deviation (0: constant), 1 for counts."""
+    columns = np.asarray(rows, np.float64)
+    flags = np.isin(columns, (0, 1)).all(0)
+    whole = ((columns >= 0) & (columns == np.round(columns))).all(0)
+    counts = whole & ~flags & (columns.max(0) > TAIL * columns.mean(0))
+    scale = Scale.of(_damped(columns, counts), np.arange(len(columns)))
+    deviation = np.where((columns == columns[0]).all(0), 0, scale.deviation)
+    return np.stack([np.where(flags, 0, scale.mean), np.where(flags, 1, deviation), counts])
+
+
+def _damped(columns: Array, counts: Array) -> Array:
+    return np.where(counts > 0, np.sign(columns) * np.log1p(np.abs(columns)), columns)
+
+
+def standardised(features: Array, scales: Array) -> Array:
+    """float32 [rows, columns]: `features` in deviations from the mean, as `scales_of` gave them."""
+    mean, deviation, counts = scales
+    apart = _damped(np.asarray(features, np.float64), counts) - mean
+    return np.divide(apart, deviation, out=np.zeros_like(apart), where=deviation > 0).astype(np.float32)
+
+
+def with_scales(graph: Graph, rows: Array) -> Graph:
+    """`graph`, its features standardised by the nodes `rows`, which is said in a note."""
+    if not len(rows):
+        return graph
+    scales = scales_of(graph.features[rows])
+    _, deviation, counts = scales
+    flags = (scales.T == (0, 1, 0)).all(1)
+    kinds = {
+        f"standardised by {len(rows):,} training nodes": (deviation > 0) & ~flags & (counts == 0),
+        "after log(1 + x), as counts": (deviation > 0) & (counts > 0),
+        "0 or 1, as they are": flags,
+        "constant, now 0": deviation == 0,
+    }
+    parts = [f"{kind}: {_listed(np.array(graph.columns)[places])}" for kind, places in kinds.items() if places.any()]
+    note = f"columns of nodes {'; '.join(parts)} (graph.standardise = false leaves all as they are)"
+    features = standardised(graph.features, scales)
+    return replace(graph, features=features, column_scales=scales, notes=(*graph.notes, note))
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f", … ({len(names)})" if len(names) > 8 else ""
+    return printable(", ".join(names[:8]), 200) + more
