@@ -80,8 +80,8 @@ def test_rows_that_train_have_mean_0_and_deviation_1_and_others_do_not_count(tmp
     assert not graph.features[:, 4].any()
     (note,) = (note for note in workload.notes() if "standardised" in note)
     assert note == (
-        "columns of nodes standardised by 144 training nodes: age, income; after log(1 + x), as counts: followers; "
-        "0 or 1, as they are: smoker; constant, now 0: same (graph.standardise = false leaves all as they are)"
+        "columns by 144 nodes that train: standardised: age, income; 0 or 1, as they are: smoker; constant, now 0: "
+        "same; counts, log(1 + x) standardised: followers (graph.standardise)"
     )
 
 
@@ -133,7 +133,7 @@ def test_arrays_and_degrees_stay_as_they_are(tmp_path: Path) -> None:
     (tmp_path / "edges.csv").write_text("source,target\np0,p1\np1,p2\n")
     graph = opened(tmp_path / "edges.csv").graph
     assert graph.features[1].tolist() == pytest.approx([1, np.log(3)])
-    assert not [note for note in graph.notes if "standardised" in note]
+    assert not [note for note in graph.notes if "nodes that train" in note]
 
 
 def test_a_missing_value_is_refused_with_its_column(tmp_path: Path) -> None:

@@ -239,7 +239,7 @@ def _task(recipe: Recipe, network: NetworkAdapter, graph: Graph, links: Links | 
             f"{graph.origin} holds many graphs, and graph.task is {options.task!r}.", do='graph.task = "graph"'
         )
     if options.task == "link":
-        links = links or link_prediction.split(graph, options.split, recipe.train.seed)
+        links = links or link_prediction.split(graph, options.shares, recipe.train.seed)
         return LinkTask(
             View(placed(links.rest), style, depth), links, options.fanouts, recipe.train.seed, options.negatives
         )
@@ -276,7 +276,9 @@ def open_graph(
         graph = kept_graph.mapped(graph, run_graph)
     if asked.task != "link":
         graph = (
-            kept_graph.divided(graph, run_graph, asked.split, seed) if run_graph else divided(graph, asked.split, seed)
+            kept_graph.divided(graph, run_graph, asked.shares, seed)
+            if run_graph
+            else divided(graph, asked.shares, seed)
         )
     if asked.standardise and run_graph is None and graph.partition is None and _of_table(graph):
         every = graph.parts is None or asked.task == "link"
@@ -288,7 +290,7 @@ def open_graph(
         graph, sentence = graph_plan.ordered(graph, recipe.graph.order)
         sentences.append(sentence)
     if asked.task == "link" and run_graph is not None:
-        links = kept_graph.split(graph, run_graph, asked.split, seed)
+        links = kept_graph.split(graph, run_graph, asked.shares, seed)
     workload = GraphWorkload(recipe, graph, folder, sentences, links)
     if run_graph is not None and "quant" in recipe.mechanisms:
         workload.trained = kept_graph.other_nodes(graph, run_graph.graph, recipe)

@@ -98,7 +98,7 @@ def load(file: Path, *, undirected: bool, target: str | None = None) -> Graph:
         features=features,
         labels=known.get("y"),
         target=target,
-        parts=masked_parts([known.get(name) for name in MASKS], len(features), notes),
+        **masked_parts([known.get(name) for name in MASKS], len(features)),
         weights=known.get("edge_weight"),
         edge_features=known.get("edge_attr"),
         undirected=undirected,
@@ -146,19 +146,27 @@ def _entries(stored: Mapping[str, Array]) -> dict[str, Array]:
     return {"edge_index": np.stack(ends), "edge_weight": stored["data"], "num_nodes": np.array(rows)}
 
 
-def masked_parts(masks: Sequence[Any], nodes: int, notes: list[str]) -> DataSplit | None:
-    """The split that masks of training, validation and test give; one left out is empty, None without any.
+def masked_parts(masks: Sequence[Any], nodes: int) -> dict[str, Any]:
+    """`parts` and `splits` of the graph whose masks of training, validation and test these are, [nodes] or
+    [nodes, splits]; one left out is empty.
 
     Raises UserError for a mask that is not of all `nodes`.
     """
     given = [None if mask is None else np.asarray(mask) for mask in masks]
-    splits = max((mask.shape[1] for mask in given if mask is not None and mask.ndim == 2), default=1)
-    if splits > 1:
-        notes.append(f"the masks are of {splits} splits: the first is used")
-    given = [mask[:, 0] if mask is not None and mask.ndim == 2 and mask.shape[1] else mask for mask in given]
+    count = max((mask.shape[1] for mask in given if mask is not None and mask.ndim == 2), default=1)
     if all(mask is None for mask in given):
-        return None
-    for name, mask in zip(("training", "validation", "test"), given, strict=True):
+        return {}
+    splits = []
+    for at in range(max(1, count)):
+        columns = [
+            mask[:, at] if mask is not None and mask.ndim == 2 and at < mask.shape[1] else mask for mask in given
+        ]
+        splits.append(_masked(columns, nodes))
+    return {"parts": splits[0], "splits": tuple(splits)}
+
+
+def _masked(masks: Sequence[Array | None], nodes: int) -> DataSplit:
+    for name, mask in zip(("training", "validation", "test"), masks, strict=True):
         if mask is not None and mask.shape != (nodes,):
             raise UserError(
                 f"The mask of the {name} part has the shape {list(mask.shape)}, and there are {nodes} nodes.",
@@ -166,7 +174,7 @@ def masked_parts(masks: Sequence[Any], nodes: int, notes: list[str]) -> DataSpli
             )
         if mask is not None and not np.isin(mask, (0, 1)).all():
             raise UserError(f"The mask of the {name} part holds {mask.max()}.", do="true or false for each node")
-    return DataSplit(*(np.zeros(0, np.int64) if mask is None else np.flatnonzero(mask) for mask in given))
+    return DataSplit(*(np.zeros(0, np.int64) if mask is None else np.flatnonzero(mask) for mask in masks))
 
 
 def both_ends(edges: Any, origin: str) -> tuple[Any, Any]:

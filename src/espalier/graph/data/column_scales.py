@@ -6,7 +6,6 @@ log(1 + x) comes first. A column that is constant where it trains is 0 everywher
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -14,6 +13,7 @@ import numpy as np
 from espalier.graph.data.graph import Array, Graph
 from espalier.graph.data.targets import Scale
 from espalier.recipe.foreign_files import printable
+from espalier.recipe.units import plural
 
 TAIL = 10
 
@@ -45,20 +45,11 @@ def with_scales(graph: Graph, rows: Array) -> Graph:
     if not len(rows):
         return graph
     scales = scales_of(graph.features[rows])
-    _, deviation, counts = scales
     flags = (scales.T == (0, 1, 0)).all(1)
-    kinds = {
-        f"standardised by {len(rows):,} training nodes": (deviation > 0) & ~flags & (counts == 0),
-        "after log(1 + x), as counts": (deviation > 0) & (counts > 0),
-        "0 or 1, as they are": flags,
-        "constant, now 0": deviation == 0,
-    }
-    parts = [f"{kind}: {_listed(np.array(graph.columns)[places])}" for kind, places in kinds.items() if places.any()]
-    note = f"columns of nodes {'; '.join(parts)} (graph.standardise = false leaves all as they are)"
+    kind = np.select([flags, scales[1] == 0, scales[2] > 0], [1, 2, 3])
+    words = ("standardised", "0 or 1, as they are", "constant, now 0", "counts, log(1 + x) standardised")
+    names = np.array(graph.columns)
+    parts = [f"{word}: {', '.join(names[kind == at])}" for at, word in enumerate(words) if at in kind]
+    note = f"columns by {plural(len(rows), 'node')} that train: {printable('; '.join(parts), 300)} (graph.standardise)"
     features = standardised(graph.features, scales)
     return replace(graph, features=features, column_scales=scales, notes=(*graph.notes, note))
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = f", … ({len(names)})" if len(names) > 8 else ""
-    return printable(", ".join(names[:8]), 200) + more

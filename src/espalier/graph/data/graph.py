@@ -97,7 +97,7 @@ class Graph:
         features: float32 [nodes, width].
         labels: int64 [nodes] (classes; -1: none), float32 [nodes, tasks] (0 to 1; NaN: none), with `values` float64
             [nodes, columns] (NaN: none), or None. See `targets.read`.
-        parts: the split the data brings, None when it brings none.
+        parts: the split the data brings, None when it brings none; splits: where its masks are columns, each of theirs.
         weights: float32 [edges], None: every edge counts 1. edge_features: float32 [edges, columns].
         starts: int64 [graphs + 1], the first node of each small graph; labels and parts are then of graphs.
         classes: names of the classes; names: of the nodes; label_columns: of the labels' columns; all may be empty.
@@ -137,6 +137,7 @@ class Graph:
     scale: Scale | None = None
     label_columns: tuple[str, ...] = ()
     column_scales: Array | None = None
+    splits: tuple[DataSplit, ...] = ()
 
     @property
     def nodes(self) -> int:

@@ -8,6 +8,8 @@ so (`graph.pickle = true`).
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,12 +27,15 @@ from espalier.recipe.foreign_files import FieldUse, parsing
 from espalier.recipe.import_function import function
 from espalier.recipe.offsets import offsets_of
 
+EDGE_VALUES = ("edge_weight", "edge_attr")
+"""Names of a third argument of a network's forward that is filled."""
 
-def from_pyg(data: Any, *, undirected: bool = False, origin: str = "Data", target: str | None = None) -> Graph:
-    """The `Graph` of a PyG `Data` (or of anything with its attributes), its `y` as `target`. Raises UserError."""
+
+def from_pyg(data: Any, *, origin: str = "Data", **how: Any) -> Graph:
+    """The `Graph` of a PyG `Data` (or of anything with its attributes). `how`: `undirected` and `target`, as
+    `Graph.from_edges` takes them. Raises UserError."""
     use = FieldUse(KEYS, origin)
     data = _known(data, use)
-    notes = list(use.notes())
     features = _features(data, origin)
     sources, targets = _ends(data, origin)
     weights, edge_features = _of_edges(data)
@@ -38,20 +43,19 @@ def from_pyg(data: Any, *, undirected: bool = False, origin: str = "Data", targe
         sources,
         targets,
         features=features,
-        undirected=undirected,
         labels=_labels(getattr(data, "y", None)),
-        target=target,
-        parts=masked_parts([getattr(data, name, None) for name in MASKS], len(features), notes),
+        **masked_parts([getattr(data, name, None) for name in MASKS], len(features)),
         weights=weights,
         edge_features=edge_features,
         origin=origin,
-        notes=notes,
+        notes=use.notes(),
+        **how,
     )
 
 
-def from_many(items: Any, *, undirected: bool = False, origin: str, target: str | None = None) -> Graph:
-    """Many small PyG graphs side by side; `y` of each is its label, or a row of them [1, columns]; `target` is
-    `graph.target`. Raises UserError naming the item at fault."""
+def from_many(items: Any, *, origin: str, **how: Any) -> Graph:
+    """Many small PyG graphs side by side; `y` of each is its label, or a row of them [1, columns]; `how` as of
+    `from_pyg`. Raises UserError naming the item at fault."""
     use = FieldUse(KEYS, origin)
     items = [_known(item, use) for item in items]
     if not items:
@@ -70,26 +74,39 @@ def from_many(items: Any, *, undirected: bool = False, origin: str, target: str 
         joined[1],
         features=torch.cat(widths),
         labels=_labels(of_graphs(known, [len(features) for features in widths], origin)),
-        target=target,
         starts=starts,
-        undirected=undirected,
         weights=weights,
         edge_features=edge_features,
         origin=origin,
         notes=use.notes(),
+        **how,
     )
 
 
 def _known(data: Any, use: FieldUse) -> Any:
     """The values of a `Data`, a dict, or anything with attributes that are used, as attributes by PyG's names."""
+    data = one_relation(data, None, use.origin)
     if not isinstance(data, dict):
-        _refuse_heterogeneous(data)
         count = getattr(data, "num_nodes", None)
         data = {"num_nodes": count, **(data.to_dict() if hasattr(data, "to_dict") else vars(data))}
-    _refuse_kinds(data)
     table = {str(name): value for name, value in data.items() if value is not None}
+    if "adj_t" in table and "edge_index" not in table:
+        table |= _entries(table.pop("adj_t"))
     use.count(table)
     return SimpleNamespace(**understood(table, use.origin))
+
+
+def _entries(matrix: Any) -> dict[str, Any]:
+    """The edges of a sparse tensor [targets, sources] of torch or torch_sparse, and its values, unless all are 1."""
+    if hasattr(matrix, "coo"):
+        targets, sources, values = matrix.coo()
+    else:
+        entries = matrix.to_sparse_coo().coalesce()
+        targets, sources = entries.indices()
+        values = entries.values()
+    plain = values is None or bool((values == 1).all())
+    weights = {} if plain else {"edge_weight" if values.ndim == 1 else "edge_attr": values}
+    return {"edge_index": torch.stack([sources, targets]), **weights}
 
 
 def _ends(data: Any, origin: str) -> tuple[Any, Any]:
@@ -157,14 +174,14 @@ def to_pyg(graph: Graph) -> Any:
     return data
 
 
-def load(path: Path, *, pickle: bool, undirected: bool, target: str | None = None) -> Graph:
-    """The graph in a file written by `torch.save` of a `Data`, a (data, slices) tuple, a dict, or a list of either.
+def load(path: Path, options: config.GraphOptions) -> Graph:
+    """The graph in a file written by `torch.save` of a `Data`, a `HeteroData`, a (data, slices) tuple, a dict, or a
+    list of them.
 
-    Raises UserError for a file that needs unpickling of other classes than PyG's while `pickle` is False.
+    Raises UserError for a file that needs unpickling of other classes than PyG's without `graph.pickle`.
     """
-    do = "save it again with torch.save(data, path)"
-    with parsing(path, do):
-        return _graph(_loaded(path, pickle), undirected, path, target)
+    with parsing(path, "save it again with torch.save(data, path)"):
+        return _graph(_loaded(path, options.pickle), str(path), options)
 
 
 def _loaded(path: Path, pickle: bool) -> Any:
@@ -183,21 +200,46 @@ def _loaded(path: Path, pickle: bool) -> Any:
         ) from None
 
 
-def _graph(content: Any, undirected: bool, path: Path, target: str | None) -> Graph:
-    if isinstance(content, list) or (
-        isinstance(content, tuple) and all(hasattr(item, "edge_index") for item in content)
-    ):
-        return from_many(content, undirected=undirected, origin=str(path), target=target)
-    if isinstance(content, tuple) and content:  # PyG's processed files: (data, slices, …)
-        slices = content[1] if len(content) > 1 and isinstance(content[1], dict) else {}
-        if (count := len(slices.get("edge_index", ())) - 1) > 1:
-            raise UserError(
-                f"{path} holds {count} collated graphs (data, slices).",
-                why="their edges would be read as those of one graph",
-                do="torch.save(list(dataset), path) with graph.pickle = true, or pyg:NAME",
-            )
-        content = content[0]
-    return from_pyg(content, undirected=undirected, origin=str(path), target=target)
+def _graph(content: Any, origin: str, options: config.GraphOptions) -> Graph:
+    how: dict[str, Any] = {"undirected": options.undirected, "origin": origin, "target": options.target}
+    if isinstance(content, tuple) and content and not all(hasattr(item, "edge_index") for item in content):
+        slices = next((item for item in content[1:] if isinstance(item, dict)), {})  # PyG's processed files
+        many = len(slices.get("edge_index", ())) > 2
+        content = _separated(content[0], slices) if many else content[0]
+    if isinstance(content, list | tuple):
+        return from_many([one_relation(item, options.relation, origin) for item in content], **how)
+    return from_pyg(one_relation(content, options.relation, origin), **how)
+
+
+def _separated(data: Any, slices: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The graphs that PyG has collated into one: of each value they have the piece between two of its `slices`."""
+    table = data if isinstance(data, dict) else data.to_dict()
+    items: list[dict[str, Any]] = [{} for _ in slices["edge_index"][1:]]
+    for name, ends in slices.items():
+        bounds = as_array(ends).tolist()
+        for item, start, stop in zip(items, bounds, bounds[1:], strict=False):
+            item[name] = table[name][:, start:stop] if name == "edge_index" else table[name][start:stop]
+    return items
+
+
+def one_relation(data: Any, relation: str | None, origin: str) -> Any:
+    """`data`; of a heterogeneous graph the kind of edges that `graph.relation` names, as a dict. Raises UserError where
+    that is not one between nodes of one kind."""
+    table = data.to_dict() if hasattr(data, "edge_types") else data
+    kinds = [key for key in table if isinstance(key, tuple)] if isinstance(table, dict) else []
+    if not kinds and relation is None:
+        return data
+    if not kinds:
+        raise UserError(f"graph.relation = {relation!r}: {origin} has one kind of edges.", do="leave it out")
+    chosen = [kind for kind in kinds if relation in (kind[1], ",".join(kind)) and kind[0] == kind[2]]
+    if len(chosen) != 1:
+        nodes = [key for key in table if isinstance(key, str) and key != "_global_store"]
+        raise UserError(
+            f"{origin} is a heterogeneous graph: it has node types {', '.join(nodes)}.",
+            why=f"graph.relation = {relation!r}, and its edges are {'; '.join(map(','.join, kinds))}",
+            do='graph.relation = "paper,cites,paper" chooses edges between nodes of one kind; or data.to_homogeneous()',
+        )
+    return {**table[chosen[0][0]], **table[chosen[0]]}
 
 
 def _plain(path: Path) -> Any:
@@ -207,14 +249,15 @@ def _plain(path: Path) -> Any:
     except Exception as error:
         if "torch_geometric" not in str(error):
             raise
-        from torch_geometric.data import Data, data, storage
+        from torch_geometric.data import Data, HeteroData, data, storage
 
-        known = [Data, data.DataEdgeAttr, data.DataTensorAttr, storage.GlobalStorage]
+        known = [Data, HeteroData, data.DataEdgeAttr, data.DataTensorAttr]
+        known += [storage.GlobalStorage, storage.BaseStorage, storage.NodeStorage, storage.EdgeStorage]
         with torch.serialization.safe_globals(known):
             return torch.load(path, weights_only=True, map_location="cpu")
 
 
-def dataset(name: str, root: Path, *, undirected: bool, target: str | None = None) -> Graph:
+def dataset(name: str, root: Path, options: config.GraphOptions) -> Graph:
     """`pyg:Planetoid/Cora`: the dataset class of `torch_geometric.datasets` and its name, if it takes one."""
     datasets = _library(f"data.path = 'pyg:{name}'").datasets
     kind, _, which = name.partition("/")
@@ -235,9 +278,7 @@ def dataset(name: str, root: Path, *, undirected: bool, target: str | None = Non
             why=f"{type(error).__name__}: {error}",
             do=f"put its raw files below {root / kind}, or check the name",
         ) from None
-    if len(graphs) > 1:
-        return from_many(graphs, undirected=undirected, origin=f"pyg:{name}", target=target)
-    return from_pyg(graphs[0], undirected=undirected, origin=f"pyg:{name}", target=target)
+    return _graph(list(graphs) if len(graphs) > 1 else graphs[0], f"pyg:{name}", options)
 
 
 def _library(purpose: str) -> Any:
@@ -247,25 +288,6 @@ def _library(purpose: str) -> Any:
     except ImportError:
         raise missing_extra("torch_geometric", "graph", purpose) from None
     return torch_geometric
-
-
-def _refuse_heterogeneous(data: Any) -> None:
-    if hasattr(data, "edge_types") or type(data).__name__ == "HeteroData":
-        kinds = [str(node_type) for node_type in getattr(data, "node_types", [])]
-        raise UserError(
-            f"A heterogeneous graph cannot be trained{': it has node types ' + ', '.join(kinds) if kinds else ''}.",
-            why="networks here have one kind of node and one kind of edge",
-            do="data.to_homogeneous(), or one of its relations",
-        )
-
-
-def _refuse_kinds(table: dict[Any, Any]) -> None:
-    """Refuses what `HeteroData.to_dict()` gives: a dict for each kind of node and, by (from, how, to), of edge."""
-    if "edge_index" not in table and any(isinstance(storage, dict) for storage in table.values()):
-        kinds = [key for key in table if isinstance(key, str) and key != "_global_store"]
-        _refuse_heterogeneous(
-            SimpleNamespace(edge_types=[key for key in table if isinstance(key, tuple)], node_types=kinds)
-        )
 
 
 def _features(data: Any, origin: str) -> torch.Tensor:
@@ -300,4 +322,21 @@ def built(options: config.MessagesModel, features: int, classes: int, folder: st
             why="it must return a network with parameters to train",
             do="see docs/graph.md",
         )
+    _refuse_arguments(model, options.build)
     return model
+
+
+def _refuse_arguments(model: nn.Module, build: str) -> None:
+    """Refuses a network whose forward needs what no step gives it, such as `batch`."""
+    signature = inspect.signature(model.forward)
+    third = [name for name in list(signature.parameters)[2:3] if name in EDGE_VALUES]
+    try:
+        signature.bind("x", "edge_index", *third)
+    except TypeError as error:
+        code: Any = getattr(inspect.unwrap(type(model).forward), "__code__", None)
+        raise UserError(
+            f"model.build = {build!r}: {type(model).__name__} is called with (x, edge_index): {error}.",
+            why=code and f"{code.co_filename}:{code.co_firstlineno}",
+            do=f"a default for all others; a third argument {' or '.join(EDGE_VALUES)} is filled; graph.task = 'graph' "
+            "pools the nodes of each graph, and graph.relation chooses one kind of edges",
+        ) from None

@@ -119,17 +119,17 @@ def read_nodes(path: Path) -> NodeTable:
     """The table of nodes at `path`, separated text or Parquet. Raises UserError."""
     known = "|".join((_IDS, "node|name|index|y", _LABELS, _PARTS, *_MASKS, _KINDS))
     if path.suffix.lower() == ".parquet":
-        return _nodes(_parquet(path))
+        return nodes_of(_parquet(path))
     layout = separated_text.layout(path)
-    return _nodes(_table(layout, _names_any(layout.comment, known), _has_header(layout, known)))
+    return nodes_of(_table(layout, _names_any(layout.comment, known), _has_header(layout, known)))
 
 
 def read_edges(path: Path, ids: Array | None) -> EdgeTable:
     """The table of edges at `path`; `ids` of nodes tell an edge from a header. Raises UserError."""
     if path.suffix.lower() == ".parquet":
-        return _edges(_parquet(path))
+        return edges_of(_parquet(path))
     layout = separated_text.layout(path)
-    return _edges(_table(layout, _names_ends(layout.comment), _edges_have_header(layout, ids)))
+    return edges_of(_table(layout, _names_ends(layout.comment), _edges_have_header(layout, ids)))
 
 
 def _table(layout: separated_text.Layout, commented: bool, header: bool) -> Table:
@@ -243,7 +243,8 @@ def _plain(name: str) -> str:
 # --- nodes -----------------------------------------------------------------------------------------------------------
 
 
-def _nodes(table: Table) -> NodeTable:
+def nodes_of(table: Table) -> NodeTable:
+    """A table of nodes, by the names of its columns. Raises UserError."""
     left = dict(table.columns)
     notes = list(table.notes)
     notes += _drop_kinds(table, left)
@@ -426,7 +427,8 @@ def _truth(table: Table, name: str, column: Array) -> Array:
 # --- edges -----------------------------------------------------------------------------------------------------------
 
 
-def _edges(table: Table) -> EdgeTable:
+def edges_of(table: Table) -> EdgeTable:
+    """A table of edges, by the names of its columns. Raises UserError."""
     left = dict(table.columns)
     notes = list(table.notes)
     notes += _drop_kinds(table, left)
