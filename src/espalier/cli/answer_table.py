@@ -6,7 +6,7 @@ import argparse
 import csv
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import chain, count, islice
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,6 @@ from espalier.recipe.cache_dir import writing
 from espalier.recipe.errors import UserError, missing_extra
 
 ENDINGS = (".csv", ".jsonl", ".parquet")
-AT_ONCE = 1 << 16
-"""Rows of a Parquet file that are in memory together."""
 
 
 def check(arguments: argparse.Namespace) -> None:
@@ -33,33 +31,28 @@ def check(arguments: argparse.Namespace) -> None:
         _pyarrow(out)
 
 
-def write(path: Path, rows: Iterable[Mapping[str, Any]]) -> tuple[int, list[str]]:
-    """Writes a table of `rows`, whole or not at all: how many there were, and the names of its columns. Raises
-    UserError where there are none, and where the file cannot be written."""
-    number = count()
-    given = map(lambda row, _: row, rows, number)
+def write(path: Path, rows: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Writes a table of `rows`, whole or not at all, and returns the names of its columns. Raises UserError where there
+    are no rows, and where the file cannot be written."""
+    given = iter(rows)
     first = next(given, None)
     if first is None:
         raise UserError(f"--out {path}: there are no answers.", do="an input that names some")
+    unfinished = path.with_stem(f"{path.stem}.unfinished")
     with writing(path, "another folder: --out FOLDER/answers.csv"):
-        unfinished = path.with_stem(f"{path.stem}.unfinished")
-        _write(unfinished, list(first), chain([first], given))
+        (_parquet if path.suffix.lower() == ".parquet" else _text)(unfinished, list(first), chain([first], given))
         unfinished.replace(path)
-    return next(number), list(first)
+    return list(first)
 
 
-def _write(path: Path, names: list[str], rows: Iterator[Mapping[str, Any]]) -> None:
-    ending = path.suffix.lower()
-    if ending == ".parquet":
-        arrow, parquet = _pyarrow(str(path))
-        tables = map(arrow.Table.from_pylist, iter(lambda: list(islice(rows, AT_ONCE)), []))
-        first = next(tables)
-        with parquet.ParquetWriter(path, first.schema) as file:
-            for table in chain([first], tables):
-                file.write_table(table)
-        return
+def _parquet(path: Path, names: list[str], rows: Iterator[Mapping[str, Any]]) -> None:
+    arrow, parquet = _pyarrow(str(path))
+    parquet.write_table(arrow.Table.from_pylist(list(rows)), path)
+
+
+def _text(path: Path, names: list[str], rows: Iterator[Mapping[str, Any]]) -> None:
     with path.open("w", encoding="utf-8", newline="") as text:
-        if ending == ".csv":
+        if path.suffix.lower() == ".csv":
             writer = csv.DictWriter(text, names, lineterminator="\n")
             writer.writeheader()
             writer.writerows(rows)

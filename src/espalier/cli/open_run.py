@@ -53,7 +53,7 @@ class OpenRun(RunTables):
             sampling: fields of `train.workload_row.Sampling`, such as `tokens`; `top_k` also of links.
 
         Returns:
-            NumPy arrays by the names of columns: float64, int64, or objects.
+            NumPy arrays by the names of columns: float64, int64, or text.
 
         Raises:
             UserError: where there is no checkpoint yet, and where `text` means nothing.
@@ -68,8 +68,7 @@ class OpenRun(RunTables):
         if not isinstance(kind, Predicts):
             raise no_inputs(self.folder)
         rows = list(kind.rows(trained.workload, trained.model, text, Sampling(**sampling)))
-        columns = {name: [answer[name] for answer in rows] for name in (rows[0] if rows else ())}
-        return {name: np.array(cells, object if isinstance(cells[0], str) else None) for name, cells in columns.items()}
+        return {name: np.array([answer[name] for answer in rows]) for name in (rows or [{}])[0]}
 
 
 def no_inputs(folder: str | Path) -> UserError:

@@ -17,7 +17,6 @@ from espalier.cli.open_run import DataChoice, Trained, load_trained, no_inputs
 from espalier.recipe.errors import UserError
 from espalier.recipe.foreign_files import printable
 from espalier.recipe.terminal import say, say_progress, visible
-from espalier.recipe.units import plural
 from espalier.train import run_folder as runs
 from espalier.train import workload_registry
 from espalier.train.workload_row import ROWS, Predicts, Renders, Row, Sampling, Tokenizes, Writer, Writes
@@ -54,11 +53,9 @@ def run(arguments: argparse.Namespace) -> int:
 def _table(arguments: argparse.Namespace, trained: Trained, row: Predicts, texts: Iterable[str | None]) -> int:
     """Writes the answers to all of `texts` into one table."""
     rows = (row.rows(trained.workload, trained.model, text, _sampling(arguments)) for text in texts)
-    count, columns = answer_table.write(Path(arguments.out), chain.from_iterable(rows))
-    if arguments.json:
-        _print({"out": arguments.out, "rows": count, "columns": columns, **trained.checkpoint})
-    else:
-        say(f"{plural(count, 'row')} in {printable(arguments.out)}: {printable(', '.join(columns), 200)}")
+    columns = answer_table.write(Path(arguments.out), chain.from_iterable(rows))
+    line = f"{printable(arguments.out)}: columns {printable(', '.join(columns), 200)}\n"
+    _print({"out": arguments.out, "columns": columns, **trained.checkpoint} if arguments.json else iter([line]))
     return 0
 
 

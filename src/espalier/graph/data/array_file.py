@@ -72,9 +72,9 @@ def understood(table: Mapping[str, Any], origin: str) -> dict[str, Any]:
     return known
 
 
-def load(file: Path, *, undirected: bool, target: str | None = None) -> Graph:
+def load(file: Path, **how: Any) -> Graph:
     """From `edge_index` [2, edges] (or `sources`, `targets`) and, under PyG's names or ours, what is known besides;
-    `target` is `graph.target`."""
+    `how`: `undirected` and `target`, as `Graph.from_edges` takes them."""
     table, names, notes = _read(file)
     known = understood(table, printable(file))
     if "edge_index" in known:
@@ -92,20 +92,19 @@ def load(file: Path, *, undirected: bool, target: str | None = None) -> Graph:
         count = given or int(max(sources.max(initial=-1), targets.max(initial=-1))) + 1
         refuse_far_ids(count, given or len(sources), file)
         features = degree_features((sources, targets), count)
-    return Graph.from_edges(
-        sources,
-        targets,
-        features=features,
-        labels=known.get("y"),
-        target=target,
-        **masked_parts([known.get(name) for name in MASKS], len(features)),
-        weights=known.get("edge_weight"),
-        edge_features=known.get("edge_attr"),
-        undirected=undirected,
-        names=() if "names" not in known else known["names"].astype(str).tolist(),
-        origin=str(file),
-        notes=notes,
-    )
+    more: dict[str, Any] = {"origin": str(file), "notes": notes, **how}
+    if "names" in known:
+        more["names"] = known["names"].astype(str).tolist()
+    return graph_of(known, (sources, targets), features, **more)
+
+
+def graph_of(known: Mapping[str, Any], ends: tuple[Any, Any], features: Any, **more: Any) -> Graph:
+    """The graph of what is `known` by PyG's names, with `more` for `Graph.from_edges`. Raises UserError."""
+    masks = [known.get(name) for name in MASKS]
+    more |= masked_parts(masks, len(features))
+    for ours, name in (("labels", "y"), ("weights", "edge_weight"), ("edge_features", "edge_attr")):
+        more[ours] = known.get(name)
+    return Graph.from_edges(*ends, features=features, **more)
 
 
 def _read(file: Path) -> tuple[dict[str, Array], list[str], list[str]]:

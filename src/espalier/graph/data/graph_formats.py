@@ -18,7 +18,6 @@ from espalier.graph.data.graph import Array
 from espalier.graph.data.separated_text import ending
 from espalier.graph.data.table_columns import EdgeTable, NodeTable, Table, edges_of, nodes_of
 from espalier.machine.resource_limits import refuse_large
-from espalier.recipe.errors import UserError
 from espalier.recipe.foreign_files import Fields, FieldUse, parsing, printable
 
 _DO = "networkx.node_link_data(graph) as JSON, networkx.write_graphml, or tables edges.csv and nodes.csv"
@@ -28,7 +27,6 @@ _KEYS = Fields("key", frozenset(("directed", "multigraph", "nodes", "links", "ed
 
 def node_link(file: Path) -> tuple[NodeTable, EdgeTable]:
     """Nodes and edges of node-link JSON or GraphML, with their attributes as columns. Raises UserError."""
-    refuse_large(printable(file), 20 * file.stat().st_size)
     separated_text.check_size(file)
     with parsing(file, _DO):
         if ending(file) == ".graphml":
@@ -52,37 +50,25 @@ def node_link(file: Path) -> tuple[NodeTable, EdgeTable]:
 def _columns(rows: Sequence[dict[str, Any]]) -> dict[str, Array]:
     """The values of each key of `rows`, None where a row lacks it."""
     names = dict.fromkeys(name for row in rows for name in row)
-    return {name: _column([row.get(name) for row in rows]) for name in names}
-
-
-def _column(cells: list[Any]) -> Array:
-    if {type(cell) for cell in cells} in ({int}, {float}, {int, float}, {bool}, {str}):
-        return np.array(cells)
-    return np.fromiter(cells, object, len(cells))
+    return {name: np.fromiter((row.get(name) for row in rows), object, len(rows)) for name in names}
 
 
 def metis(file: Path) -> EdgeTable:
     """The edges of a METIS graph: line n has the neighbours of node n, from 1. Raises UserError."""
     separated_text.check_size(file)
     with parsing(file, _LINES), separated_text.opened(file) as text:
-        (nodes, edges, *form), *rows = (line.split() for line in text if not line.startswith("%"))
-        weighted = len(form) > 0 and form[0].endswith("1")
-        if len(form) > 1 or int(form[0] if form else 0) > 1:
+        header, *rows = (line.split() for line in text if not line.startswith("%"))
+        nodes, edges, weighted = map(int, [*header, "0"][:3])
+        if weighted > 1:
             raise ValueError("it has weights of nodes, which mean nothing here")
-        counts = [len(row) // (1 + weighted) for row in rows]
         cells = np.array([cell for row in rows for cell in row], np.float64).reshape(-1, 1 + weighted)
-        if sum(counts) != 2 * int(edges) or any(counts[int(nodes) :]):
-            raise ValueError(f"it says it has {edges} edges, and names {sum(counts)} neighbours")
-        if len(cells) and not 1 <= cells[:, 0].min() <= cells[:, 0].max() <= int(nodes):
-            raise ValueError(f"an edge lies outside its {nodes} nodes")
-    return EdgeTable(
-        Table(file, {}),
-        np.repeat(np.arange(len(rows)), counts),
-        cells[:, 0] - 1,
-        cells[:, 1] if weighted else None,
-        types=frozenset({"undirected"}),
-        nodes=int(nodes),
-    )
+        sources = np.repeat(np.arange(len(rows)), [len(row) // (1 + weighted) for row in rows])
+        targets = cells[:, 0] - 1
+        ends = np.concatenate([sources, targets])
+        if len(cells) != 2 * edges or ends.min(initial=0) < 0 or ends.max(initial=0) >= nodes:
+            raise ValueError(f"it says it has {nodes} nodes and {edges} edges, and its lines name others")
+    weights = cells[:, 1] if weighted else None
+    return EdgeTable(Table(file, {}), sources, targets, weights, types=frozenset({"undirected"}), nodes=nodes)
 
 
 def matrix_market(file: Path) -> EdgeTable:
@@ -97,9 +83,8 @@ def matrix_market(file: Path) -> EdgeTable:
         rows, columns, entries, *kinds = io.mminfo(content)
         refused = {"array", "complex", "skew-symmetric", "hermitian"} & {*kinds}
         if refused or rows != columns:
-            reason = f"is {min(refused)}" if refused else f"has {rows:,} rows and {columns:,} columns"
-            why = "edges are the entries of a square matrix of numbers in coordinates"
-            raise UserError(f"{printable(file)} {reason}.", why=why, do=do)
+            what = ", ".join((*refused, f"of {rows:,} rows and {columns:,} columns"))
+            raise ValueError(f"it is {what}; edges are the entries of a square matrix of numbers in coordinates")
         if 4 * entries > content.getbuffer().nbytes:
             raise ValueError(f"it says it has {entries:,} entries, and is too short for them")
         refuse_large(printable(file), 64 * entries)

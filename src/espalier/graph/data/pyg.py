@@ -11,7 +11,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,7 @@ import torch
 from torch import nn
 
 from espalier import recipe as config
-from espalier.graph.data.array_file import KEYS, MASKS, both_ends, masked_parts, understood
+from espalier.graph.data.array_file import KEYS, MASKS, both_ends, graph_of, understood
 from espalier.graph.data.graph import Array, Graph
 from espalier.graph.data.targets import as_array, of_graphs
 from espalier.recipe.errors import UserError, missing_extra
@@ -35,22 +34,9 @@ def from_pyg(data: Any, *, origin: str = "Data", **how: Any) -> Graph:
     """The `Graph` of a PyG `Data` (or of anything with its attributes). `how`: `undirected` and `target`, as
     `Graph.from_edges` takes them. Raises UserError."""
     use = FieldUse(KEYS, origin)
-    data = _known(data, use)
-    features = _features(data, origin)
-    sources, targets = _ends(data, origin)
-    weights, edge_features = _of_edges(data)
-    return Graph.from_edges(
-        sources,
-        targets,
-        features=features,
-        labels=_labels(getattr(data, "y", None)),
-        **masked_parts([getattr(data, name, None) for name in MASKS], len(features)),
-        weights=weights,
-        edge_features=edge_features,
-        origin=origin,
-        notes=use.notes(),
-        **how,
-    )
+    known = _known(data, use)
+    known["y"] = _labels(known.get("y"))
+    return graph_of(known, _ends(known, origin), known["x"], origin=origin, notes=use.notes(), **how)
 
 
 def from_many(items: Any, *, origin: str, **how: Any) -> Graph:
@@ -60,31 +46,22 @@ def from_many(items: Any, *, origin: str, **how: Any) -> Graph:
     items = [_known(item, use) for item in items]
     if not items:
         raise UserError(f"{origin} holds no graphs.", do="give one Data object, or a list of them")
-    widths = [_features(item, origin) for item in items]
-    starts = offsets_of([len(features) for features in widths])
+    sizes = [len(item["x"]) for item in items]
+    starts = offsets_of(sizes)
     edges = [_shifted(item, starts[at : at + 2], f"{origin}, item {at}") for at, item in enumerate(items)]
-    labels = [getattr(item, "y", None) for item in items]
-    known = [label for label in labels if label is not None]
-    if len(known) < len(labels):
+    labels = [item["y"] for item in items if "y" in item]
+    if len(labels) < len(items):
         raise UserError(f"{origin}: a graph has no label y.", do="give each of them one")
-    joined = torch.cat(edges, 1)
-    weights, edge_features = (_joined(list(values), origin) for values in zip(*map(_of_edges, items), strict=True))
-    return Graph.from_edges(
-        joined[0],
-        joined[1],
-        features=torch.cat(widths),
-        labels=_labels(of_graphs(known, [len(features) for features in widths], origin)),
-        starts=starts,
-        weights=weights,
-        edge_features=edge_features,
-        origin=origin,
-        notes=use.notes(),
-        **how,
-    )
+    joined: dict[str, Any] = {name: _joined(name, items, origin) for name in ("x", "edge_weight", "edge_attr")}
+    joined["y"] = _labels(of_graphs(labels, sizes, origin))
+    sources, targets = torch.cat(edges, 1)
+    more = {"starts": starts, "origin": origin, "notes": use.notes(), **how}
+    return graph_of(joined, (sources, targets), joined["x"], **more)
 
 
-def _known(data: Any, use: FieldUse) -> Any:
-    """The values of a `Data`, a dict, or anything with attributes that are used, as attributes by PyG's names."""
+def _known(data: Any, use: FieldUse) -> dict[str, Any]:
+    """The values of a `Data`, a dict, or anything with attributes that are used, by PyG's names; `x` is filled, and
+    `edge_attr` of one dimension is weights."""
     data = one_relation(data, None, use.origin)
     if not isinstance(data, dict):
         count = getattr(data, "num_nodes", None)
@@ -93,7 +70,10 @@ def _known(data: Any, use: FieldUse) -> Any:
     if "adj_t" in table and "edge_index" not in table:
         table |= _entries(table.pop("adj_t"))
     use.count(table)
-    return SimpleNamespace(**understood(table, use.origin))
+    known = understood(table, use.origin)
+    if "edge_weight" not in known and "edge_attr" in known and known["edge_attr"].ndim == 1:
+        known["edge_weight"] = known.pop("edge_attr")
+    return {**known, "x": _features(known, use.origin)}
 
 
 def _entries(matrix: Any) -> dict[str, Any]:
@@ -109,22 +89,12 @@ def _entries(matrix: Any) -> dict[str, Any]:
     return {"edge_index": torch.stack([sources, targets]), **weights}
 
 
-def _ends(data: Any, origin: str) -> tuple[Any, Any]:
-    edges = getattr(data, "edge_index", None)
-    if edges is None:
+def _ends(known: dict[str, Any], origin: str) -> tuple[Any, Any]:
+    if "edge_index" not in known:
         raise UserError(
             f"{origin} has no edge_index.", why="edges are given as int64 [2, edges]", do="see docs/graph.md"
         )
-    return both_ends(edges, origin)
-
-
-def _of_edges(data: Any) -> tuple[Any, Any]:
-    """Weights and features of the edges of a `Data`; `edge_attr` of one dimension is weights."""
-    weights = getattr(data, "edge_weight", None)
-    features = getattr(data, "edge_attr", None)
-    if weights is None and features is not None and features.ndim == 1:
-        return features, None
-    return weights, features
+    return both_ends(known["edge_index"], origin)
 
 
 def _shifted(item: Any, nodes: Array, origin: str) -> torch.Tensor:
@@ -141,17 +111,16 @@ def _shifted(item: Any, nodes: Array, origin: str) -> torch.Tensor:
     return edges + int(nodes[0])
 
 
-def _joined(values: list[Any], origin: str) -> torch.Tensor | None:
-    """What graphs know of their edges, end to end."""
-    without = [at for at, tensor in enumerate(values) if tensor is None]
-    if len(without) == len(values):
+def _joined(name: str, items: list[dict[str, Any]], origin: str) -> torch.Tensor | None:
+    """What graphs know under `name`, end to end."""
+    without = [at for at, item in enumerate(items) if name not in item]
+    if len(without) == len(items):
         return None
     if without:
         raise UserError(
-            f"{origin}, item {without[0]} lacks edge attributes that other items have.",
-            do="give all of them it, or none",
+            f"{origin}, item {without[0]} lacks {name}, which other items have.", do="give all of them it, or none"
         )
-    return torch.cat(values)
+    return torch.cat([item[name] for item in items])
 
 
 def to_pyg(graph: Graph) -> Any:
@@ -159,13 +128,10 @@ def to_pyg(graph: Graph) -> Any:
     data = _library(f"Graph {graph.origin} as a PyG Data").data.Data()
     targets = torch.from_numpy(graph.targets())
     data.edge_index = torch.stack([torch.from_numpy(np.asarray(graph.indices, np.int64)), targets])
-    data.x = torch.from_numpy(np.array(graph.features))
-    if graph.labels is not None:
-        data.y = torch.from_numpy(np.array(graph.labels))
-    if graph.weights is not None:
-        data.edge_weight = torch.from_numpy(np.array(graph.weights))
-    if graph.edge_features is not None:
-        data.edge_attr = torch.from_numpy(np.array(graph.edge_features))
+    known = {"x": graph.features, "y": graph.labels, "edge_weight": graph.weights, "edge_attr": graph.edge_features}
+    for name, array in known.items():
+        if array is not None:
+            data[name] = torch.from_numpy(np.array(array))
     if graph.parts is not None and graph.starts is None:
         for (_, ids), name in zip(graph.parts.named(), MASKS, strict=True):
             mask = torch.zeros(graph.nodes, dtype=torch.bool)
@@ -290,14 +256,12 @@ def _library(purpose: str) -> Any:
     return torch_geometric
 
 
-def _features(data: Any, origin: str) -> torch.Tensor:
-    features = getattr(data, "x", None)
-    if features is not None:
-        return torch.as_tensor(features).to(torch.float32)
-    count = getattr(data, "num_nodes", None)
-    if count is None:
+def _features(known: dict[str, Any], origin: str) -> torch.Tensor:
+    if "x" in known:
+        return torch.as_tensor(known["x"]).to(torch.float32)
+    if "num_nodes" not in known:
         raise UserError(f"{origin} has neither x nor num_nodes.", do="give x, float32 [nodes, columns]")
-    return torch.ones(int(count), 1)
+    return torch.ones(int(known["num_nodes"]), 1)
 
 
 def _labels(labels: Any) -> Array | None:

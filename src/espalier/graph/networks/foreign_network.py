@@ -254,8 +254,7 @@ def study(model: nn.Module, columns: int, whole: MessageBlock) -> ForeignRows:
             do="layers of torch_geometric.nn, or leave [graph.halo] out",
         )
     widths = tuple(layer_rows.shape[1:].numel() for layer_rows in evaluation.seen)
-    both_ways = _symmetric(whole)
-    deeper = [deepened(part_halo, block, wide) for wide in (False, True)[: 1 + both_ways]]
+    deeper = [deepened(part_halo, block, wide) for wide in (False, True)[: 1 + _symmetric(whole)]]
     evaluates = False
     trained = _Trial(tried, rows, block, training=True)
     trials = [evaluation] if trained.drawn else [evaluation, trained]
@@ -268,8 +267,8 @@ def study(model: nn.Module, columns: int, whole: MessageBlock) -> ForeignRows:
         "[graph.halo] is not possible with this network.",
         why=f"{'in training, ' * evaluates}on a small graph in two parts its answers are not those on the whole: "
         "something besides its layers that pass messages looks at other nodes' rows (pooling, a norm over the graph, "
-        "attention over all nodes)" + ", or scales edges by how many leave a node, as ChebConv does" * (not both_ways),
-        do="leave [graph.halo] out, or batch or layer norms" + ", or graph.undirected = true" * (not both_ways),
+        "attention over all nodes), or scales edges that run one way by how many leave a node, as ChebConv does",
+        do="leave [graph.halo] out; batch or layer norms; graph.undirected = true",
     )
 
 
