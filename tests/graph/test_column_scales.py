@@ -14,6 +14,9 @@ from hypothesis import strategies as st
 
 from espalier.graph.data import kept_graph
 from espalier.graph.data.column_scales import scales_of, standardised
+from espalier.graph.parts import partition_folder
+from espalier.graph.parts.halo import boundary
+from espalier.graph.sampling.neighbor_sampler import Style
 from espalier.graph.workload import GraphWorkload, open_graph
 from espalier.parallel.workload import Shard
 from espalier.recipe import defaults, recipe_file
@@ -108,7 +111,9 @@ def test_a_run_taken_up_again_and_other_rows_have_the_scales_of_the_run(tmp_path
     workload.freeze(tmp_path / "kept", workload.graph)
     run = kept_graph.read(tmp_path / "kept")
     assert np.array_equal(run.graph.features, workload.graph.features)
-    assert np.array_equal(opened(path, run).graph.features, workload.graph.features)
+    resumed = opened(path, run)
+    assert np.array_equal(resumed.graph.features, workload.graph.features)
+    assert resumed.notes() == workload.notes()
     other = table(tmp_path / "b", seed=2, nodes=90)
     given_rows = raw(other)
     assert np.array_equal(opened(other, run).graph.features, standardised(given_rows, workload.graph.column_scales))
@@ -164,3 +169,12 @@ def test_columns_of_very_different_scale_are_learned_from_where_they_are_standar
     plain, scaled = (accuracy(opened(path, standardise=standardise)) for standardise in (False, True))
     assert scaled > 0.7
     assert scaled > plain + 0.2
+
+
+def test_a_folder_of_parts_keeps_the_scales(tmp_path: Path) -> None:
+    graph = opened(table(tmp_path)).graph
+    assert graph.column_scales is not None
+    cut = boundary(graph.indptr, graph.indices, np.arange(graph.nodes) % 2, 2)
+    partition_folder.write(tmp_path / "parts", graph, Style(loops=True, scale="symmetric"), cut)
+    outline, _ = partition_folder.outlined(tmp_path / "parts")
+    assert np.array_equal(outline.column_scales, graph.column_scales)

@@ -16,6 +16,8 @@ from espalier.recipe.foreign_files import printable
 from espalier.recipe.units import plural
 
 TAIL = 10
+SAID = "columns by"
+"""How the note on them begins."""
 
 
 def scales_of(rows: Array) -> Array:
@@ -50,6 +52,6 @@ def with_scales(graph: Graph, rows: Array) -> Graph:
     words = ("standardised", "0 or 1, as they are", "constant, now 0", "counts, log(1 + x) standardised")
     names = np.array(graph.columns)
     parts = [f"{word}: {', '.join(names[kind == at])}" for at, word in enumerate(words) if at in kind]
-    note = f"columns by {plural(len(rows), 'node')} that train: {printable('; '.join(parts), 300)} (graph.standardise)"
+    note = f"{SAID} {plural(len(rows), 'node')} that train: {printable('; '.join(parts), 300)} (graph.standardise)"
     features = standardised(graph.features, scales)
     return replace(graph, features=features, column_scales=scales, notes=(*graph.notes, note))

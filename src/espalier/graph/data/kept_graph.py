@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from espalier.graph.data import graph as graphs
-from espalier.graph.data.column_scales import standardised
+from espalier.graph.data.column_scales import SAID, standardised
 from espalier.graph.data.graph import IGNORED, Array, DataSplit, Graph, Signs, SplitShares, parted
 from espalier.graph.data.targets import Scale
 from espalier.graph.tasks import link_prediction
@@ -143,6 +143,7 @@ def mapped(graph: Graph, run_graph: KeptGraph) -> Graph:
     assert features is not None
     if before.column_scales is not None and graph.partition is None:
         features = standardised(features, before.column_scales)
+        graph = replace(graph, notes=(*graph.notes, *(note for note in before.notes if note.startswith(SAID))))
     ours = {name: getattr(before, name) for name in ("columns", "edge_columns", "scale", "column_scales")}
     known = replace(graph, features=features, edge_features=edges, **ours)
     return known if graph.labels is None or not run_graph.outputs else _classed(known, graph.labels, run_graph)
