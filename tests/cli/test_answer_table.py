@@ -18,6 +18,8 @@ from tests.graph.conftest import load, made
 import espalier
 from espalier.cli import answer_table, input_check
 from espalier.cli import main as cli
+from espalier.graph.data.graph import divided
+from espalier.graph.data.pyg import from_many
 from espalier.graph.workload import GraphWorkload
 from espalier.graph.workload_row import ROW
 from espalier.recipe import defaults, recipe_file
@@ -129,6 +131,22 @@ def test_values_stand_under_the_names_of_their_columns_in_their_units(tmp_path: 
     assert unnamed[7]["node"] == 7
     tasks = rows_of(workload_of(made(labels=numbers > 0)))
     assert list(tasks[7]) == ["node", "probability.0", "probability.1"]
+
+
+def test_classes_that_are_numbers_and_small_graphs_are_named_by_their_numbers(tmp_path: Path) -> None:
+    table(tmp_path, lambda at: at % 3)
+    graph = load(tmp_path / "edges.csv")
+    row = rows_of(workload_of(replace(graph, parts=made(NODES).parts)), "n4")[0]
+    assert list(row) == ["node", "label", "probability.0", "probability.1", "probability.2"]
+    assert row["label"] in ("0", "1", "2")
+    items = [
+        {"x": torch.rand(size, 2), "edge_index": torch.tensor([[0], [1]]), "y": torch.tensor([size % 2])}
+        for size in (2, 3, 4, 5, 6)
+    ]
+    many = divided(from_many(items, origin="list", undirected=True), (0.6, 0.2, 0.2), 0)
+    rows = rows_of(workload_of(many, task="graph"))
+    assert [row["graph"] for row in rows] == [0, 1, 2, 3, 4]
+    assert rows_of(workload_of(many, task="graph"), "3,1")[1] == pytest.approx(rows[1])
 
 
 def test_links_have_both_ends(tmp_path: Path) -> None:

@@ -10,14 +10,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
 from espalier import recipe as config
 from espalier.graph import lookup
 from espalier.graph.data import kept_graph, sources
-from espalier.graph.data.array_file import DEGREE_COLUMNS
 from espalier.graph.data.column_scales import with_scales
 from espalier.graph.data.graph import Graph, Signs, divided, scaled, seen_in_training
 from espalier.graph.data.kept_graph import OtherNodes
@@ -250,11 +248,6 @@ def _task(recipe: Recipe, network: NetworkAdapter, graph: Graph, links: Links | 
     )
 
 
-def _of_table(graph: Graph) -> bool:
-    """Whether features are columns that a table has."""
-    return graph.columns not in ((), DEGREE_COLUMNS)
-
-
 def open_graph(
     recipe: Recipe,
     folder: str | Path | None = None,
@@ -280,9 +273,8 @@ def open_graph(
             if run_graph
             else divided(graph, asked.shares, seed)
         )
-    if asked.standardise and run_graph is None and graph.partition is None and _of_table(graph):
-        every = graph.parts is None or asked.task == "link"
-        graph = with_scales(graph, np.arange(graph.nodes) if every or graph.parts is None else graph.parts.train)
+    if asked.standardise and run_graph is None and graph.partition is None:
+        graph = with_scales(graph)
     sentences = []
     if graph.partition is not None:
         sentences.append(f"Order: that in which {graph.origin} was cut.")

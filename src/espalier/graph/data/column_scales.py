@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from espalier.graph.data.array_file import DEGREE_COLUMNS
 from espalier.graph.data.graph import Array, Graph
 from espalier.graph.data.targets import Scale
 from espalier.recipe.foreign_files import printable
@@ -42,9 +43,11 @@ def standardised(features: Array, scales: Array) -> Array:
     return np.divide(apart, deviation, out=np.zeros_like(apart), where=deviation > 0).astype(np.float32)
 
 
-def with_scales(graph: Graph, rows: Array) -> Graph:
-    """`graph`, its features standardised by the nodes `rows`, which is said in a note."""
-    if not len(rows):
+def with_scales(graph: Graph) -> Graph:
+    """`graph`, whose features are columns of a table, standardised by the nodes that train, all where links do, which a
+    note says."""
+    rows = np.arange(graph.nodes) if graph.parts is None else graph.parts.train
+    if graph.columns in ((), DEGREE_COLUMNS) or not len(rows):
         return graph
     scales = scales_of(graph.features[rows])
     flags = (scales.T == (0, 1, 0)).all(1)

@@ -144,7 +144,9 @@ def mapped(graph: Graph, run_graph: KeptGraph) -> Graph:
     if before.column_scales is not None and graph.partition is None:
         features = standardised(features, before.column_scales)
         graph = replace(graph, notes=(*graph.notes, *(note for note in before.notes if note.startswith(SAID))))
-    ours = {name: getattr(before, name) for name in ("columns", "edge_columns", "scale", "column_scales")}
+    ours = {
+        name: getattr(before, name) for name in ("columns", "edge_columns", "label_columns", "scale", "column_scales")
+    }
     known = replace(graph, features=features, edge_features=edges, **ours)
     return known if graph.labels is None or not run_graph.outputs else _classed(known, graph.labels, run_graph)
 

@@ -157,7 +157,7 @@ def told(logits: Tensor, graph: Graph, items: Sequence[int]) -> Answers:
     rows = scored(logits, graph)
     names = [item_name(graph, item) for item in items]
     if graph.kind != "classes":
-        form = _valued if graph.values else _probable
+        form = _valued if graph.values else lambda row: {"probabilities": row}
         return [{"name": name, **form(row)} for name, row in zip(names, rows.tolist(), strict=True)]
     best = zip(names, rows.argmax(1).tolist(), rows.max(1).tolist(), strict=True)
     return [{"name": name, "label": _class(graph, at), "probability": chance} for name, at, chance in best]
@@ -167,22 +167,18 @@ def table_rows(logits: Tensor, graph: Graph, items: Sequence[int]) -> Iterator[d
     """Rows of logits as rows of a table: the node by its name or number, or the graph by its number, the likeliest
     class, and each of its numbers under the name of the class, or of the column of labels, that it is of."""
     rows = scored(logits, graph)
-    what = "node" if graph.starts is None else "graph"
     word = "value" if graph.values else "probability"
-    outputs = range(rows.shape[1])
-    names = graph.classes or graph.label_columns or list(map(str, outputs))
-    heads = [word if len(names) == 1 and not graph.label_columns else f"{word}.{names[at]}" for at in outputs]
+    names = graph.classes if graph.kind == "classes" else graph.label_columns
+    heads = [f"{word}.{name}" for name in names or range(rows.shape[1])]
+    heads = heads if names or len(heads) > 1 else [word]
     for item, row in zip(items, rows, strict=True):
+        key = {"node": graph.key(item)} if graph.starts is None else {"graph": item}
         label = {"label": _class(graph, int(row.argmax()))} if graph.kind == "classes" else {}
-        yield {what: graph.key(item), **label, **dict(zip(heads, row.tolist(), strict=True))}
+        yield {**key, **label, **dict(zip(heads, row.tolist(), strict=True))}
 
 
 def _class(graph: Graph, at: int) -> str:
     return graph.classes[at] if at < len(graph.classes) else str(at)
-
-
-def _probable(row: Sequence[float]) -> dict[str, Any]:
-    return {"probabilities": list(row)}
 
 
 def _valued(row: Sequence[float]) -> dict[str, Any]:
@@ -197,16 +193,9 @@ def lines(answers: Iterable[Mapping[str, Any]]) -> Iterator[str]:
 
 
 def _numbers(answer: Mapping[str, Any]) -> str:
-    for name, form in (
-        ("value", "{:.6g}"),
-        ("values", "{:.6g}"),
-        ("probability", "{:.4f}"),
-        ("probabilities", "{:.4f}"),
-    ):
-        if name in answer:
-            given = answer[name] if isinstance(answer[name], list) else [answer[name]]
-            return " ".join(map(form.format, given))
-    raise AssertionError(f"an answer without numbers: {list(answer)}")
+    name = next(name for name in ("value", "values", "probability", "probabilities") if name in answer)
+    form = "{:.6g}" if name.startswith("value") else "{:.4f}"
+    return " ".join(map(form.format, np.atleast_1d(answer[name]).tolist()))
 
 
 def truth_table(graph: Graph, items: Sequence[int], answers: Sequence[Mapping[str, Any]]) -> list[Artifact]:

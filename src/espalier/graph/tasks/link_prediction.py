@@ -145,11 +145,15 @@ class LinkTask(Examples):
         return self._named(pairs, chances)
 
     def _named(self, pairs: Sequence[tuple[int, int]], chances: Sequence[float]) -> Answers:
-        ends = [{"source": self.graph.key(head), "target": self.graph.key(tail)} for head, tail in pairs]
-        names = [f"{self.graph.called(head)} - {self.graph.called(tail)}" for head, tail in pairs]
+        graph = self.graph
         return [
-            {"name": name, **both, "probability": chance}
-            for name, both, chance in zip(names, ends, chances, strict=True)
+            {
+                "name": f"{graph.called(head)} - {graph.called(tail)}",
+                "source": graph.key(head),
+                "target": graph.key(tail),
+                "probability": chance,
+            }
+            for (head, tail), chance in zip(pairs, chances, strict=True)
         ]
 
 
