@@ -43,6 +43,31 @@ def pooled(features, classes):
 def nothing(features, classes):
     return nn.ReLU()
 
+class Asking(Two):
+    def forward(self, x, edge_index, edge_weight, *, batch):
+        return super().forward(x, edge_index)
+
+class Relational(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.map = nn.Linear(1, 1)
+
+    def forward(self, x, edge_index, edge_type):
+        return x
+
+class Optional(Two):
+    def forward(self, x, edge_index, edge_weight=None, batch=None, **more):
+        return super().forward(x, edge_index)
+
+def asking(features, classes):
+    return Asking(features, 8, classes)
+
+def relational(features, classes):
+    return Relational()
+
+def optional(features, classes):
+    return Optional(features, 8, classes)
+
 def theirs(features, classes):
     from torch_geometric.nn import GraphSAGE
     torch.manual_seed(0)
@@ -109,3 +134,22 @@ def test_what_it_gives_wrong_is_said(opened, name, says):
 def test_its_arguments_are_checked(opened):
     with pytest.raises(UserError, match="failed when it was called"):
         loss_of(opened(depth=4))
+
+
+@pytest.mark.parametrize(
+    ("name", "argument", "owner"), [("asking", "batch", "Asking"), ("relational", "edge_type", "Relational")]
+)
+def test_a_network_that_needs_what_no_step_gives_is_refused_with_its_place(opened, tmp_path, name, argument, owner):
+    workload = opened(name)
+    with pytest.raises(UserError) as refused:
+        workload.bare()
+    text = (tmp_path / "networks.py").read_text().splitlines()
+    at = next(at for at, line in enumerate(text) if f"class {owner}" in line)
+    line = next(n for n in range(at, len(text)) if "def forward" in text[n]) + 1
+    assert f"{owner} is called with (x, edge_index): missing a required" in str(refused.value)
+    assert f"'{argument}'" in refused.value.what
+    assert refused.value.why == f"{tmp_path / 'networks.py'}:{line}"
+
+
+def test_a_network_whose_other_arguments_have_defaults_trains(opened):
+    assert torch.isfinite(loss_of(opened("optional"))).all()

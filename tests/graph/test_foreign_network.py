@@ -128,6 +128,16 @@ def theirs(features, classes, name):
             def forward(self, x, edge_index):
                 return self.spread(self.map(x), edge_index)
         return Hops()
+    if name in ("ChebConv", "ARMAConv"):
+        how = {"K": 3} if name == "ChebConv" else {"num_stacks": 2, "num_layers": 3}
+        class Layers(nn.Module):
+            def __init__(self):
+                super().__init__()
+                layer = getattr(pyg, name)
+                self.first, self.second = layer(features, 8, **how), layer(8, classes, **how)
+            def forward(self, x, edge_index):
+                return self.second(self.first(x, edge_index).relu(), edge_index)
+        return Layers()
     return getattr(pyg, name)(features, 8, num_layers=3, out_channels=classes, norm="batch_norm")
 '''
 
@@ -158,6 +168,20 @@ def test_any_parts_train_and_validate_as_one_rank(how):
     found = train(recipe_of(halo={}, **how), made(), (20, 60) if how.get("norm") else (30,))
     close(found, alone, rel=1e-8)
     assert sum(found["halo"]) > 0
+
+
+@pytest.mark.parametrize("name", ["ChebConv", "ARMAConv"])
+def test_layers_of_pyg_that_read_rows_several_times_train_over_parts_as_on_one_rank(name):
+    pytest.importorskip("torch_geometric")
+    alone = train(recipe_of("theirs", name=name), made())
+    close(train(recipe_of("theirs", halo={}, name=name), made(), (20, 60)), alone, rel=1e-6)
+
+
+def test_layers_that_scale_edges_by_how_many_leave_a_node_are_refused_where_edges_run_one_way():
+    pytest.importorskip("torch_geometric")
+    with pytest.raises(UserError, match="run one way by how many leave a node, as ChebConv does"):
+        GraphWorkload(recipe_of("theirs", halo={}, name="ChebConv"), made(undirected=False)).halos()
+    assert GraphWorkload(recipe_of("theirs", halo={}, name="ARMAConv"), made(undirected=False)).halos() is not None
 
 
 @pytest.mark.extremes

@@ -374,7 +374,7 @@ def test_parts_on_disk_keep_that_labels_are_values(tmp_path):
 def test_answers_are_told_in_the_units_of_the_targets():
     workload, model = trained(recipe_of(), valued())
     rows = workload.task.labels[[3, 5]]  # as if it knew
-    told = answers.told(rows, workload.graph, ["a", "b"])
+    told = answers.told(rows, workload.graph, [3, 5])
     assert [one["value"] for one in told] == pytest.approx(workload.graph.labels[[3, 5], 0].tolist(), rel=1e-12)
     answer = workload_row.ROW.answer(workload, model, "3,5", Sampling())
     shown = answer.record()["answers"]

@@ -12,6 +12,7 @@ import torch
 from tests.graph.conftest import load, made
 
 from espalier.graph.data import import_graph, ogb, planetoid, pyg
+from espalier.recipe import defaults, recipe_file
 from espalier.recipe.errors import UserError
 
 
@@ -139,10 +140,101 @@ def test_saved_data_of_pyg_is_read_without_unpickling(tmp_path):
         load(str(tmp_path / "odd.pt"))
 
 
-def test_a_heterogeneous_graph_is_refused_by_name():
-    data = SimpleNamespace(edge_types=[("a", "to", "b")], node_types=["author", "paper"])
+def papers():
+    """Papers that cite papers, and the authors who wrote them, as `HeteroData.to_dict()`."""
+    draw = torch.Generator().manual_seed(0)
+    cites = torch.randint(0, 12, (2, 30), generator=draw)
+    return {
+        "_global_store": {},
+        "author": {"x": torch.ones(2, 1)},
+        "paper": {"x": torch.rand(12, 3, generator=draw), "y": torch.arange(12) % 3, "train_mask": torch.ones(12) > 0},
+        ("author", "writes", "paper"): {"edge_index": torch.tensor([[0], [1]])},
+        ("paper", "cites", "paper"): {"edge_index": cites, "edge_weight": torch.rand(30, generator=draw)},
+    }
+
+
+@pytest.mark.parametrize("form", ["dict", "HeteroData"])
+def test_one_relation_of_a_heterogeneous_graph_is_chosen_or_the_graph_is_refused_by_name(tmp_path, form):
+    table = papers()
+    torch.save(table, tmp_path / "g.pt")
+    if form == "HeteroData":
+        torch.save(pytest.importorskip("torch_geometric.data").HeteroData(table), tmp_path / "g.pt")
+    alone = {**table["paper"], **table["paper", "cites", "paper"]}
+    for relation in ("cites", "paper,cites,paper"):
+        graph = load(tmp_path / "g.pt", relation=relation)
+        same(graph, pyg.from_pyg(alone, undirected=True))
+        assert np.array_equal(graph.weights, pyg.from_pyg(alone, undirected=True).weights)
+        assert len(graph.parts.train) == 12
+    for relation in (None, "writes", "reads"):
+        with pytest.raises(UserError, match=r"node types author, paper(.|\n)*author,writes,paper; paper,cites,paper"):
+            load(tmp_path / "g.pt", relation=relation)
     with pytest.raises(UserError, match="node types author, paper"):
-        pyg.from_pyg(data)
+        pyg.from_pyg(table)
+
+
+def test_a_relation_of_a_graph_that_has_one_kind_of_edges_is_refused(tmp_path):
+    torch.save({"edge_index": torch.tensor([[0], [1]]), "x": torch.ones(2, 1)}, tmp_path / "g.pt")
+    with pytest.raises(UserError, match="has one kind of edges"):
+        load(tmp_path / "g.pt", relation="cites")
+    with pytest.raises(UserError, match=r"graph\.relation = 'cites' is not possible with data.path"):
+        load("python:imports", relation="cites")
+
+
+@pytest.mark.filterwarnings("ignore:Sparse")
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, "SparseTensor"])
+def test_a_sparse_adjacency_is_edges_from_its_columns_to_its_rows(tmp_path, layout, weighted):
+    draw = np.random.default_rng(0)
+    dense = torch.from_numpy((draw.random((9, 9)) < 0.3) * (draw.random((9, 9)) if weighted else 1.0)).fill_diagonal_(0)
+    rows, columns = dense.nonzero().T
+    known = {"x": torch.ones(9, 1), "edge_index": torch.stack([columns, rows])}
+    expected = pyg.from_pyg({**known, **({"edge_weight": dense[rows, columns]} if weighted else {})})
+    if layout == "SparseTensor":
+        matrix = SimpleNamespace(coo=lambda: (rows, columns, dense[rows, columns] if weighted else None))
+        graph = pyg.from_pyg({"x": known["x"], "adj_t": matrix})
+    else:
+        torch.save({"x": known["x"], "adj_t": dense.to_sparse(layout=layout)}, tmp_path / "g.pt")
+        graph = load(tmp_path / "g.pt", undirected=False)
+    same(graph, expected)
+    assert (graph.weights is None) == (not weighted)
+    assert not weighted or np.array_equal(graph.weights, expected.weights)
+    assert "not used: key 'adj_t'" in "".join(pyg.from_pyg({**known, "adj_t": dense.to_sparse()}).notes)
+
+
+def test_a_split_of_the_masks_is_chosen_by_its_number(tmp_path):
+    splits = 10
+    draw = np.random.default_rng(0)
+    part = draw.integers(0, 3, (20, splits))
+    masks = {name: torch.from_numpy(part == at) for at, name in enumerate(("train_mask", "val_mask"))}
+    one = {"test_mask": torch.from_numpy(draw.random(20) < 0)}  # of all splits
+    table = {"x": torch.ones(20, 1), "y": torch.arange(20) % 2, "edge_index": torch.tensor([[0], [1]]), **masks, **one}
+    torch.save(table, tmp_path / "g.pt")
+    np.savez(tmp_path / "g.npz", **{name: tensor.numpy() for name, tensor in table.items()})
+    for name in ("g.pt", "g.npz"):
+        for split in range(splits):
+            graph = load(tmp_path / name, split=split)
+            assert graph.parts.train.tolist() == np.flatnonzero(part[:, split] == 0).tolist()
+            assert graph.parts.validation.tolist() == np.flatnonzero(part[:, split] == 1).tolist()
+            assert not len(graph.parts.test)
+            assert f"of {splits} splits: number {split}, counted from 0, is used (graph.split)" in graph.notes[-1]
+        first = load(tmp_path / name)
+        assert first.fingerprint() == load(tmp_path / name, split=0).fingerprint()
+        with pytest.raises(UserError, match=r"graph\.split = 10: the masks of .* are of 10 splits"):
+            load(tmp_path / name, split=10)
+    with pytest.raises(UserError, match="are of 0 splits"):
+        load(written_edges(tmp_path), split=0)
+
+
+def written_edges(folder):
+    (folder / "edges.csv").write_text("source,target\n0,1\n1,2\n")
+    return folder / "edges.csv"
+
+
+@pytest.mark.parametrize(("split", "more"), [("all", {}), (-1, {}), (2, {"task": "link"})])
+def test_a_split_that_cannot_be_is_refused_with_what_to_do(split, more):
+    table = {"model": {"kind": "gcn"}, "data": {"path": "x"}, "graph": {"split": split, **more}}
+    with pytest.raises(UserError, match=r"graph.split = .* is not possible(.|\n)*a run for each"):
+        defaults.resolve(recipe_file.from_table(table))
 
 
 def test_many_small_graphs_from_a_list():
@@ -171,18 +263,39 @@ def test_many_small_graphs_keep_what_is_known_of_edges_and_touch_no_other():
         pyg.from_many([item(1, **known[0]), item(1)], origin="list")
 
 
-def test_a_saved_dict_of_a_heterogeneous_graph_is_refused_by_name(tmp_path):
-    table = {"_global_store": {}, "author": {"x": torch.ones(2, 1)}, "paper": {"x": torch.ones(2, 1)}}
-    torch.save({**table, ("author", "to", "paper"): {"edge_index": torch.tensor([[0], [1]])}}, tmp_path / "g.pt")
-    with pytest.raises(UserError, match="node types author, paper"):
-        load(tmp_path / "g.pt")
+def test_graphs_that_pyg_has_collated_are_read_as_many(tmp_path):
+    sizes = (2, 3, 4)
+    items = [
+        {
+            "x": torch.rand(size, 2),
+            "edge_index": torch.tensor([[0, 1], [1, 0]]),
+            "edge_attr": torch.rand(2, 3),
+            "y": torch.tensor([[at % 2, 1 - at % 2]]),
+        }
+        for at, size in enumerate(sizes)
+    ]
+    joined = {name: torch.cat([item[name] for item in items], int(name == "edge_index")) for name in items[0]}
+    ends = {"x": torch.tensor([0, 2, 5, 9]), "edge_index": torch.tensor([0, 2, 4, 6]), "y": torch.arange(4)}
+    torch.save((joined, {**ends, "edge_attr": ends["edge_index"]}), tmp_path / "g.pt")
+    same(load(tmp_path / "g.pt"), pyg.from_many(items, origin="list", undirected=True))
+    assert load(tmp_path / "g.pt").starts.tolist() == [0, 2, 5, 9]
+    torch.save((joined, {"edge_index": ends["edge_index"]}), tmp_path / "bare.pt")
+    with pytest.raises(UserError, match="has neither x nor num_nodes"):
+        load(tmp_path / "bare.pt")
+    of_nodes = {**joined, "y": torch.arange(9) % 2}
+    torch.save((of_nodes, {**ends, "y": ends["x"], "edge_attr": ends["edge_index"]}), tmp_path / "nodes.pt")
+    with pytest.raises(UserError, match="one for each node"):
+        load(tmp_path / "nodes.pt", task="node")
 
 
-def test_many_graphs_laid_over_each_other_are_not_one(tmp_path):
-    table = {"edge_index": torch.tensor([[0, 0], [1, 1]]), "x": torch.ones(4, 1)}
-    torch.save((table, {"edge_index": torch.tensor([0, 1, 2])}), tmp_path / "g.pt")
-    with pytest.raises(UserError, match="holds 2 collated graphs"):
-        load(tmp_path / "g.pt")
+def test_a_file_of_pyg_of_many_graphs_is_read_as_pyg_reads_it(tmp_path):
+    data = pytest.importorskip("torch_geometric.data")
+    graphs = [
+        data.Data(x=torch.rand(n, 2), edge_index=torch.tensor([[0], [n - 1]]), y=torch.tensor([n % 2]))
+        for n in (2, 3, 5)
+    ]
+    data.InMemoryDataset.save(graphs, str(tmp_path / "data.pt"))
+    same(load(tmp_path / "data.pt"), pyg.from_many(graphs, origin="list", undirected=True))
 
 
 def arrays(folder, **known):

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import mutations as change
+import networkx
 import numpy as np
 import torch
 from scipy.sparse import csr_matrix
@@ -161,6 +162,29 @@ def market(folder: Path) -> Path:
     lines += [f"{source + 1} {target + 1}" for source, target in EDGES]
     (folder / "graph.mtx").write_text("\n".join(lines) + "\n")
     return folder / "graph.mtx"
+
+
+def metis(folder: Path) -> Path:
+    both = [*EDGES, *((target, source) for source, target in EDGES)]
+    lines = [f"8 {len(EDGES)}"]
+    lines += [" ".join(str(target + 1) for source, target in both if source == node) for node in range(8)]
+    (folder / "graph.metis").write_text("\n".join(lines) + "\n")
+    return folder / "graph.metis"
+
+
+def node_link(ending: str) -> Callable[[Path], Path]:
+    def write(folder: Path) -> Path:
+        made = networkx.Graph(EDGES)
+        for node in range(8):
+            made.add_node(node, label="odd" if node % 2 else "even", size=node / 2)
+        path = folder / f"graph{ending}"
+        if ending == ".graphml":
+            networkx.write_graphml(made, path)
+        else:
+            path.write_text(json.dumps(networkx.node_link_data(made)))
+        return path
+
+    return write
 
 
 def snap(folder: Path) -> Path:

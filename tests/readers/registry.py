@@ -35,6 +35,7 @@ TABLES = (
     "graph/data/separated_text.py",
     "graph/data/table_columns.py",
     "graph/data/edge_lists.py",
+    "graph/data/graph_formats.py",
     "mechanisms/disk_batches/features.py",
 )
 SCENES = ("radiance/scenes.py", "radiance/transforms_file.py", "radiance/pictures.py")
@@ -70,6 +71,9 @@ READERS = [
     table("edges.tsv", "\t", ".tsv", change.TABS),
     table("semicolons", ";", ".csv", change.SEMICOLONS),
     Reader("Matrix Market", TABLES, given.market, given.graph, ("graph.mtx", None, "")),
+    Reader("METIS", TABLES, given.metis, given.graph, ("graph.metis", None, "")),
+    Reader("node-link JSON", TABLES, given.node_link(".json"), given.graph, ("graph.json", None, "")),
+    Reader("GraphML", TABLES, given.node_link(".graphml"), given.graph, ("graph.graphml", None, "")),
     Reader("SNAP", TABLES, given.snap, given.graph, ("graph.txt", None, "")),
     Reader("arrays", ("graph/data/array_file.py",), given.npz, given.graph),
     Reader("PyG", ("graph/data/pyg.py",), given.saved, given.graph),

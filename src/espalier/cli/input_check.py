@@ -8,6 +8,7 @@ import os
 import sys
 from pathlib import Path
 
+from espalier.cli import answer_table
 from espalier.machine import cluster as clusters
 from espalier.recipe import data_path, defaults, foreign_files, model_kinds, recipe_file
 from espalier.recipe.errors import UserError
@@ -52,8 +53,10 @@ def _check_inputs(arguments: argparse.Namespace) -> None:
     given = getattr(arguments, "data", None)
     if given is not None and _is_missing(given):
         raise data_path.missing(given, key="--data")
-    if arguments.verb == "predict" and arguments.input not in (None, "-"):
-        prompt(arguments.input)
+    if arguments.verb == "predict":
+        answer_table.check(arguments)
+        if arguments.input not in (None, "-"):
+            prompt(arguments.input)
 
 
 def _is_missing(path: str) -> bool:

@@ -17,7 +17,7 @@ from espalier.recipe.errors import UserError
 from espalier.recipe.import_function import KEPT_CODE, unchanged_sources
 from espalier.recipe.terminal import say_progress
 from espalier.track import events
-from espalier.track.run_tables import RunTables
+from espalier.track.run_tables import RunTables, Table
 from espalier.train import run_folder as runs
 from espalier.train.run_folder import RunFolder
 
@@ -54,6 +54,44 @@ class OpenRun(RunTables):
         if not isinstance(row, Tokenizes):
             raise UserError(f"The run in {self.folder} has no tokenizer.", why="it trains no language model")
         return row.tokenizer(run.open_workload())
+
+    def predict(
+        self, text: str | None = None, *, data: str | None = None, trust: bool = False, **sampling: Any
+    ) -> Table:
+        """What `espalier predict RUN [text] --out FILE` writes, as a table.
+
+        Args:
+            text: names nodes, links or graphs (None: all of them), or is a prompt.
+            data: the path of other data, of a graph.
+            trust: whether code of somebody else's run may run.
+            sampling: fields of `train.workload_row.Sampling`, such as `tokens`; `top_k` also of links.
+
+        Returns:
+            NumPy arrays by the names of columns: float64, int64, or text.
+
+        Raises:
+            UserError: where there is no checkpoint yet, and where `text` means nothing.
+        """
+        import numpy as np
+
+        from espalier.train.workload_registry import row
+        from espalier.train.workload_row import Predicts, Sampling
+
+        trained = SavedRun.find(self.folder, trust, DataChoice(predicts=True, path=data)).trained()
+        kind = row(trained.recipe)
+        if not isinstance(kind, Predicts):
+            raise no_inputs(self.folder)
+        rows = list(kind.rows(trained.workload, trained.model, text, Sampling(**sampling)))
+        return {name: np.array([answer[name] for answer in rows]) for name in (rows or [{}])[0]}
+
+
+def no_inputs(folder: str | Path) -> UserError:
+    """Of a run of a module, whose inputs only its author knows."""
+    return UserError(
+        f"The run in {folder} holds a module of your own.",
+        why="the inputs of the module are not known",
+        do=f"in Python: espalier.open({str(folder)!r}).model(), which is your nn.Module",
+    )
 
 
 def open_run(folder: str | Path) -> OpenRun:

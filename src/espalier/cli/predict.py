@@ -8,12 +8,14 @@ import argparse
 import json
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from espalier.cli import chat_server, infer_over_ranks
-from espalier.cli.open_run import DataChoice, Trained, load_trained
+from espalier.cli import answer_table, chat_server, infer_over_ranks, input_check
+from espalier.cli.open_run import DataChoice, Trained, load_trained, no_inputs
 from espalier.recipe.errors import UserError
+from espalier.recipe.foreign_files import printable
 from espalier.recipe.terminal import say, say_progress, visible
 from espalier.train import run_folder as runs
 from espalier.train import workload_registry
@@ -37,19 +39,23 @@ def run(arguments: argparse.Namespace) -> int:
     trained = infer_over_ranks.load_over_ranks(arguments.run, arguments.trust, choice)
     row = workload_registry.row(trained.recipe)
     if not isinstance(row, Predicts):
-        raise UserError(
-            f"The run in {arguments.run} holds a module of your own.",
-            why="the inputs of the module are not known",
-            do=f"in Python: espalier.open({arguments.run!r}).model(), which is your nn.Module",
-        )
+        raise no_inputs(arguments.run)
     trained.say_skipped(arguments.json)
-    if arguments.input == "-":
-        groups: Iterable[Sequence[str | None]] = _line_groups(ROWS if isinstance(row, Writes) else 1)
-        refused = sum(_refused(arguments, trained, row, texts) for texts in groups)
-        return 2 if refused else 0
-    from espalier.cli.input_check import prompt  # has asked already, without torch, whether it can be read
+    groups: Iterable[Sequence[str | None]] = _line_groups(ROWS if isinstance(row, Writes) else 1)
+    if arguments.input != "-":
+        groups = [[None if arguments.input is None else input_check.prompt(arguments.input)]]
+    if arguments.out is not None:
+        return _table(arguments, trained, row, chain.from_iterable(groups))
+    refused = sum(_refused(arguments, trained, row, texts) for texts in groups)
+    return 2 if refused else 0
 
-    _refused(arguments, trained, row, [None if arguments.input is None else prompt(arguments.input)])
+
+def _table(arguments: argparse.Namespace, trained: Trained, row: Predicts, texts: Iterable[str | None]) -> int:
+    """Writes the answers to all of `texts` into one table."""
+    rows = (row.rows(trained.workload, trained.model, text, _sampling(arguments)) for text in texts)
+    columns = answer_table.write(Path(arguments.out), chain.from_iterable(rows))
+    line = f"{printable(arguments.out)}: columns {printable(', '.join(columns), 200)}\n"
+    _print({"out": arguments.out, "columns": columns, **trained.checkpoint} if arguments.json else iter([line]))
     return 0
 
 

@@ -16,6 +16,7 @@ from torch import nn
 from espalier import recipe as config
 from espalier.graph import lookup
 from espalier.graph.data import kept_graph, sources
+from espalier.graph.data.column_scales import with_scales
 from espalier.graph.data.graph import Graph, Signs, divided, scaled, seen_in_training
 from espalier.graph.data.kept_graph import OtherNodes
 from espalier.graph.networks import graph_plan
@@ -174,9 +175,8 @@ class GraphWorkload(Plain):
             pairs = [(int(head), int(tail)) for head, tail in self.task.links.pairs[:, ids].T]
             links = [[link["name"], link["probability"]] for link in self.task.answers(model, pairs)]
             return [Table(("link", "probability that it is there (it is)"), links)] if links else []
-        names = [self.task.name(item) for item in ids]
         rows = self.batching.evaluated
-        answers_given = self.task.answers(model, ids) if rows is None else answers.told(rows[ids], self.graph, names)
+        answers_given = self.task.answers(model, ids) if rows is None else answers.told(rows[ids], self.graph, ids)
         return answers.truth_table(self.graph, ids, answers_given)
 
     def fingerprint(self) -> str:
@@ -237,7 +237,7 @@ def _task(recipe: Recipe, network: NetworkAdapter, graph: Graph, links: Links | 
             f"{graph.origin} holds many graphs, and graph.task is {options.task!r}.", do='graph.task = "graph"'
         )
     if options.task == "link":
-        links = links or link_prediction.split(graph, options.split, recipe.train.seed)
+        links = links or link_prediction.split(graph, options.shares, recipe.train.seed)
         return LinkTask(
             View(placed(links.rest), style, depth), links, options.fanouts, recipe.train.seed, options.negatives
         )
@@ -269,8 +269,12 @@ def open_graph(
         graph = kept_graph.mapped(graph, run_graph)
     if asked.task != "link":
         graph = (
-            kept_graph.divided(graph, run_graph, asked.split, seed) if run_graph else divided(graph, asked.split, seed)
+            kept_graph.divided(graph, run_graph, asked.shares, seed)
+            if run_graph
+            else divided(graph, asked.shares, seed)
         )
+    if asked.standardise and run_graph is None and graph.partition is None:
+        graph = with_scales(graph)
     sentences = []
     if graph.partition is not None:
         sentences.append(f"Order: that in which {graph.origin} was cut.")
@@ -278,7 +282,7 @@ def open_graph(
         graph, sentence = graph_plan.ordered(graph, recipe.graph.order)
         sentences.append(sentence)
     if asked.task == "link" and run_graph is not None:
-        links = kept_graph.split(graph, run_graph, asked.split, seed)
+        links = kept_graph.split(graph, run_graph, asked.shares, seed)
     workload = GraphWorkload(recipe, graph, folder, sentences, links)
     if run_graph is not None and "quant" in recipe.mechanisms:
         workload.trained = kept_graph.other_nodes(graph, run_graph.graph, recipe)

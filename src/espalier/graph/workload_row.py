@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -17,10 +18,9 @@ from espalier.graph.networks.gnn import Gnn
 from espalier.graph.networks.network import quantizers_of
 from espalier.graph.parts import partition_folder
 from espalier.graph.sampling.subgraphs import infer
-from espalier.graph.tasks.answers import Answers, lines
+from espalier.graph.tasks.answers import AnswerForm, Answers, lines, table_rows, told
 from espalier.graph.tasks.graph_classification import GraphTask
 from espalier.graph.tasks.link_prediction import LinkTask
-from espalier.graph.tasks.node_classification import NodeTask
 from espalier.graph.workload import GraphWorkload, open_graph
 from espalier.parallel.workload import PackStart, Shard
 from espalier.recipe import Recipe, cache_dir, data_hash
@@ -59,20 +59,32 @@ def answers(workload: GraphWorkload, model: nn.Module, text: str | None, count: 
     every node or graph; all links that were held out. Where links are predicted, one node is answered by the `count`
     likeliest new links that it has.
     """
+    return list(_each(workload, model, text, count))
+
+
+def _each(
+    workload: GraphWorkload,
+    model: nn.Module,
+    text: str | None,
+    count: int | None,
+    form: AnswerForm = told,
+) -> Iterable[dict[str, Any]]:
+    """As `answers`, one by one: there may be more than memory holds. `form`: of answers for nodes and graphs."""
+    if (bits := quantizers_of(model)) is not None:
+        bits.packed = next(model.parameters()).device.type == "cpu"
     task = workload.task
     if isinstance(task, LinkTask):
         if text is not None and text.strip() and not {",", ";", "\n"} & set(text.strip()):
             return task.likeliest(model, task.graph.find(text.strip()), count or LINKS)
         return task.answers(model, _pairs(task, text))
     if text is None:
-        return task.answers(model, range(workload.graph.items))
+        return task.each(model, range(workload.graph.items), form)
     words = [word.strip() for line in text.splitlines() for word in line.split(",")]
     named = [word for word in words if word]
     if not named:
         raise UserError("The input is empty.", do="a node's name or number, such as 0")
-    if isinstance(task, GraphTask):
-        return task.answers(model, [_graph(task, word) for word in named])
-    return task.answers(model, [workload.graph.find(word) for word in named])
+    find = partial(_graph, task) if isinstance(task, GraphTask) else workload.graph.find
+    return task.each(model, [find(word) for word in named], form)
 
 
 def _graph(task: GraphTask, word: str) -> int:
@@ -180,14 +192,19 @@ class GraphRow(Row, Freezes, Packs, Predicts, Exports, LoadsPacked, CountsEnergy
 
     def answer(self, workload: GraphWorkload, model: nn.Module, text: str | None, sampling: Sampling) -> Answer:
         """For each node, link or graph that `text` names."""
-        task = workload.task
-        if (bits := quantizers_of(model)) is not None:
-            bits.packed = next(model.parameters()).device.type == "cpu"
-        if text is None and isinstance(task, NodeTask):  # a node at a time: there may be more than memory holds
-            each = task.each(model, range(workload.graph.items))
+        if text is None and not isinstance(workload.task, LinkTask):
+            each = _each(workload, model, text, None)
             return Answer(lines(each), lambda: {"answers": list(each)})
         records = answers(workload, model, text, sampling.top_k)
         return Answer(lines(records), lambda: {"answers": records})
+
+    def rows(
+        self, workload: GraphWorkload, model: nn.Module, text: str | None, sampling: Sampling
+    ) -> Iterable[dict[str, Any]]:
+        """A row for each node, link or graph that `text` names, with the probability of each class."""
+        for row in _each(workload, model, text, sampling.top_k, table_rows):
+            row.pop("name", None)  # of links, whose ends are in columns
+            yield row
 
     def load_packed(self, model: nn.Module, folder: Path) -> bool:
         """Codes of few bits."""

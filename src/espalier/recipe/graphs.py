@@ -200,6 +200,23 @@ def _attention(model: GraphTransformer) -> None:
         raise UserError(f"model.encodings = {list(model.encodings)} names one twice.", do="each once")
 
 
+def _split(graph: GraphOptions) -> None:
+    shares = graph.shares
+    if min(shares) < 0 or shares[0] <= 0 or abs(sum(shares) - 1) > 1e-6:
+        raise UserError(
+            f"graph.split = {list(shares)} is not possible.",
+            why="the shares of training, validation and test must add up to 1, and training needs some",
+            do="graph.split = [0.6, 0.2, 0.2]",
+        )
+    numbered = isinstance(graph.split, int) and graph.split >= 0 and graph.task == "node"
+    if graph.split is not shares and not numbered:
+        raise UserError(
+            f"graph.split = {graph.split!r} is not possible.",
+            why="a run trains on one split: shares, or the number, from 0, of a column of the masks of nodes",
+            do="for all splits a run for each (graph.split=0 --run runs/split-0 …), then espalier report runs/split-*",
+        )
+
+
 def _graph(graph: GraphOptions, model: Model) -> None:
     if any(fanout < 1 and fanout != -1 for fanout in graph.fanouts):
         raise UserError(
@@ -213,12 +230,7 @@ def _graph(graph: GraphOptions, model: Model) -> None:
             f"graph.fanout = {list(graph.fanouts)} has {len(graph.fanouts)} entries for model.depth = {depth} layers.",
             do="one entry for each layer",
         )
-    if min(graph.split) < 0 or graph.split[0] <= 0 or abs(sum(graph.split) - 1) > 1e-6:
-        raise UserError(
-            f"graph.split = {list(graph.split)} is not possible.",
-            why="the shares of training, validation and test must add up to 1, and training needs some",
-            do="graph.split = [0.6, 0.2, 0.2]",
-        )
+    _split(graph)
     if graph.fanout == "auto" and graph.task != "node":
         raise UserError(
             f'graph.fanout = "auto" is not possible with graph.task = {graph.task!r}.',

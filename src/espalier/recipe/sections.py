@@ -68,19 +68,22 @@ class GraphOptions(Options, frozen=True):
     `fanout` neighbours are drawn at each layer, the one next to the targets first (-1: all of them); empty trains on
     the whole graph, `auto` on that (on one rank, or as `halo` says) or on drawn batches, whichever the plan finds
     faster; steps are then passes over the training nodes. `split` are the shares of training, validation and test
-    where the data brings none.
+    where the data brings none, or the number of one of the splits that its masks are of.
     `inductive` hides held-out nodes while training; `undirected` lets messages flow both ways along each edge;
     `negatives` are drawn for each true link; `pickle` allows files whose loading may run code. `halo`: the whole graph
     is cut over the ranks; without it each rank passes over all of it. `target`: what labels are, classes, tasks (yes or
-    no) or values of a regression; left out, what they look like.
+    no) or values of a regression; left out, what they look like. `standardise`: columns of a table of nodes are
+    standardised by the rows that train. `relation`: the kind of edges that is read of a PyG HeteroData.
     """
 
     task: Literal["node", "link", "graph"] = "node"
     target: Literal["classes", "tasks", "values"] | None = None
     fanout: tuple[int, ...] | Literal["auto"] = ()
-    split: tuple[float, float, float] = (0.6, 0.2, 0.2)
+    split: tuple[float, float, float] | int | Literal["all"] = (0.6, 0.2, 0.2)
     inductive: bool = False
     undirected: bool = True
+    standardise: bool = True
+    relation: str | None = None
     negatives: int = 1
     pickle: bool = False
     order: Literal["auto", "none", "rcmpp", "clusters"] = "auto"
@@ -91,6 +94,11 @@ class GraphOptions(Options, frozen=True):
     def fanouts(self) -> tuple[int, ...]:
         """`fanout`, where that is no longer open; empty: the whole graph."""
         return () if self.fanout == "auto" else self.fanout
+
+    @property
+    def shares(self) -> tuple[float, float, float]:
+        """`split`, where it is of shares."""
+        return self.split if isinstance(self.split, tuple) else (0.6, 0.2, 0.2)
 
 
 # --- [store] -----------------------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
@@ -172,6 +172,10 @@ class Predicts(Protocol):
     def answers(self, workload: Any, model: Any, texts: Sequence[str | None], sampling: Sampling) -> Sequence[Answer]:
         """To several inputs, to be read in their order. Raises UserError where one of them means nothing."""
         return [self.answer(workload, model, text, sampling) for text in texts]
+
+    def rows(self, workload: Any, model: Any, text: str | None, sampling: Sampling) -> Iterable[Mapping[str, Any]]:
+        """The answer to `text` as rows of a table, all of the same columns. Raises UserError as `answer`."""
+        return [self.answer(workload, model, text, sampling).record()]
 
     def usage(self, recipe: Mapping[str, Any]) -> tuple[str, str]:
         """(what an answer is, what follows `espalier predict RUN`), by the recipe's tables."""

@@ -72,9 +72,9 @@ def understood(table: Mapping[str, Any], origin: str) -> dict[str, Any]:
     return known
 
 
-def load(file: Path, *, undirected: bool, target: str | None = None) -> Graph:
+def load(file: Path, **how: Any) -> Graph:
     """From `edge_index` [2, edges] (or `sources`, `targets`) and, under PyG's names or ours, what is known besides;
-    `target` is `graph.target`."""
+    `how`: `undirected` and `target`, as `Graph.from_edges` takes them."""
     table, names, notes = _read(file)
     known = understood(table, printable(file))
     if "edge_index" in known:
@@ -92,20 +92,19 @@ def load(file: Path, *, undirected: bool, target: str | None = None) -> Graph:
         count = given or int(max(sources.max(initial=-1), targets.max(initial=-1))) + 1
         refuse_far_ids(count, given or len(sources), file)
         features = degree_features((sources, targets), count)
-    return Graph.from_edges(
-        sources,
-        targets,
-        features=features,
-        labels=known.get("y"),
-        target=target,
-        parts=masked_parts([known.get(name) for name in MASKS], len(features), notes),
-        weights=known.get("edge_weight"),
-        edge_features=known.get("edge_attr"),
-        undirected=undirected,
-        names=() if "names" not in known else known["names"].astype(str).tolist(),
-        origin=str(file),
-        notes=notes,
-    )
+    more: dict[str, Any] = {"origin": str(file), "notes": notes, **how}
+    if "names" in known:
+        more["names"] = known["names"].astype(str).tolist()
+    return graph_of(known, (sources, targets), features, **more)
+
+
+def graph_of(known: Mapping[str, Any], ends: tuple[Any, Any], features: Any, **more: Any) -> Graph:
+    """The graph of what is `known` by PyG's names, with `more` for `Graph.from_edges`. Raises UserError."""
+    masks = [known.get(name) for name in MASKS]
+    more |= masked_parts(masks, len(features))
+    for ours, name in (("labels", "y"), ("weights", "edge_weight"), ("edge_features", "edge_attr")):
+        more[ours] = known.get(name)
+    return Graph.from_edges(*ends, features=features, **more)
 
 
 def _read(file: Path) -> tuple[dict[str, Array], list[str], list[str]]:
@@ -146,19 +145,27 @@ def _entries(stored: Mapping[str, Array]) -> dict[str, Array]:
     return {"edge_index": np.stack(ends), "edge_weight": stored["data"], "num_nodes": np.array(rows)}
 
 
-def masked_parts(masks: Sequence[Any], nodes: int, notes: list[str]) -> DataSplit | None:
-    """The split that masks of training, validation and test give; one left out is empty, None without any.
+def masked_parts(masks: Sequence[Any], nodes: int) -> dict[str, Any]:
+    """`parts` and `splits` of the graph whose masks of training, validation and test these are, [nodes] or
+    [nodes, splits]; one left out is empty.
 
     Raises UserError for a mask that is not of all `nodes`.
     """
     given = [None if mask is None else np.asarray(mask) for mask in masks]
-    splits = max((mask.shape[1] for mask in given if mask is not None and mask.ndim == 2), default=1)
-    if splits > 1:
-        notes.append(f"the masks are of {splits} splits: the first is used")
-    given = [mask[:, 0] if mask is not None and mask.ndim == 2 and mask.shape[1] else mask for mask in given]
+    count = max((mask.shape[1] for mask in given if mask is not None and mask.ndim == 2), default=1)
     if all(mask is None for mask in given):
-        return None
-    for name, mask in zip(("training", "validation", "test"), given, strict=True):
+        return {}
+    splits = []
+    for at in range(max(1, count)):
+        columns = [
+            mask[:, at] if mask is not None and mask.ndim == 2 and at < mask.shape[1] else mask for mask in given
+        ]
+        splits.append(_masked(columns, nodes))
+    return {"parts": splits[0], "splits": tuple(splits)}
+
+
+def _masked(masks: Sequence[Array | None], nodes: int) -> DataSplit:
+    for name, mask in zip(("training", "validation", "test"), masks, strict=True):
         if mask is not None and mask.shape != (nodes,):
             raise UserError(
                 f"The mask of the {name} part has the shape {list(mask.shape)}, and there are {nodes} nodes.",
@@ -166,7 +173,7 @@ def masked_parts(masks: Sequence[Any], nodes: int, notes: list[str]) -> DataSpli
             )
         if mask is not None and not np.isin(mask, (0, 1)).all():
             raise UserError(f"The mask of the {name} part holds {mask.max()}.", do="true or false for each node")
-    return DataSplit(*(np.zeros(0, np.int64) if mask is None else np.flatnonzero(mask) for mask in given))
+    return DataSplit(*(np.zeros(0, np.int64) if mask is None else np.flatnonzero(mask) for mask in masks))
 
 
 def both_ends(edges: Any, origin: str) -> tuple[Any, Any]:
@@ -189,6 +196,9 @@ def refuse_far_ids(count: int, edges: int, file: Path) -> None:
             do=NUMBERED,
         )
     refuse_large(f"{printable(file)}: a table of {count:,} nodes", 32 * count)
+
+
+DEGREE_COLUMNS = ("1", "log(1 + degree)")
 
 
 def degree_features(edges: tuple[Array, Array], count: int) -> Array:

@@ -1,4 +1,4 @@
-"""Edge lists: separated text, Matrix Market, Parquet and `.npz`, and the tables of nodes that lie beside them.
+"""Edge lists: separated text, Parquet, `.npz`, the formats of `graph_formats`, and the tables of nodes beside them.
 
 A table of edges has a column for each end, maybe a weight; other columns of numbers are edge features. A table of nodes
 lies beside it (`edges.csv` and `nodes.csv`, or `x.csv` and `x.nodes.csv`): ids (left out: the rows), labels, parts
@@ -14,14 +14,13 @@ from pathlib import Path
 
 import numpy as np
 
-from espalier.graph.data import array_file, separated_text
-from espalier.graph.data.array_file import NUMBERED, degree_features, refuse_far_ids
+from espalier.graph.data import array_file, graph_formats, separated_text
+from espalier.graph.data.array_file import DEGREE_COLUMNS, NUMBERED, degree_features, refuse_far_ids
 from espalier.graph.data.graph import Array, Graph
 from espalier.graph.data.separated_text import ending
 from espalier.graph.data.table_columns import (
     EdgeTable,
     NodeTable,
-    Table,
     alike,
     ends_as_numbers,
     read_edges,
@@ -29,11 +28,11 @@ from espalier.graph.data.table_columns import (
     settled,
 )
 from espalier.graph.data.targets import EXACT, as_words
-from espalier.machine.resource_limits import refuse_large
 from espalier.recipe.errors import UserError
-from espalier.recipe.foreign_files import parsing, printable, unused
+from espalier.recipe.foreign_files import printable, unused
 
-TEXT = (*separated_text.ENDINGS, ".mtx")
+METIS = (".metis", ".graph")
+TEXT = (*separated_text.ENDINGS, *METIS, ".mtx", ".json", ".graphml")
 SUFFIXES = (*TEXT, ".npz", ".parquet")
 _TABLES = (*separated_text.ENDINGS, ".parquet")
 
@@ -52,12 +51,19 @@ def beside(folder: Path, stem: str, endings: Sequence[str]) -> list[Path]:
 def load(file: Path, *, undirected: bool, target: str | None = None) -> Graph:
     """The graph whose edges are in `file`; `target` is `graph.target`. Raises UserError."""
     place = _nodes_beside(file)
-    if ending(file) == ".npz":
+    kind = ending(file)
+    if kind == ".npz":
         graph = array_file.load(file, undirected=undirected, target=target)
         return graph if place is None else replace(graph, notes=(*graph.notes, unused("file", place.name)))
+    if kind in (".json", ".graphml"):
+        both, edges = graph_formats.node_link(file)
+        if place is not None:
+            edges = replace(edges, notes=(*edges.notes, unused("file", place.name)))
+        return _graph(file, settled(both, edges.sources, edges.targets), edges, undirected, target)
     nodes = None if place is None else read_nodes(place)
     maybe = None if nodes is None else nodes.ids if nodes.maybe is None else nodes.table.columns[nodes.maybe]
-    edges = _matrix_market(file) if ending(file) == ".mtx" else read_edges(file, maybe)
+    formats = {".mtx": graph_formats.matrix_market, **dict.fromkeys(METIS, graph_formats.metis)}
+    edges = formats[kind](file) if kind in formats else read_edges(file, maybe)
     nodes = None if nodes is None else settled(nodes, edges.sources, edges.targets)
     return _graph(file, nodes, edges, undirected, target)
 
@@ -97,13 +103,14 @@ def _graph(file: Path, nodes: NodeTable | None, table: EdgeTable, undirected: bo
         features=np.stack([*columns.values()], 1) if columns else degree_features((sources, targets), count),
         undirected=_both_ways(table, undirected, notes),
         labels=None if nodes is None else nodes.labels,
+        label_columns=() if nodes is None else nodes.label_columns,
         target=target,
         parts=None if nodes is None else nodes.parts,
         weights=table.weights,
         edge_features=np.stack([*table.features.values()], 1) if table.features else None,
         names=() if ids is None else as_words(ids),
         origin=str(file),
-        columns=tuple(columns) or ("1", "log(1 + degree)"),
+        columns=tuple(columns) or DEGREE_COLUMNS,
         edge_columns=tuple(table.features),
         notes=notes,
     )
@@ -195,35 +202,3 @@ def _rows(ends: Array, file: Path) -> Array:
             do=NUMBERED,
         )
     return numbers.astype(np.int64)
-
-
-# --- Matrix Market ---------------------------------------------------------------------------------------------------
-
-
-def _matrix_market(file: Path) -> EdgeTable:
-    """The entries of a square matrix: its rows are sources, its columns targets, its values weights."""
-    do = "write it with scipy.io.mmwrite, or as source,target lines"
-    with parsing(file, do), separated_text.opened(file) as text:
-        banner, matrix, form, kind, symmetry = text.readline(1000).lower().split()
-        size = next(line for line in text if line.strip() and not line.startswith("%"))
-        refused = {"array", "complex", "skew-symmetric", "hermitian", "vector"} & {matrix, form, kind, symmetry}
-        rows, columns, entries = map(int, size.split()) if not refused else (0, 0, 0)
-        if refused or rows != columns or banner != "%%matrixmarket":
-            reason = f"is {min(refused)}" if refused else f"has {rows:,} rows and {columns:,} columns"
-            why = "edges are the entries of a square matrix of numbers in coordinates"
-            raise UserError(f"{printable(file)} {reason}.", why=why, do=do)
-        if 4 * entries > file.stat().st_size and file.suffix.lower() != ".gz":
-            raise ValueError(f"it says it has {entries:,} entries, and is too short for them")
-        refuse_large(printable(file), 64 * entries)
-        refuse_far_ids(rows, entries, file)
-        table = np.loadtxt(text, np.float64, comments="%", ndmin=2, max_rows=entries + 1)
-        ends = table[:, :2]
-        if table.shape != (entries, 2 if kind == "pattern" else 3) or (ends != np.round(ends)).any():
-            raise ValueError(f"it says it has {entries:,} entries, and has {len(table):,} rows")
-        if ends.size and (ends.min() < 1 or ends.max() > rows):
-            raise ValueError(f"an entry lies outside its {rows:,} rows")
-    sources, targets = (column.astype(np.int64) - 1 for column in ends.T)
-    types = frozenset({"undirected"} if symmetry == "symmetric" else ())
-    return EdgeTable(
-        Table(file, {}), sources, targets, None if kind == "pattern" else table[:, 2], types=types, nodes=rows
-    )

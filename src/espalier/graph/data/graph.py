@@ -97,10 +97,10 @@ class Graph:
         features: float32 [nodes, width].
         labels: int64 [nodes] (classes; -1: none), float32 [nodes, tasks] (0 to 1; NaN: none), with `values` float64
             [nodes, columns] (NaN: none), or None. See `targets.read`.
-        parts: the split the data brings, None when it brings none.
+        parts: the split the data brings, None when it brings none; splits: where its masks are columns, each of theirs.
         weights: float32 [edges], None: every edge counts 1. edge_features: float32 [edges, columns].
         starts: int64 [graphs + 1], the first node of each small graph; labels and parts are then of graphs.
-        classes: names of the classes; names: of the nodes; both may be empty.
+        classes: names of the classes; names: of the nodes; label_columns: of the labels' columns; all may be empty.
         origin: where it came from. notes: what was mended while reading.
         columns: names of the features; edge_columns: of the edges' features; both may be empty.
         partition: where the parts are that hold the edges and the features, which this graph then has none of.
@@ -109,6 +109,7 @@ class Graph:
         placed: features have the averages and encodings that a graph transformer reads.
         link_parts: the split of links the data brings, each as its lower end * nodes + its higher end, ascending.
         identity: stands for the content where reading all of it would take long; empty: the content is hashed.
+        column_scales: of `column_scales.scales_of`, by which features were standardised; None: they were not.
         values: labels are values of a regression, trained by `scale`, that of the training part (None: not yet known).
     """
 
@@ -134,6 +135,9 @@ class Graph:
     link_parts: DataSplit | None = None
     values: bool = False
     scale: Scale | None = None
+    label_columns: tuple[str, ...] = ()
+    column_scales: Array | None = None
+    splits: tuple[DataSplit, ...] = ()
 
     @property
     def nodes(self) -> int:
@@ -174,11 +178,15 @@ class Graph:
         """int64 [edges]: the node each edge leads to."""
         return np.repeat(np.arange(self.nodes), self.degrees())
 
-    def called(self, node: int) -> str:
-        """A node's name, else `node 7` by the number it was given."""
+    def key(self, node: int) -> str | int:
+        """A node's name, else the number it was given."""
         if len(self.names):
             return self.names[node]
-        return f"node {node if self.numbers is None else int(self.numbers[node])}"
+        return int(node) if self.numbers is None else int(self.numbers[node])
+
+    def called(self, node: int) -> str:
+        """A node's name, else `node 7` by the number it was given."""
+        return self.names[node] if len(self.names) else f"node {self.key(node)}"
 
     def mention(self, node: int) -> str:
         """A node in messages: `node 'a'` by its name, else `node 7` by the number it was given."""

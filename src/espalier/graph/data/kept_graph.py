@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from espalier.graph.data import graph as graphs
+from espalier.graph.data.column_scales import SAID, standardised
 from espalier.graph.data.graph import IGNORED, Array, DataSplit, Graph, Signs, SplitShares, parted
 from espalier.graph.data.targets import Scale
 from espalier.graph.tasks import link_prediction
@@ -28,7 +29,8 @@ LIMIT = 1 << 30
 _NAMES = "graph.json"
 _ARRAYS = "graph.npz"
 _LARGE = ("indptr", "indices", "features", "weights", "edge_features", "starts")
-_TABLE = ("classes", "columns", "edge_columns", "origin", "notes", "identity", "values")
+_SMALL = ("labels", "numbers", "starts", "column_scales")
+_TABLE = ("classes", "columns", "edge_columns", "origin", "notes", "identity", "values", "label_columns")
 
 
 OtherNodes = tuple[int, Array | None] | None
@@ -68,7 +70,7 @@ def write(folder: Path, graph: Graph, links: Links | None, signs: Signs = ()) ->
     arrays = {name: getattr(graph, name) for name in _LARGE}
     whole = sum(0 if array is None else array.nbytes for array in arrays.values()) <= LIMIT and graph.partition is None
     arrays = arrays if whole else {}
-    arrays |= {"labels": graph.labels, "numbers": graph.numbers, "starts": graph.starts}
+    arrays |= {name: getattr(graph, name) for name in _SMALL}
     arrays["names"] = np.asarray(graph.names, str) if len(graph.names) else None
     for prefix, parts in (("part", graph.parts), ("link", links.parts if links is not None else None)):
         arrays |= {f"{prefix}_{name}": ids for name, ids in (parts.named() if parts is not None else ())}
@@ -98,8 +100,9 @@ def read(folder: Path) -> KeptGraph:
     names = arrays.get("names")
     known: dict[str, Any] = {"indptr": np.zeros(nodes + 1, np.int64), "indices": np.zeros(0, np.int32)}
     known["features"] = np.zeros((nodes, 0), np.float32)
-    known |= {name: arrays[name] for name in (*_LARGE, "labels", "numbers") if name in arrays}
-    known |= {name: tuple(value) if isinstance(value := table[name], list) else value for name in _TABLE}
+    known |= {name: arrays[name] for name in (*_LARGE, *_SMALL) if name in arrays}
+    given = {name: table[name] for name in _TABLE if name in table}  # older runs lack some
+    known |= {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
     known["scale"] = Scale.from_table(table["scale"])
     graph = Graph(**known, names=() if names is None else names.tolist(), parts=_parts(arrays, "part"))
     pairs = arrays.get("link_pairs")
@@ -138,7 +141,12 @@ def mapped(graph: Graph, run_graph: KeptGraph) -> Graph:
     named = (graph.edge_columns, before.edge_columns)
     edges = _columns((graph, run_graph), named, (graph.edge_features, run_graph.widths[1]), "edge feature")
     assert features is not None
-    ours: dict[str, Any] = {"columns": before.columns, "edge_columns": before.edge_columns, "scale": before.scale}
+    if before.column_scales is not None and graph.partition is None:
+        features = standardised(features, before.column_scales)
+        graph = replace(graph, notes=(*graph.notes, *(note for note in before.notes if note.startswith(SAID))))
+    ours = {
+        name: getattr(before, name) for name in ("columns", "edge_columns", "label_columns", "scale", "column_scales")
+    }
     known = replace(graph, features=features, edge_features=edges, **ours)
     return known if graph.labels is None or not run_graph.outputs else _classed(known, graph.labels, run_graph)
 

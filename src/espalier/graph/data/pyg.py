@@ -8,8 +8,9 @@ so (`graph.pickle = true`).
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Mapping
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ import torch
 from torch import nn
 
 from espalier import recipe as config
-from espalier.graph.data.array_file import KEYS, MASKS, both_ends, masked_parts, understood
+from espalier.graph.data.array_file import KEYS, MASKS, both_ends, graph_of, understood
 from espalier.graph.data.graph import Array, Graph
 from espalier.graph.data.targets import as_array, of_graphs
 from espalier.recipe.errors import UserError, missing_extra
@@ -25,89 +26,75 @@ from espalier.recipe.foreign_files import FieldUse, parsing
 from espalier.recipe.import_function import function
 from espalier.recipe.offsets import offsets_of
 
+EDGE_VALUES = ("edge_weight", "edge_attr")
+"""Names of a third argument of a network's forward that is filled."""
 
-def from_pyg(data: Any, *, undirected: bool = False, origin: str = "Data", target: str | None = None) -> Graph:
-    """The `Graph` of a PyG `Data` (or of anything with its attributes), its `y` as `target`. Raises UserError."""
+
+def from_pyg(data: Any, *, origin: str = "Data", **how: Any) -> Graph:
+    """The `Graph` of a PyG `Data` (or of anything with its attributes). `how`: `undirected` and `target`, as
+    `Graph.from_edges` takes them. Raises UserError."""
     use = FieldUse(KEYS, origin)
-    data = _known(data, use)
-    notes = list(use.notes())
-    features = _features(data, origin)
-    sources, targets = _ends(data, origin)
-    weights, edge_features = _of_edges(data)
-    return Graph.from_edges(
-        sources,
-        targets,
-        features=features,
-        undirected=undirected,
-        labels=_labels(getattr(data, "y", None)),
-        target=target,
-        parts=masked_parts([getattr(data, name, None) for name in MASKS], len(features), notes),
-        weights=weights,
-        edge_features=edge_features,
-        origin=origin,
-        notes=notes,
-    )
+    known = _known(data, use)
+    known["y"] = _labels(known.get("y"))
+    return graph_of(known, _ends(known, origin), known["x"], origin=origin, notes=use.notes(), **how)
 
 
-def from_many(items: Any, *, undirected: bool = False, origin: str, target: str | None = None) -> Graph:
-    """Many small PyG graphs side by side; `y` of each is its label, or a row of them [1, columns]; `target` is
-    `graph.target`. Raises UserError naming the item at fault."""
+def from_many(items: Any, *, origin: str, **how: Any) -> Graph:
+    """Many small PyG graphs side by side; `y` of each is its label, or a row of them [1, columns]; `how` as of
+    `from_pyg`. Raises UserError naming the item at fault."""
     use = FieldUse(KEYS, origin)
     items = [_known(item, use) for item in items]
     if not items:
         raise UserError(f"{origin} holds no graphs.", do="give one Data object, or a list of them")
-    widths = [_features(item, origin) for item in items]
-    starts = offsets_of([len(features) for features in widths])
+    sizes = [len(item["x"]) for item in items]
+    starts = offsets_of(sizes)
     edges = [_shifted(item, starts[at : at + 2], f"{origin}, item {at}") for at, item in enumerate(items)]
-    labels = [getattr(item, "y", None) for item in items]
-    known = [label for label in labels if label is not None]
-    if len(known) < len(labels):
+    labels = [item["y"] for item in items if "y" in item]
+    if len(labels) < len(items):
         raise UserError(f"{origin}: a graph has no label y.", do="give each of them one")
-    joined = torch.cat(edges, 1)
-    weights, edge_features = (_joined(list(values), origin) for values in zip(*map(_of_edges, items), strict=True))
-    return Graph.from_edges(
-        joined[0],
-        joined[1],
-        features=torch.cat(widths),
-        labels=_labels(of_graphs(known, [len(features) for features in widths], origin)),
-        target=target,
-        starts=starts,
-        undirected=undirected,
-        weights=weights,
-        edge_features=edge_features,
-        origin=origin,
-        notes=use.notes(),
-    )
+    joined: dict[str, Any] = {name: _joined(name, items, origin) for name in ("x", "edge_weight", "edge_attr")}
+    joined["y"] = _labels(of_graphs(labels, sizes, origin))
+    sources, targets = torch.cat(edges, 1)
+    more = {"starts": starts, "origin": origin, "notes": use.notes(), **how}
+    return graph_of(joined, (sources, targets), joined["x"], **more)
 
 
-def _known(data: Any, use: FieldUse) -> Any:
-    """The values of a `Data`, a dict, or anything with attributes that are used, as attributes by PyG's names."""
+def _known(data: Any, use: FieldUse) -> dict[str, Any]:
+    """The values of a `Data`, a dict, or anything with attributes that are used, by PyG's names; `x` is filled, and
+    `edge_attr` of one dimension is weights."""
+    data = one_relation(data, None, use.origin)
     if not isinstance(data, dict):
-        _refuse_heterogeneous(data)
         count = getattr(data, "num_nodes", None)
         data = {"num_nodes": count, **(data.to_dict() if hasattr(data, "to_dict") else vars(data))}
-    _refuse_kinds(data)
     table = {str(name): value for name, value in data.items() if value is not None}
+    if "adj_t" in table and "edge_index" not in table:
+        table |= _entries(table.pop("adj_t"))
     use.count(table)
-    return SimpleNamespace(**understood(table, use.origin))
+    known = understood(table, use.origin)
+    if "edge_weight" not in known and "edge_attr" in known and known["edge_attr"].ndim == 1:
+        known["edge_weight"] = known.pop("edge_attr")
+    return {**known, "x": _features(known, use.origin)}
 
 
-def _ends(data: Any, origin: str) -> tuple[Any, Any]:
-    edges = getattr(data, "edge_index", None)
-    if edges is None:
+def _entries(matrix: Any) -> dict[str, Any]:
+    """The edges of a sparse tensor [targets, sources] of torch or torch_sparse, and its values, unless all are 1."""
+    if hasattr(matrix, "coo"):
+        targets, sources, values = matrix.coo()
+    else:
+        entries = matrix.to_sparse_coo().coalesce()
+        targets, sources = entries.indices()
+        values = entries.values()
+    plain = values is None or bool((values == 1).all())
+    weights = {} if plain else {"edge_weight" if values.ndim == 1 else "edge_attr": values}
+    return {"edge_index": torch.stack([sources, targets]), **weights}
+
+
+def _ends(known: dict[str, Any], origin: str) -> tuple[Any, Any]:
+    if "edge_index" not in known:
         raise UserError(
             f"{origin} has no edge_index.", why="edges are given as int64 [2, edges]", do="see docs/graph.md"
         )
-    return both_ends(edges, origin)
-
-
-def _of_edges(data: Any) -> tuple[Any, Any]:
-    """Weights and features of the edges of a `Data`; `edge_attr` of one dimension is weights."""
-    weights = getattr(data, "edge_weight", None)
-    features = getattr(data, "edge_attr", None)
-    if weights is None and features is not None and features.ndim == 1:
-        return features, None
-    return weights, features
+    return both_ends(known["edge_index"], origin)
 
 
 def _shifted(item: Any, nodes: Array, origin: str) -> torch.Tensor:
@@ -124,17 +111,16 @@ def _shifted(item: Any, nodes: Array, origin: str) -> torch.Tensor:
     return edges + int(nodes[0])
 
 
-def _joined(values: list[Any], origin: str) -> torch.Tensor | None:
-    """What graphs know of their edges, end to end."""
-    without = [at for at, tensor in enumerate(values) if tensor is None]
-    if len(without) == len(values):
+def _joined(name: str, items: list[dict[str, Any]], origin: str) -> torch.Tensor | None:
+    """What graphs know under `name`, end to end."""
+    without = [at for at, item in enumerate(items) if name not in item]
+    if len(without) == len(items):
         return None
     if without:
         raise UserError(
-            f"{origin}, item {without[0]} lacks edge attributes that other items have.",
-            do="give all of them it, or none",
+            f"{origin}, item {without[0]} lacks {name}, which other items have.", do="give all of them it, or none"
         )
-    return torch.cat(values)
+    return torch.cat([item[name] for item in items])
 
 
 def to_pyg(graph: Graph) -> Any:
@@ -142,13 +128,10 @@ def to_pyg(graph: Graph) -> Any:
     data = _library(f"Graph {graph.origin} as a PyG Data").data.Data()
     targets = torch.from_numpy(graph.targets())
     data.edge_index = torch.stack([torch.from_numpy(np.asarray(graph.indices, np.int64)), targets])
-    data.x = torch.from_numpy(np.array(graph.features))
-    if graph.labels is not None:
-        data.y = torch.from_numpy(np.array(graph.labels))
-    if graph.weights is not None:
-        data.edge_weight = torch.from_numpy(np.array(graph.weights))
-    if graph.edge_features is not None:
-        data.edge_attr = torch.from_numpy(np.array(graph.edge_features))
+    known = {"x": graph.features, "y": graph.labels, "edge_weight": graph.weights, "edge_attr": graph.edge_features}
+    for name, array in known.items():
+        if array is not None:
+            data[name] = torch.from_numpy(np.array(array))
     if graph.parts is not None and graph.starts is None:
         for (_, ids), name in zip(graph.parts.named(), MASKS, strict=True):
             mask = torch.zeros(graph.nodes, dtype=torch.bool)
@@ -157,14 +140,14 @@ def to_pyg(graph: Graph) -> Any:
     return data
 
 
-def load(path: Path, *, pickle: bool, undirected: bool, target: str | None = None) -> Graph:
-    """The graph in a file written by `torch.save` of a `Data`, a (data, slices) tuple, a dict, or a list of either.
+def load(path: Path, options: config.GraphOptions) -> Graph:
+    """The graph in a file written by `torch.save` of a `Data`, a `HeteroData`, a (data, slices) tuple, a dict, or a
+    list of them.
 
-    Raises UserError for a file that needs unpickling of other classes than PyG's while `pickle` is False.
+    Raises UserError for a file that needs unpickling of other classes than PyG's without `graph.pickle`.
     """
-    do = "save it again with torch.save(data, path)"
-    with parsing(path, do):
-        return _graph(_loaded(path, pickle), undirected, path, target)
+    with parsing(path, "save it again with torch.save(data, path)"):
+        return _graph(_loaded(path, options.pickle), str(path), options)
 
 
 def _loaded(path: Path, pickle: bool) -> Any:
@@ -183,21 +166,46 @@ def _loaded(path: Path, pickle: bool) -> Any:
         ) from None
 
 
-def _graph(content: Any, undirected: bool, path: Path, target: str | None) -> Graph:
-    if isinstance(content, list) or (
-        isinstance(content, tuple) and all(hasattr(item, "edge_index") for item in content)
-    ):
-        return from_many(content, undirected=undirected, origin=str(path), target=target)
-    if isinstance(content, tuple) and content:  # PyG's processed files: (data, slices, …)
-        slices = content[1] if len(content) > 1 and isinstance(content[1], dict) else {}
-        if (count := len(slices.get("edge_index", ())) - 1) > 1:
-            raise UserError(
-                f"{path} holds {count} collated graphs (data, slices).",
-                why="their edges would be read as those of one graph",
-                do="torch.save(list(dataset), path) with graph.pickle = true, or pyg:NAME",
-            )
-        content = content[0]
-    return from_pyg(content, undirected=undirected, origin=str(path), target=target)
+def _graph(content: Any, origin: str, options: config.GraphOptions) -> Graph:
+    how: dict[str, Any] = {"undirected": options.undirected, "origin": origin, "target": options.target}
+    if isinstance(content, tuple) and content and not all(hasattr(item, "edge_index") for item in content):
+        slices = next((item for item in content[1:] if isinstance(item, dict)), {})  # PyG's processed files
+        many = len(slices.get("edge_index", ())) > 2
+        content = _separated(content[0], slices) if many else content[0]
+    if isinstance(content, list | tuple):
+        return from_many([one_relation(item, options.relation, origin) for item in content], **how)
+    return from_pyg(one_relation(content, options.relation, origin), **how)
+
+
+def _separated(data: Any, slices: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The graphs that PyG has collated into one: of each value they have the piece between two of its `slices`."""
+    table = data if isinstance(data, dict) else data.to_dict()
+    items: list[dict[str, Any]] = [{} for _ in slices["edge_index"][1:]]
+    for name, ends in slices.items():
+        bounds = as_array(ends).tolist()
+        for item, start, stop in zip(items, bounds, bounds[1:], strict=False):
+            item[name] = table[name][:, start:stop] if name == "edge_index" else table[name][start:stop]
+    return items
+
+
+def one_relation(data: Any, relation: str | None, origin: str) -> Any:
+    """`data`; of a heterogeneous graph the kind of edges that `graph.relation` names, as a dict. Raises UserError where
+    that is not one between nodes of one kind."""
+    table = data.to_dict() if hasattr(data, "edge_types") else data
+    kinds = [key for key in table if isinstance(key, tuple)] if isinstance(table, dict) else []
+    if not kinds and relation is None:
+        return data
+    if not kinds:
+        raise UserError(f"graph.relation = {relation!r}: {origin} has one kind of edges.", do="leave it out")
+    chosen = [kind for kind in kinds if relation in (kind[1], ",".join(kind)) and kind[0] == kind[2]]
+    if len(chosen) != 1:
+        nodes = [key for key in table if isinstance(key, str) and key != "_global_store"]
+        raise UserError(
+            f"{origin} is a heterogeneous graph: it has node types {', '.join(nodes)}.",
+            why=f"graph.relation = {relation!r}, and its edges are {'; '.join(map(','.join, kinds))}",
+            do='graph.relation = "paper,cites,paper" chooses edges between nodes of one kind; or data.to_homogeneous()',
+        )
+    return {**table[chosen[0][0]], **table[chosen[0]]}
 
 
 def _plain(path: Path) -> Any:
@@ -207,14 +215,15 @@ def _plain(path: Path) -> Any:
     except Exception as error:
         if "torch_geometric" not in str(error):
             raise
-        from torch_geometric.data import Data, data, storage
+        from torch_geometric.data import Data, HeteroData, data, storage
 
-        known = [Data, data.DataEdgeAttr, data.DataTensorAttr, storage.GlobalStorage]
+        known = [Data, HeteroData, data.DataEdgeAttr, data.DataTensorAttr]
+        known += [storage.GlobalStorage, storage.BaseStorage, storage.NodeStorage, storage.EdgeStorage]
         with torch.serialization.safe_globals(known):
             return torch.load(path, weights_only=True, map_location="cpu")
 
 
-def dataset(name: str, root: Path, *, undirected: bool, target: str | None = None) -> Graph:
+def dataset(name: str, root: Path, options: config.GraphOptions) -> Graph:
     """`pyg:Planetoid/Cora`: the dataset class of `torch_geometric.datasets` and its name, if it takes one."""
     datasets = _library(f"data.path = 'pyg:{name}'").datasets
     kind, _, which = name.partition("/")
@@ -235,9 +244,7 @@ def dataset(name: str, root: Path, *, undirected: bool, target: str | None = Non
             why=f"{type(error).__name__}: {error}",
             do=f"put its raw files below {root / kind}, or check the name",
         ) from None
-    if len(graphs) > 1:
-        return from_many(graphs, undirected=undirected, origin=f"pyg:{name}", target=target)
-    return from_pyg(graphs[0], undirected=undirected, origin=f"pyg:{name}", target=target)
+    return _graph(list(graphs) if len(graphs) > 1 else graphs[0], f"pyg:{name}", options)
 
 
 def _library(purpose: str) -> Any:
@@ -249,33 +256,12 @@ def _library(purpose: str) -> Any:
     return torch_geometric
 
 
-def _refuse_heterogeneous(data: Any) -> None:
-    if hasattr(data, "edge_types") or type(data).__name__ == "HeteroData":
-        kinds = [str(node_type) for node_type in getattr(data, "node_types", [])]
-        raise UserError(
-            f"A heterogeneous graph cannot be trained{': it has node types ' + ', '.join(kinds) if kinds else ''}.",
-            why="networks here have one kind of node and one kind of edge",
-            do="data.to_homogeneous(), or one of its relations",
-        )
-
-
-def _refuse_kinds(table: dict[Any, Any]) -> None:
-    """Refuses what `HeteroData.to_dict()` gives: a dict for each kind of node and, by (from, how, to), of edge."""
-    if "edge_index" not in table and any(isinstance(storage, dict) for storage in table.values()):
-        kinds = [key for key in table if isinstance(key, str) and key != "_global_store"]
-        _refuse_heterogeneous(
-            SimpleNamespace(edge_types=[key for key in table if isinstance(key, tuple)], node_types=kinds)
-        )
-
-
-def _features(data: Any, origin: str) -> torch.Tensor:
-    features = getattr(data, "x", None)
-    if features is not None:
-        return torch.as_tensor(features).to(torch.float32)
-    count = getattr(data, "num_nodes", None)
-    if count is None:
+def _features(known: dict[str, Any], origin: str) -> torch.Tensor:
+    if "x" in known:
+        return torch.as_tensor(known["x"]).to(torch.float32)
+    if "num_nodes" not in known:
         raise UserError(f"{origin} has neither x nor num_nodes.", do="give x, float32 [nodes, columns]")
-    return torch.ones(int(count), 1)
+    return torch.ones(int(known["num_nodes"]), 1)
 
 
 def _labels(labels: Any) -> Array | None:
@@ -300,4 +286,21 @@ def built(options: config.MessagesModel, features: int, classes: int, folder: st
             why="it must return a network with parameters to train",
             do="see docs/graph.md",
         )
+    _refuse_arguments(model, options.build)
     return model
+
+
+def _refuse_arguments(model: nn.Module, build: str) -> None:
+    """Refuses a network whose forward needs what no step gives it, such as `batch`."""
+    signature = inspect.signature(model.forward)
+    third = [name for name in list(signature.parameters)[2:3] if name in EDGE_VALUES]
+    try:
+        signature.bind("x", "edge_index", *third)
+    except TypeError as error:
+        code: Any = getattr(inspect.unwrap(type(model).forward), "__code__", None)
+        raise UserError(
+            f"model.build = {build!r}: {type(model).__name__} is called with (x, edge_index): {error}.",
+            why=code and f"{code.co_filename}:{code.co_firstlineno}",
+            do=f"a default for all others; a third argument {' or '.join(EDGE_VALUES)} is filled; graph.task = 'graph' "
+            "pools the nodes of each graph, and graph.relation chooses one kind of edges",
+        ) from None

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from espalier import recipe as config
 from espalier.graph.data import edge_lists, import_graph, ogb, planetoid, pyg, synthetic
@@ -13,30 +15,55 @@ from espalier.recipe import Data, data_path
 from espalier.recipe.cache_dir import cache_folder
 from espalier.recipe.errors import UserError, nearest
 from espalier.recipe.foreign_files import parsing
+from espalier.recipe.units import plural
 
 _SCHEME = re.compile(r"^[A-Za-z][A-Za-z0-9+.-]+:")
 
+PYG_FILES = (".pt", ".pth")
 INSTALLED = "python:imports"
 """The graph of what is installed here."""
 
 KNOWN = (
     *(INSTALLED, "pyg:Planetoid/Cora", "rmat:scale=16", "planted:nodes=10000", "a .pt file"),
-    *("an edge list (.csv, .tsv, .txt, .mtx, .npz, .parquet)", "a Planetoid folder", "an OGB folder"),
+    *(
+        "an edge list (.csv, .tsv, .txt, .mtx, .npz, .parquet, .json, .graphml, .metis)",
+        "a Planetoid folder",
+        "an OGB folder",
+    ),
 )
 
 
 def load(data: Data, options: config.GraphOptions, progress: Progress | None = None) -> Graph:
     """The graph that `data.path` names. Raises UserError naming what is wrong with it."""
-    return targeted(_read(data, options, progress), options.target)
+    return _with_split(targeted(_read(data, options, progress), options.target), options.split)
+
+
+def _with_split(graph: Graph, split: Any) -> Graph:
+    """`graph` with the split of its masks that `graph.split` numbers, or with the first."""
+    count = len(graph.splits)
+    number = split if isinstance(split, int) else 0
+    if split == number and number >= count:
+        what = f"graph.split = {split}: the masks of {graph.origin} are of {plural(count, 'split')}."
+        raise UserError(what, do=f"a number below {count}" if count else "graph.split = [0.6, 0.2, 0.2]")
+    if count < 2:
+        return graph
+    note = f"the masks are of {count} splits: number {number}, counted from 0, is used (graph.split)"
+    return replace(graph, parts=graph.splits[number], splits=(), notes=(*graph.notes, note))
 
 
 def _read(data: Data, options: config.GraphOptions, progress: Progress | None) -> Graph:
     path = data.path
     both = options.undirected
+    if options.relation is not None and not path.startswith("pyg:") and Path(path).suffix.lower() not in PYG_FILES:
+        raise UserError(
+            f"graph.relation = {options.relation!r} is not possible with data.path = {path!r}.",
+            why="kinds of edges are read from PyG's HeteroData",
+            do="leave it out",
+        )
     if path == INSTALLED:
         return import_graph.load(progress)
     if path.startswith("pyg:"):
-        return pyg.dataset(path.removeprefix("pyg:"), _cache(data) / "pyg", undirected=both, target=options.target)
+        return pyg.dataset(path.removeprefix("pyg:"), _cache(data) / "pyg", options)
     if path.partition(":")[0] in synthetic.KINDS:
         return synthetic.load(path, _cache(data), progress)
     place = Path(path).expanduser()
@@ -54,8 +81,8 @@ def _read(data: Data, options: config.GraphOptions, progress: Progress | None) -
 def _file(place: Path, path: str, options: config.GraphOptions) -> Graph:
     ending = place.suffix.lower()
     both = options.undirected
-    if ending in (".pt", ".pth"):
-        return pyg.load(place, pickle=options.pickle, undirected=both, target=options.target)
+    if ending in PYG_FILES:
+        return pyg.load(place, options)
     if ending in (".pkl", ".pickle"):
         raise UserError(
             f"data.path = {path!r} is a pickle, and is not read.",

@@ -79,7 +79,7 @@ class NodeTable:
     Attributes:
         ids: a column, or None: the row numbers.
         maybe: the name of a column that may be the ids; `settled` decides by the ends of edges.
-        labels: a column as it is stored.
+        labels: a column as it is stored, or several; label_columns: their names.
         features: float64 columns.
     """
 
@@ -87,6 +87,7 @@ class NodeTable:
     ids: Array | None = None
     maybe: str | None = None
     labels: Array | None = None
+    label_columns: tuple[str, ...] = ()
     parts: DataSplit | None = None
     features: Columns = field(default_factory=dict)
     notes: tuple[str, ...] = ()
@@ -118,17 +119,17 @@ def read_nodes(path: Path) -> NodeTable:
     """The table of nodes at `path`, separated text or Parquet. Raises UserError."""
     known = "|".join((_IDS, "node|name|index|y", _LABELS, _PARTS, *_MASKS, _KINDS))
     if path.suffix.lower() == ".parquet":
-        return _nodes(_parquet(path))
+        return nodes_of(_parquet(path))
     layout = separated_text.layout(path)
-    return _nodes(_table(layout, _names_any(layout.comment, known), _has_header(layout, known)))
+    return nodes_of(_table(layout, _names_any(layout.comment, known), _has_header(layout, known)))
 
 
 def read_edges(path: Path, ids: Array | None) -> EdgeTable:
     """The table of edges at `path`; `ids` of nodes tell an edge from a header. Raises UserError."""
     if path.suffix.lower() == ".parquet":
-        return _edges(_parquet(path))
+        return edges_of(_parquet(path))
     layout = separated_text.layout(path)
-    return _edges(_table(layout, bool(end_names(layout.comment)), _edges_have_header(layout, ids)))
+    return edges_of(_table(layout, bool(end_names(layout.comment)), _edges_have_header(layout, ids)))
 
 
 def _table(layout: separated_text.Layout, commented: bool, header: bool) -> Table:
@@ -244,7 +245,8 @@ def _plain(name: str) -> str:
 # --- nodes -----------------------------------------------------------------------------------------------------------
 
 
-def _nodes(table: Table) -> NodeTable:
+def nodes_of(table: Table) -> NodeTable:
+    """A table of nodes, by the names of its columns. Raises UserError."""
     left = dict(table.columns)
     notes = list(table.notes)
     notes += _drop_kinds(table, left)
@@ -257,8 +259,10 @@ def _nodes(table: Table) -> NodeTable:
         if (column := _sole(table, left, names, role)) is not None:
             roles[role] = column
     taken = {role: left.pop(name) for role, name in roles.items()}
-    if "label" not in taken and (several := _columns_of_labels(table, left, notes)) is not None:
-        taken["label"] = several
+    label_columns = [roles["label"]] if "label" in roles else []
+    if not label_columns and (several := _columns_of_labels(table, left, notes)):
+        taken["label"] = np.stack([*several.values()], 1)
+        label_columns = list(several)
     masks = {name: left.pop(name) for name in _mask_names(left)}
     notes += _choices(table, roles)
     notes += [f"column {name!r} of {table.path.name} is the mask of a part" for name in masks if not _is_mask(name)]
@@ -276,22 +280,22 @@ def _nodes(table: Table) -> NodeTable:
         taken.get("id"),
         maybe,
         _labels(table, taken.get("label"), notes),
+        tuple(label_columns),
         _parts(table, taken.get("part"), masks),
         left,
         tuple(notes),
     )
 
 
-def _columns_of_labels(table: Table, columns: dict[str, Array], notes: list[str]) -> Array | None:
-    """float64 [rows, columns] of those called `label_0`, `label_1` … or `y1`, `y2` …, taken out of `columns`."""
+def _columns_of_labels(table: Table, columns: dict[str, Array], notes: list[str]) -> dict[str, Array]:
+    """float64 columns called `label_0`, `label_1` … or `y1`, `y2` …, taken out of `columns`."""
     names = [name for name in columns if _is(name, _COLUMNS_OF_LABELS)]
     if len(names) < 2 or _names_any(columns, "x[0-9]*"):  # y1 may be a coordinate
-        return None
+        return {}
     numbers = _numeric(table, {name: columns.pop(name) for name in names}, "the label {}", notes)
-    if not numbers:
-        return None
-    notes.append(f"columns of {table.path.name}: {printable(', '.join(numbers))} are the labels")
-    return np.stack([*numbers.values()], 1)
+    if numbers:
+        notes.append(f"columns of {table.path.name}: {printable(', '.join(numbers))} are the labels")
+    return numbers
 
 
 def _labels(table: Table, column: Array | None, notes: list[str]) -> Array | None:
@@ -425,7 +429,8 @@ def _truth(table: Table, name: str, column: Array) -> Array:
 # --- edges -----------------------------------------------------------------------------------------------------------
 
 
-def _edges(table: Table) -> EdgeTable:
+def edges_of(table: Table) -> EdgeTable:
+    """A table of edges, by the names of its columns. Raises UserError."""
     left = dict(table.columns)
     notes = list(table.notes)
     notes += _drop_kinds(table, left)

@@ -135,8 +135,10 @@ def _asking(messages: ForeignMessages, inner: Callable[..., Any], *args: Any, **
 
 def _propagating(messages: ForeignMessages, inner: Callable[..., Any], *args: Any, **named: Any) -> Any:
     """One pass of messages; a layer that makes several has fresh rows in each."""
-    if not messages.inside and isinstance(named.get("x"), Tensor):
-        named["x"] = messages.fresh(named["x"])
+    rows = named.get("x")
+    if not messages.inside and isinstance(rows, Tensor):
+        dim = getattr(inner.__self__, "node_dim", 0)  # type: ignore[attr-defined]  # of PyG's layers
+        named["x"] = messages.fresh(rows.movedim(dim, 0)).movedim(0, dim)
     messages.inside = False
     return inner(*args, **named)
 
@@ -198,8 +200,9 @@ class Deep:
     block: MessageBlock
 
 
-def deepened(halo: Halo, whole: MessageBlock) -> Deep:
-    """The part of `halo` in the graph `whole`, with the edges into its halo nodes."""
+def deepened(halo: Halo, whole: MessageBlock, wide: bool = False) -> Deep:
+    """The part of `halo` in the graph `whole`, with the edges into its halo nodes; `wide`: also with those out of them,
+    where each edge runs both ways."""
     indptr = whole.indptr.cpu().numpy()
     indices = whole.indices.cpu().numpy()
     near = halo.nodes.cpu().numpy()
@@ -211,8 +214,14 @@ def deepened(halo: Halo, whole: MessageBlock) -> Deep:
     place = np.empty(whole.sources, np.int64)
     place[nodes] = np.arange(len(nodes))
     starts = halo.indptr.cpu().numpy()
+    counts = [np.diff(starts), np.diff(ends)]
+    if wide:
+        ends, back = edges_into(indptr, beyond)
+        near_sources = np.isin(indices[back], near)
+        counts.append(np.add.reduceat(near_sources, ends[:-1], dtype=np.int64) if len(beyond) else ends[1:])
+        edges = np.concatenate([edges, back[near_sources]])
     made = MessageBlock(
-        torch.from_numpy(np.concatenate([starts, starts[-1] + ends[1:]])),
+        torch.from_numpy(offsets_of(np.concatenate(counts))),
         torch.from_numpy(place[indices[edges]].astype(np.int32)),
         len(nodes),
         Forms(),
@@ -245,22 +254,29 @@ def study(model: nn.Module, columns: int, whole: MessageBlock) -> ForeignRows:
             do="layers of torch_geometric.nn, or leave [graph.halo] out",
         )
     widths = tuple(layer_rows.shape[1:].numel() for layer_rows in evaluation.seen)
-    deep = deepened(part_halo, block)
+    deeper = [deepened(part_halo, block, wide) for wide in (False, True)[: 1 + _symmetric(whole)]]
     evaluates = False
     trained = _Trial(tried, rows, block, training=True)
     trials = [evaluation] if trained.drawn else [evaluation, trained]
-    for nodes, local, is_deep in ((part_halo.nodes, part_halo.block(block), False), (deep.nodes, deep.block, True)):
-        same = [trial.same(nodes, local._replace(halo=part_halo)) for trial in trials]
+    for depth, part in enumerate((Deep(part_halo.nodes, part_halo.block(block)), *deeper)):
+        same = [trial.same(part.nodes, part.block._replace(halo=part_halo)) for trial in trials]
         if all(same):
-            return ForeignRows(widths, is_deep)
+            return ForeignRows(widths, depth)
         evaluates = evaluates or same[0]
     raise UserError(
         "[graph.halo] is not possible with this network.",
         why=f"{'in training, ' * evaluates}on a small graph in two parts its answers are not those on the whole: "
         "something besides its layers that pass messages looks at other nodes' rows (pooling, a norm over the graph, "
-        "attention over all nodes)",
-        do="leave [graph.halo] out, or batch or layer norms",
+        "attention over all nodes), or scales edges that run one way by how many leave a node, as ChebConv does",
+        do="leave [graph.halo] out; batch or layer norms; graph.undirected = true",
     )
+
+
+def _symmetric(whole: MessageBlock) -> bool:
+    """Whether each edge runs both ways."""
+    sources, targets = whole.indices.cpu().numpy().astype(np.int64), whole.rows().cpu().numpy()
+    nodes = whole.sources
+    return whole.targets == nodes and np.array_equal(np.sort(sources * nodes + targets), targets * nodes + sources)
 
 
 _DROPOUT = (

@@ -105,11 +105,11 @@ class ForeignRows(NamedTuple):
 
     Attributes:
         widths: values in a row that each layer reads; the first one's rows are there from the beginning.
-        deep: whether edges into halo nodes are needed.
+        deep: 1: edges into halo nodes are needed; 2: also those out of them.
     """
 
     widths: tuple[int, ...]
-    deep: bool
+    deep: int
 
 
 class Crossing(NamedTuple):

@@ -201,6 +201,8 @@ def _nodes(graph: Graph) -> dict[str, Tensor]:
         tensors["signed"] = torch.tensor(has)
     if graph.labels is not None:
         tensors["labels"] = torch.from_numpy(np.array(graph.labels))
+    if graph.column_scales is not None:
+        tensors["column scales"] = torch.from_numpy(graph.column_scales)
     if graph.numbers is not None:
         tensors["numbers"] = torch.from_numpy(np.array(graph.numbers, np.int64))
     for name, each in (("names", graph.names), ("columns", graph.columns), ("edge columns", graph.edge_columns)):
@@ -256,6 +258,7 @@ def outlined(folder: Path) -> tuple[Graph, Style]:
         numbers=nodes["numbers"].numpy() if "numbers" in nodes else None,
         origin=manifest.origin,
         identity=manifest.graph,
+        column_scales=nodes["column scales"].numpy() if "column scales" in nodes else None,
         values=manifest.values,
         partition=Partition(
             folder,

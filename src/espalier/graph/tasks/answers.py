@@ -3,15 +3,15 @@ each kind of targets: classes, tasks, and values, whose rows are standardised (`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from espalier.graph.data.graph import Array, DataSplit, Graph
+from espalier.graph.data.graph import Array, Examples, Graph
 from espalier.graph.tasks import metrics
 from espalier.kernels.cross_entropy import cross_entropy
 from espalier.parallel.workload import Averages, Shard, SummedLoss
@@ -19,14 +19,43 @@ from espalier.store.artifacts import Artifact, Table
 
 Answers = list[dict[str, Any]]
 """What a network says, a table for each node, pair or graph."""
+AnswerForm = Callable[[Tensor, Graph, Sequence[int]], Iterable[dict[str, Any]]]
+"""Makes answers of rows of logits for items of a graph."""
 
 
-class LabelledTask(Protocol):
-    """What is asked of a task whose items have labels."""
+AT_ONCE = 1 << 16
+"""Items whose answers are made at once."""
 
-    parts: DataSplit
+
+class LabelledTask(Examples):
+    """A task whose items, nodes or small graphs, have labels.
+
+    Attributes:
+        inference: of a model, what it gives for any items: int64 ids -> their logits, on the CPU.
+    """
+
     graph: Graph
     labels: Tensor
+    inference: Callable[[nn.Module], Callable[[Array], Tensor]]
+
+    def evaluate(self, model: nn.Module, shard: Shard) -> metrics.Sums:
+        """Figures of the shard's validation items, and of as large a share of the test items under `test_`."""
+        return held_out_figures(self, shard, self.inference(model))
+
+    def name(self, item: int) -> str:
+        """Of a node or a graph, for people."""
+        return item_name(self.graph, item)
+
+    def answers(self, model: nn.Module, items: Sequence[int]) -> Answers:
+        """What the model says of these items."""
+        return list(self.each(model, items))
+
+    def each(self, model: nn.Module, items: Sequence[int], form: AnswerForm | None = None) -> Iterator[dict[str, Any]]:
+        """As `answers`, item by item: of more than memory has room for answers of. `form`: of rows of logits."""
+        logits_of = self.inference(model)
+        for at in range(0, len(items), AT_ONCE):
+            some = items[at : at + AT_ONCE]
+            yield from (form or told)(logits_of(np.asarray(some, np.int64)), self.graph, some)
 
 
 def trained_labels(graph: Graph) -> Tensor:
@@ -108,29 +137,55 @@ def score(means: Averages) -> float:
 # --- words -------------------------------------------------------------------------------------------------------
 
 
-def told(logits: Tensor, graph: Graph, names: Sequence[str]) -> Answers:
-    """Rows of logits as answers: the class and its probability, the probability of each task, or the values in the
-    units of the targets."""
+def item_name(graph: Graph, item: int) -> str:
+    """Of a node, or of a small graph, for people."""
+    return graph.called(item) if graph.starts is None else f"graph {item}"
+
+
+def scored(logits: Tensor, graph: Graph) -> Array:
+    """float64 [items, outputs] of rows of logits: the probability of each class or task, or the values in the units of
+    the targets."""
     if graph.values:
         assert graph.scale is not None
-        rows = graph.scale.restored(logits.detach().double().cpu().numpy()).tolist()
-        return [{"name": name, **_valued(row)} for name, row in zip(names, rows, strict=True)]
-    if graph.kind == "tasks":
-        chances = logits.sigmoid().tolist()
-        return [{"name": name, "probabilities": row} for name, row in zip(names, chances, strict=True)]
-    best = logits.softmax(1).max(1)
-    answers = []
-    for name, chance, at in zip(names, best.values.tolist(), best.indices.tolist(), strict=True):
-        label = graph.classes[at] if at < len(graph.classes) else str(at)
-        answers.append({"name": name, "label": label, "probability": chance})
-    return answers
+        return graph.scale.restored(logits.detach().double().cpu().numpy())
+    chances = logits.sigmoid() if graph.kind == "tasks" else logits.softmax(1)
+    return chances.detach().double().cpu().numpy()
+
+
+def told(logits: Tensor, graph: Graph, items: Sequence[int]) -> Answers:
+    """Rows of logits as answers: the class and its probability, the probability of each task, or the values."""
+    rows = scored(logits, graph)
+    names = [item_name(graph, item) for item in items]
+    if graph.kind != "classes":
+        form = _valued if graph.values else lambda row: {"probabilities": row}
+        return [{"name": name, **form(row)} for name, row in zip(names, rows.tolist(), strict=True)]
+    best = zip(names, rows.argmax(1).tolist(), rows.max(1).tolist(), strict=True)
+    return [{"name": name, "label": _class(graph, at), "probability": chance} for name, at, chance in best]
+
+
+def table_rows(logits: Tensor, graph: Graph, items: Sequence[int]) -> Iterator[dict[str, Any]]:
+    """Rows of logits as rows of a table: the node by its name or number, or the graph by its number, the likeliest
+    class, and each of its numbers under the name of the class, or of the column of labels, that it is of."""
+    rows = scored(logits, graph)
+    word = "value" if graph.values else "probability"
+    names = graph.classes if graph.kind == "classes" else graph.label_columns
+    heads = [f"{word}.{name}" for name in names or range(rows.shape[1])]
+    heads = heads if names or len(heads) > 1 else [word]
+    for item, row in zip(items, rows, strict=True):
+        key = {"node": graph.key(item)} if graph.starts is None else {"graph": item}
+        label = {"label": _class(graph, int(row.argmax()))} if graph.kind == "classes" else {}
+        yield {**key, **label, **dict(zip(heads, row.tolist(), strict=True))}
+
+
+def _class(graph: Graph, at: int) -> str:
+    return graph.classes[at] if at < len(graph.classes) else str(at)
 
 
 def _valued(row: Sequence[float]) -> dict[str, Any]:
     return {"value": row[0]} if len(row) == 1 else {"values": list(row)}
 
 
-def lines(answers: Sequence[Mapping[str, Any]] | Iterator[Mapping[str, Any]]) -> Iterator[str]:
+def lines(answers: Iterable[Mapping[str, Any]]) -> Iterator[str]:
     """Answers as lines of text, cells apart by tabs."""
     for answer in answers:
         label = [answer["label"]] if "label" in answer else []
@@ -138,16 +193,9 @@ def lines(answers: Sequence[Mapping[str, Any]] | Iterator[Mapping[str, Any]]) ->
 
 
 def _numbers(answer: Mapping[str, Any]) -> str:
-    for name, form in (
-        ("value", "{:.6g}"),
-        ("values", "{:.6g}"),
-        ("probability", "{:.4f}"),
-        ("probabilities", "{:.4f}"),
-    ):
-        if name in answer:
-            given = answer[name] if isinstance(answer[name], list) else [answer[name]]
-            return " ".join(map(form.format, given))
-    raise AssertionError(f"an answer without numbers: {list(answer)}")
+    name = next(name for name in ("value", "values", "probability", "probabilities") if name in answer)
+    form = "{:.6g}" if name.startswith("value") else "{:.4f}"
+    return " ".join(map(form.format, np.atleast_1d(answer[name]).tolist()))
 
 
 def truth_table(graph: Graph, items: Sequence[int], answers: Sequence[Mapping[str, Any]]) -> list[Artifact]:
@@ -159,7 +207,7 @@ def truth_table(graph: Graph, items: Sequence[int], answers: Sequence[Mapping[st
         truths = ["" if np.isnan(row).all() else _numbers(_valued(row.tolist())) for row in graph.labels[items]]
         rows = [[answer["name"], _numbers(answer), truth] for answer, truth in zip(answers, truths, strict=True)]
         return [Table((what, "answer", "truth"), rows)]
-    names = [graph.classes[at] if at < len(graph.classes) else str(at) for at in graph.labels[items].tolist()]
+    names = [_class(graph, at) for at in graph.labels[items].tolist()]
     pairs = zip(answers, names, strict=True)
     rows = [[answer["name"], answer["label"], answer["probability"], name] for answer, name in pairs]
     return [Table((what, "answer", "probability", "truth"), rows)]

@@ -6,20 +6,18 @@ Rows of nodes are read out by their sum for GIN, as its authors do (arXiv 1810.0
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from espalier.graph.data.graph import Array, Examples, Graph, scaled, selected
+from espalier.graph.data.graph import Array, Graph, scaled, selected
 from espalier.graph.sampling import neighbor_sampler
 from espalier.graph.sampling.neighbor_sampler import Style
 from espalier.graph.sampling.subgraphs import SubgraphBatch, forward
-from espalier.graph.tasks import metrics
-from espalier.graph.tasks.answers import Answers, held_out_figures, loss_of, told, trained_labels
-from espalier.parallel.workload import Shard, SummedLoss, to_device
+from espalier.graph.tasks.answers import LabelledTask, loss_of, trained_labels
+from espalier.parallel.workload import SummedLoss, to_device
 from espalier.recipe.errors import UserError
 from espalier.recipe.offsets import offsets_of
 
@@ -27,7 +25,7 @@ AT_ONCE = 256
 """Small graphs side by side while nothing is trained."""
 
 
-class GraphTask(Examples):
+class GraphTask(LabelledTask):
     """Graph classification or regression. `summed`: rows are added up, not averaged."""
 
     fanout: tuple[int, ...] = ()
@@ -49,6 +47,7 @@ class GraphTask(Examples):
             raise UserError(f"{graph.origin} has no graph to train on.", do="graph.split = [0.6, 0.2, 0.2]")
         self.labels = trained_labels(self.graph)
         self.outputs = graph.outputs
+        self.inference = lambda model: lambda ids: self.infer(model, ids)
 
     def batch(self, ids: Array, step: int) -> SubgraphBatch:
         """Those graphs side by side."""
@@ -73,10 +72,6 @@ class GraphTask(Examples):
         """Sum over the graphs' known answers, and how many."""
         return loss_of(self.graph, self.logits(model, batch), batch.labels)
 
-    def evaluate(self, model: nn.Module, shard: Shard) -> metrics.Sums:
-        """Figures of the shard's validation graphs, and of as large a share of the test graphs."""
-        return held_out_figures(self, shard, lambda ids: self.infer(model, ids))
-
     @torch.no_grad()
     def infer(self, model: nn.Module, ids: Array) -> Tensor:
         """[len(ids), outputs]."""
@@ -86,14 +81,6 @@ class GraphTask(Examples):
             batch = to_device(self.batch(ids[at : at + AT_ONCE], 0), parameter.device, parameter.dtype)
             logits.append(self.logits(model, batch).cpu().float())
         return torch.cat(logits)
-
-    def name(self, item: int) -> str:
-        """Of a graph, for people."""
-        return f"graph {item}"
-
-    def answers(self, model: nn.Module, items: Sequence[int]) -> Answers:
-        """What the model says of these graphs."""
-        return told(self.infer(model, np.asarray(items)), self.graph, [self.name(graph_id) for graph_id in items])
 
 
 def joined(graph: Graph, ids: Array) -> tuple[Graph, Array]:

@@ -145,8 +145,14 @@ class LinkTask(Examples):
         return self._named(pairs, chances)
 
     def _named(self, pairs: Sequence[tuple[int, int]], chances: Sequence[float]) -> Answers:
+        graph = self.graph
         return [
-            {"name": f"{self.graph.called(head)} - {self.graph.called(tail)}", "probability": chance}
+            {
+                "name": f"{graph.called(head)} - {graph.called(tail)}",
+                "source": graph.key(head),
+                "target": graph.key(tail),
+                "probability": chance,
+            }
             for (head, tail), chance in zip(pairs, chances, strict=True)
         ]
 

@@ -3,19 +3,16 @@ whole graph or on sampled neighbourhoods."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
-from espalier.graph.data.graph import Array, Examples, Graph, scaled
+from espalier.graph.data.graph import Array, Graph, scaled
 from espalier.graph.sampling.neighbor_sampler import ALL
 from espalier.graph.sampling.subgraphs import SubgraphBatch, View, forward, infer
-from espalier.graph.tasks import metrics
-from espalier.graph.tasks.answers import Answers, held_out_figures, loss_of, told, trained_labels
-from espalier.parallel.workload import Shard, SummedLoss
+from espalier.graph.tasks.answers import LabelledTask, loss_of, trained_labels
+from espalier.parallel.workload import SummedLoss
 from espalier.recipe.errors import UserError
 
 WORTH = 0.7
@@ -23,11 +20,7 @@ WORTH = 0.7
 finding their rows costs something too."""
 
 
-TOLD = 1 << 16
-"""Nodes whose answers are made at once."""
-
-
-class NodeTask(Examples):
+class NodeTask(LabelledTask):
     """Node classification or regression. `train` is what training sees of the graph, `view` what evaluation sees."""
 
     def __init__(self, train: View, view: View, fanout: Sequence[int], seed: int) -> None:
@@ -51,8 +44,7 @@ class NodeTask(Examples):
         self._fixed: dict[tuple[int, ...], SubgraphBatch] = {}
         self.every_node = False
         """Whether each step passes over all nodes, as something is learned of those that no label hears from."""
-        self.inference: Callable[[nn.Module], Callable[[Array], Tensor]] = self._infer
-        """Of a model, what it says of all nodes: int64 ids -> their logits, on the CPU."""
+        self.inference = self._infer
 
     def _infer(self, model: nn.Module) -> Callable[[Array], Tensor]:
         logits = infer(model, self.view).cpu()
@@ -81,22 +73,3 @@ class NodeTask(Examples):
         answers), and their number."""
         logits = forward(model, batch.features, batch.blocks)
         return loss_of(self.graph, logits, batch.labels, batch.chosen)
-
-    def evaluate(self, model: nn.Module, shard: Shard) -> metrics.Sums:
-        """Figures of the shard's validation nodes, and of as large a share of the test nodes under `test_`."""
-        return held_out_figures(self, shard, self.inference(model))
-
-    def name(self, item: int) -> str:
-        """Of a node, for people."""
-        return self.graph.called(item)
-
-    def answers(self, model: nn.Module, items: Sequence[int]) -> Answers:
-        """What the model says of these nodes."""
-        return list(self.each(model, items))
-
-    def each(self, model: nn.Module, items: Sequence[int]) -> Iterator[dict[str, Any]]:
-        """As `answers`, one by one: of more nodes than memory has room for answers of."""
-        logits_of = self.inference(model)
-        for at in range(0, len(items), TOLD):
-            some = items[at : at + TOLD]
-            yield from told(logits_of(np.asarray(some, np.int64)), self.graph, [self.name(node) for node in some])

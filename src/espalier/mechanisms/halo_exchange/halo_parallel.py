@@ -95,7 +95,7 @@ class RankPart:
         part = part._replace(halo=part.halo.to(placed["device"]))
         self.nodes = part.halo.nodes
         if foreign is not None and foreign.deep:
-            deep = foreign_network.deepened(part.halo, task.train.block)
+            deep = foreign_network.deepened(part.halo, task.train.block, foreign.deep > 1)
             self.features = task.train.features[deep.nodes].to(**placed)
             first = deep.block
             self.nodes = deep.nodes
