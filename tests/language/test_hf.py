@@ -190,7 +190,8 @@ def test_another_context_is_no_difference(tmp_path):
     ("change", "named"),
     [
         ({"model_type": "gpt2"}, "gpt2"),
-        ({"attention_bias": True}, "attention_bias"),
+        ({"attention_bias": True}, "attention.query.bias is missing"),
+        ({"mlp_bias": True}, "mlp_bias"),
         ({"hidden_act": "gelu"}, "hidden_act"),
         ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 5e5}}, "longrope"),
         ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5}}, "does not say 'factor'"),

@@ -1,4 +1,5 @@
-"""What families of decoders do otherwise than Llama: stretched rotary positions, windows and caps of attention, GELU.
+"""What families of decoders do otherwise than Llama: stretched and partial rotary positions, windows and caps of
+attention, GELU.
 
 These are plain PyTorch forms; Llama's blocks have fast ones.
 """
@@ -24,10 +25,17 @@ FAST, SLOW = 32.0, 1.0
 """Turns in the original context between which YaRN's ramp lies (arXiv 2309.00071, section 3.2)."""
 
 
-def rates(size: DecoderSizes, plain: Float64[Tensor, " half"]) -> tuple[Float64[Tensor, " half"], float]:
-    """The rates of `plain` rotary positions (radians per token) as `size.rope` stretches them, and what cosines and
-    sines are multiplied by."""
+def plain_rates(size: DecoderSizes) -> Float64[Tensor, " turning"]:
+    """Radians per token of each pair of columns that turns, as they are before `size.rope` stretches them."""
+    exponents = torch.arange(0, size.rotary_columns, 2, dtype=torch.float64) / size.rotary_columns
+    return size.rope_theta**-exponents
+
+
+def rates(size: DecoderSizes) -> tuple[Float64[Tensor, " turning"], float]:
+    """The rates of rotary positions (radians per token) as `size.rope` stretches them, and what cosines and sines are
+    multiplied by."""
     rope = size.rope
+    plain = plain_rates(size)
     if rope is None:
         return plain, 1.0
     slow = plain / rope.factor
@@ -50,10 +58,10 @@ def _ramp(plain: Tensor, slow: Tensor, size: DecoderSizes, rope: Rope) -> Tensor
 
     def column(turns: float) -> float:
         original = rope.original or size.context
-        return size.head_size * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(size.rope_theta))
+        return size.rotary_columns * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(size.rope_theta))
 
     low = max(math.floor(column(FAST if rope.high is None else rope.high)), 0)
-    high = min(math.ceil(column(rope.low)), size.head_size - 1)
+    high = min(math.ceil(column(rope.low)), size.rotary_columns - 1)
     columns = torch.arange(len(plain), dtype=plain.dtype, device=plain.device)
     share = ((columns - low) / max(high - low, 1e-3)).clamp(0, 1)
     return slow * share + plain * (1 - share)
@@ -86,7 +94,7 @@ class LimitedAttention(NamedTuple):
 
 def attention_of(size: DecoderSizes, layer: int) -> LimitedAttention | None:
     """What `layer` attends with; None: all earlier tokens, plainly."""
-    window = size.window if size.family != "gemma2" or layer % 2 == 0 else None
+    window = None if size.differs(layer) else size.window
     if window is None and size.attention_cap is None and size.attention_scale is None:
         return None
     return LimitedAttention(window, size.attention_cap, size.attention_scale)

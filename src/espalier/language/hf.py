@@ -1,7 +1,7 @@
 """Hugging Face weights in and out: folders of the families that `hf_config` knows.
 
-The tensors are ours under other names, bit for bit. An export is written beside its place, reloaded, compared, and only
-then moved there.
+The values are ours under other names, bit for bit; some families join matrices (`fused`) or have the columns of heads
+in another order. An export is written beside its place, reloaded, compared, and only then moved there.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import re
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -30,7 +31,7 @@ from espalier.language.tokenizer_files import GENERATION, ID_KEYS, TokenizerFile
 from espalier.machine.resource_limits import refuse_large
 from espalier.recipe import cache_dir
 from espalier.recipe.data_table import data_table
-from espalier.recipe.decoder_shapes import ROUTING, DecoderSizes
+from espalier.recipe.decoder_shapes import ROUTING, DecoderSizes, sizes
 from espalier.recipe.errors import UserError
 from espalier.recipe.foreign_files import JsonObject, parsing, printable, read_table, unused
 from espalier.recipe.units import plural
@@ -46,11 +47,16 @@ _TABLE = "model.embed_tokens.weight"
 _BUFFER = re.compile(r"\.(rotary_emb\.(inv_freq|cos_cached|sin_cached)|attn\.(bias|masked_bias))$")
 """Tensors that are computed, not trained."""
 _LAYER = re.compile(r"^blocks\.(\d+)\.")
+_THEIR_LAYER = re.compile(r"^model\.layers\.(\d+)\.")
 DTYPES = ("F64", "F32", "F16", "BF16")
 _FORMATS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
 
 _NAMES = data_table(__file__)
 """Our names to theirs, those that kinds share and those of each kind."""
+
+
+FUSED = _NAMES["fused"]
+"""Of each kind its matrices that hold several of ours, and which these are."""
 
 
 def _theirs(kind: str) -> dict[str, str]:
@@ -85,13 +91,12 @@ def export(model: GPT, tokenizer: SavedTokenizer, folder: str | Path) -> None:
             if model.size.bias
             else "model.family and model.shared of Mixtral or of Qwen",
         )
-    names = _theirs(hf_config.kind_of(model.size))
-    state = model.state_dict()
-    tensors = {_renamed(name, names): value.detach().cpu().contiguous() for name, value in state.items()}
+    state = {name: value.detach().cpu().contiguous() for name, value in model.state_dict().items()}
+    tensors = to_theirs(state, model.size)
     dtype = str(tensors["model.norm.weight"].dtype).removeprefix("torch.")
     token_ids = getattr(tokenizer, "token_ids", dict[str, Any])()
     files = getattr(tokenizer, "files", TokenizerFiles({}))
-    table = hf_config.table_of(model.size, token_ids, dtype)
+    table = config_of(model.size, token_ids, dtype)
 
     def fill(partial: Path) -> None:
         _write(partial, tensors, table)
@@ -101,6 +106,13 @@ def export(model: GPT, tokenizer: SavedTokenizer, folder: str | Path) -> None:
         _compare(partial, tensors)
 
     cache_dir.export(Path(folder), CONFIG, fill)
+
+
+def config_of(size: DecoderSizes, token_ids: JsonObject, dtype: str) -> JsonObject:
+    """`hf_config.table_of`. Raises UserError naming the options that the family's `config.json` does not say."""
+    table = hf_config.table_of(size, token_ids, dtype)
+    require_same(options_of(size), hf_config.options(table, "it"), f"a {CONFIG} of {table['model_type']}")
+    return table
 
 
 def opened(folder: str | Path) -> Path:
@@ -162,40 +174,107 @@ def _compare(folder: Path, tensors: Mapping[str, Tensor]) -> None:
 # --- in ----------------------------------------------------------------------------------------------------------
 
 
-def load(folder: str | Path, dtype: torch.dtype) -> tuple[config.Decoder, dict[str, Tensor]]:
+def load(folder: str | Path, dtype: torch.dtype, layers: int | None = None) -> tuple[config.Decoder, dict[str, Tensor]]:
     """The options that a folder of one of `hf_config.FAMILIES` stands for, and its weights under our names, as `dtype`.
 
-    Raises UserError naming the file, setting or tensor that this decoder cannot take over.
+    `layers`: of the first so many. Raises UserError naming the file, setting or tensor that this decoder cannot take
+    over.
     """
-    model = options(folder)
-    state = {}
-    names = _ours(hf_config.kind_of(model))
-    tensors = _wanted(_stored(opened(folder)), model)
+    model = first_layers(options(folder), layers)
+    state: dict[str, Tensor] = {}
+    tensors = {
+        name: place
+        for name, place in _wanted(_stored(opened(folder)), model).items()
+        if _layer_of(name) < (model.depth or 0)
+    }
     refuse_large(f"{folder}", sum(math.prod(stored.shape) for stored in tensors.values()) * dtype.itemsize)
     for name, place in tensors.items():
-        state[_renamed(name, names)] = weight_files.value(name, place).to(dtype)
+        state |= to_ours(name, weight_files.value(name, place).to(dtype), sizes(model))
     return model, state
 
 
+def first_layers(model: config.Decoder, layers: int | None) -> config.Decoder:
+    """`model`, of at most `layers` layers."""
+    return model if layers is None else model.changed(depth=min(layers, model.depth or layers))
+
+
+def _layer_of(theirs: str) -> int:
+    match = _THEIR_LAYER.match(theirs)
+    return int(match[1]) if match else -1
+
+
 def load_into(model: GPT, folder: str | Path) -> None:
-    """Fills `model` with the weights of `folder`. Raises UserError naming every option that differs."""
-    require_same(options_of(model.size), options(folder), str(folder))
-    state = load(folder, model.embedding.weight.dtype)[1]
+    """Fills `model` with the weights of `folder`, or of its first layers. Raises UserError naming every option that
+    differs."""
+    layers = model.size.layers
+    require_same(options_of(model.size), first_layers(options(folder), layers), str(folder))
+    state = load(folder, model.embedding.weight.dtype, layers)[1]
     model.load_state_dict(state)
 
 
 def weights_of(model: GPT, folder: Path) -> Callable[[str], Tensor]:
     """Reads the weights of `folder` one by one, as fp32, by the names in `model`. Raises UserError as `load_into`."""
-    stored_options = options(folder)
-    require_same(options_of(model.size), stored_options, str(folder))
-    names, tensors = _theirs(hf_config.kind_of(model.size)), _stored(opened(folder))
+    size = model.size
+    require_same(options_of(size), first_layers(options(folder), size.layers), str(folder))
+    tensors = _stored(opened(folder))
+    kind = hf_config.kind_of(size)
 
     def value(name: str) -> Tensor:
-        theirs = _renamed(name, names)
-        tensor: Tensor = weight_files.value(theirs, tensors[theirs])
-        return tensor.float()
+        theirs = _joined(name, kind) or renamed(name, kind)
+        return to_ours(theirs, weight_files.value(theirs, tensors[theirs]), size)[name].float()
 
     return value
+
+
+# --- joined matrices, and the order of columns -------------------------------------------------------------------
+
+
+def to_theirs(state: Mapping[str, Tensor], size: DecoderSizes) -> dict[str, Tensor]:
+    """Tensors by our names, of a model of `size`, as those of its kind."""
+    kind = hf_config.kind_of(size)
+    parts: dict[str, list[Tensor]] = {}
+    for name, value in state.items():
+        parts.setdefault(_joined(name, kind) or renamed(name, kind), []).append(_reordered(name, value, size, False))
+    return {name: torch.cat(values) if len(values) > 1 else values[0] for name, values in parts.items()}
+
+
+def to_ours(name: str, value: Tensor, size: DecoderSizes) -> dict[str, Tensor]:
+    """What the tensor `name` of their kind is of a model of `size`, by our names."""
+    kind = hf_config.kind_of(size)
+    parts = FUSED.get(kind, {}).get(_pattern(name))
+    if parts is None:
+        named = {ours(name, kind): value}
+    else:
+        rows = {"query": size.query_width, "key": size.kv_width, "value": size.kv_width}
+        place = "attention" if parts[0] in rows else "feed_forward"
+        ends = [sum(rows.get(part, size.feed_forward) for part in parts[:count]) for count in range(1, len(parts))]
+        pieces = value.tensor_split(ends)
+        layer = _layer_of(name)
+        named = {f"blocks.{layer}.{place}.{part}.weight": piece for part, piece in zip(parts, pieces, strict=True)}
+    return {name: _reordered(name, value, size, True).contiguous() for name, value in named.items()}
+
+
+def _joined(name: str, kind: str) -> str | None:
+    """The matrix of theirs that holds our tensor `name` and others."""
+    for pattern, parts in FUSED.get(kind, {}).items():
+        if name.endswith(tuple(f".{part}.weight" for part in parts)):
+            return str(pattern.format(name.split(".")[1]))
+    return None
+
+
+def _reordered(name: str, value: Tensor, size: DecoderSizes, into: bool) -> Tensor:
+    """Queries and keys with the columns of each head in our order, or (not `into`) in theirs: the first half of those
+    that turn begins the first half of a head, the second half the second."""
+    pairs = size.family in _NAMES["pairs"]
+    columns = size.rotary_columns
+    turned = name.endswith((".query.weight", ".key.weight", ".query.bias", ".key.bias"))
+    if not turned or not (pairs or columns < size.head_size) or value.shape[0] % size.head_size:
+        return value
+    places = torch.arange(size.head_size)
+    turning = places[:columns].view(-1, 2).T if pairs else places[:columns].view(2, -1)
+    order = torch.cat([turning, places[columns:].view(2, -1)], 1).flatten()
+    heads = value.unflatten(0, (-1, size.head_size))
+    return heads[:, order if into else order.argsort()].flatten(0, 1)
 
 
 def _wanted(tensors: Mapping[str, StoredTensor], model: config.Decoder) -> dict[str, StoredTensor]:
@@ -212,7 +291,7 @@ def require_same(wanted: config.Decoder, stored: config.Decoder, origin: str) ->
 
     The context may differ: nothing in the weights depends on it.
     """
-    free = {"shape", "initial", "context", "balance", "balancing", "z_loss"}
+    free = {"shape", "initial", "layers", "context", "balance", "balancing", "z_loss"}
     names = [name for name in wanted.__struct_fields__ if name not in free and getattr(wanted, name) is not None]
     differing = [
         f"model.{name} = {getattr(wanted, name)}, but {getattr(stored, name)} there"
@@ -245,7 +324,7 @@ def options(folder: str | Path) -> config.Decoder:
             if "model_type" in table
             else f"{home / CONFIG} has no model_type, but {printable(', '.join(table))}.",
             why=f"{differs}{', '.join(hf_config.FAMILIES)} can be loaded",
-            do="convert it, or leave model.initial out",
+            do=hf_config.DOOR,
         )
     model = hf_config.options(table, str(folder))
     columns = model.head_size or (model.width or 1) // (model.heads or 1)
@@ -278,9 +357,10 @@ def _refuse_differing(folder: str | Path, model: config.Decoder, tensors: Mappin
         small = model.changed(depth=1, context=2)
         with torch.device("meta"):
             layer = MOE(small) if isinstance(small, config.Moe) else GPT(small)
-    names = _ours(hf_config.kind_of(model))
     depth = model.depth
-    given = {_renamed(name, names): tensor for name, tensor in tensors.items()}
+    given: dict[str, Tensor] = {}
+    for name, stored in tensors.items():
+        given |= to_ours(name, torch.empty(stored.shape, device="meta"), sizes(model))
     layers = {int(match[1]) for name in given if (match := _LAYER.match(name))}
     shapes = {
         _LAYER.sub(f"blocks.{number}.", name): tuple(value.shape)
@@ -292,7 +372,7 @@ def _refuse_differing(folder: str | Path, model: config.Decoder, tensors: Mappin
         *differences(given, shapes, f"and its {CONFIG} says"),
         *(
             f"{name} is {stored.dtype}, which is not read"
-            for name, stored in given.items()
+            for name, stored in tensors.items()
             if stored.dtype not in DTYPES
         ),
     ]
@@ -304,7 +384,9 @@ def _refuse_differing(folder: str | Path, model: config.Decoder, tensors: Mappin
         )
 
 
-def differences(given: Mapping[str, StoredTensor], shapes: Mapping[str, tuple[int, ...]], origin: str) -> Iterator[str]:
+def differences(
+    given: Mapping[str, StoredTensor | Tensor], shapes: Mapping[str, tuple[int, ...]], origin: str
+) -> Iterator[str]:
     """What of the tensors `given` has other names or shapes than `shapes`, which have their `origin`."""
     yield from (f"{name} is missing" for name in shapes if name not in given)
     yield from (f"{printable(name)} is not known" for name in given if name not in shapes)
@@ -347,25 +429,17 @@ def tokenizer_of(folder: str | Path) -> Path | None:
 
 def options_of(size: DecoderSizes) -> config.Decoder:
     """The model options that say `size`."""
-    names = (
-        "width",
-        "heads",
-        "kv_heads",
-        "feed_forward",
-        "vocabulary",
-        "context",
-        "tied",
-        "rope_theta",
-        "norm_epsilon",
-        "family",
-        "window",
-        "attention_cap",
-        "logit_cap",
-        "attention_scale",
-        "rope",
-    )
+    names = set(config.Gpt.__struct_fields__) & {field.name for field in fields(size)} - {"layers"}
     head = size.head_size if size.query_width != size.width else None
     shared: dict[str, Any] = {"depth": size.layers, "head_size": head} | {name: getattr(size, name) for name in names}
+    usual = {
+        "attention_scale": size.head_size**-0.5,
+        "local_theta": size.rope_theta,
+        "period": size.blocks.period,
+        "attention_bias": size.blocks.always_biased or None,
+    }
+    plain = config.Gpt()
+    shared |= {name: getattr(plain, name) for name, value in usual.items() if shared[name] == value}
     if size.experts == 1:
         return config.Gpt(**shared)
     routing = {name: getattr(size, name) for name in ROUTING}

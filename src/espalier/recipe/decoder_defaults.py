@@ -9,7 +9,15 @@ import math
 from typing import Any
 
 from espalier.recipe.base import Draft, ModelKind, RecipeBase, with_optimizer
-from espalier.recipe.decoder_shapes import Decoder, Gpt, Moe, active_parameter_count, parameter_count, published
+from espalier.recipe.decoder_shapes import (
+    MIXTURES,
+    Decoder,
+    Gpt,
+    Moe,
+    active_parameter_count,
+    parameter_count,
+    published,
+)
 from espalier.recipe.errors import UserError
 from espalier.recipe.sections import Adapters, Dpo, Lora
 
@@ -166,6 +174,9 @@ def _check(recipe: RecipeBase) -> None:
         size = model.width // model.heads
         why = f"rotary positions turn pairs of columns, and {model.width} / {model.heads} = {size} is odd"
         raise UserError(f"model.heads = {model.heads} gives heads of odd size.", why=why, do=_divisors(model.width))
+    if isinstance(model, Moe) and model.family not in MIXTURES:
+        do = f"model.family = one of {', '.join(MIXTURES)}"
+        raise UserError(f'model.family = "{model.family}" has no mixture of experts.', do=do)
     if isinstance(model, Moe) and model.experts == 1:
         raise UserError("model.experts = 1 leaves nothing to choose.", do='model.kind = "gpt", or two experts or more')
     if isinstance(model, Moe) and model.active > model.experts:

@@ -58,6 +58,8 @@ SPREAD_EXPERTS = Claim(
 )
 LIMITED = Claim("limited_attention", question="attention", forbids={"attention over cut sequences"})
 """Windows, caps and scales of attention, which rings over ranks do not have."""
+WHOLE_NORMS = Claim("norms_of_all_heads", question="norms", forbids={"matrices are cut"})
+"""Norms of queries and keys over all heads, of which a rank would have some."""
 COPIES = Claim("faults.memory", question="copies", changes={"states are copied"})
 ROLLBACK = Claim("faults.rollback", question="rollback", changes={"steps are taken back"})
 HERE = {"device"}
@@ -88,6 +90,7 @@ def properties(recipe: Recipe, plan: Plan) -> list[Claim]:
         # States that wait elsewhere are copied only where that is asked for.
         COPIES: set(astuple(plan.offload)) == HERE if memory == "auto" else units.size(memory, "faults.memory") > 0,
         LIMITED: decoder_shapes.limited(recipe.model),
+        WHOLE_NORMS: decoder_shapes.normed_whole(recipe.model),
         ROLLBACK: recipe.faults.rollback != "never",
     }
     return [claim for claim, true in holds.items() if true]
