@@ -13,6 +13,7 @@ import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
+from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -39,6 +40,8 @@ from espalier.recipe.units import plural
 FILE_BYTES = 5 * 10**9
 """Most bytes in one weights file, as `save_pretrained` splits them."""
 
+HUB = "hf:"
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 INDEX = "model.safetensors.index.json"
 _WEIGHTS = "model.safetensors"
 _FOLDER = "give a folder with config.json and safetensors, or download it again"
@@ -116,9 +119,43 @@ def config_of(size: DecoderSizes, token_ids: JsonObject, dtype: str) -> JsonObje
 
 
 def opened(folder: str | Path) -> Path:
-    """`folder`, or the folder that a GGUF file of that name was made into."""
+    """`folder`; of a model on the Hugging Face hub (`hf:ORG/NAME`, `hf:ORG/NAME@REVISION`), that of its cache; of a
+    GGUF file, the one that it was made into. Raises UserError."""
     path = Path(folder)
+    if str(folder).startswith(HUB):
+        return _downloaded(str(folder))
+    if _HUB_NAME.fullmatch(str(folder)) and not path.exists():
+        raise UserError(f"There is no folder {folder}.", do=f'"{HUB}{folder}", if the model of the hub is meant')
     return gguf_file.folder_of(path) if path.suffix == gguf_file.SUFFIX else path
+
+
+@cache
+def _downloaded(name: str) -> Path:
+    """The folder of the hub's cache; the network is asked where files are missing there."""
+    from huggingface_hub import snapshot_download
+
+    repository, _, revision = name.removeprefix(HUB).partition("@")
+    last: Exception | None = None
+    for offline in (True, False):
+        try:
+            folder = Path(
+                snapshot_download(
+                    repository,
+                    revision=revision or None,
+                    local_files_only=offline,
+                    allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"],
+                    ignore_patterns=["*/*", "consolidated*"],
+                )
+            )
+            _files(folder)
+            return folder
+        except Exception as error:  # the library's errors have no common base
+            last = error
+    raise UserError(
+        f"model.initial = {name!r} cannot be loaded.",
+        why=f"{type(last).__name__}: {last}",
+        do="hf:ORG/NAME of a model with safetensors (private ones after `hf auth login`), or download a folder",
+    )
 
 
 def copy(folder: Path, target: Path) -> None:
@@ -302,6 +339,8 @@ def require_same(wanted: config.Decoder, stored: config.Decoder, origin: str) ->
         differing = [f"one of the two has experts: {type(wanted).__name__} here, {type(stored).__name__} there"]
     if differing:
         do = "leave those options out of [model] or give the values there"
+        if wanted.depth != stored.depth:
+            do += '; model.layers = "first 12" takes the first 12 layers'
         raise UserError(f"The weights in {origin} do not fit the model.", why="; ".join(differing), do=do)
 
 

@@ -6,6 +6,7 @@ One dial, `model.depth`, sets the rest (after nanochat's `--depth`): width, head
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 from espalier.recipe.base import Draft, ModelKind, RecipeBase, with_optimizer
@@ -160,6 +161,7 @@ def _batch(draft: Draft, parameters: int) -> None:
 def _check(recipe: RecipeBase) -> None:
     model = recipe.model
     assert isinstance(model, Decoder)
+    layers_taken(model)
     if model.width and model.heads and model.width % model.heads:
         why = f"model.width = {model.width} is not a multiple of it"
         raise UserError(f"model.heads = {model.heads} does not divide the width.", why=why, do=_divisors(model.width))
@@ -193,6 +195,20 @@ def _check(recipe: RecipeBase) -> None:
             why=f"model.context = {context}",
             do=f"train.sequence = {context}, or model.context = {sequence}, as rotary positions reach further",
         )
+
+
+def layers_taken(model: Decoder) -> int | None:
+    """How many layers of `model.initial` the recipe takes; None: all. Raises UserError for other words."""
+    if model.layers is None:
+        return None
+    match = re.fullmatch(r"first ([1-9]\d{0,4})", model.layers)
+    if match is None or model.initial is None:
+        raise UserError(
+            f"model.layers = {model.layers!r} is not possible.",
+            why="it says which layers of model.initial are taken: the first of them",
+            do='model.layers = "first 12" and model.initial, or model.depth for a model of your own',
+        )
+    return int(match[1])
 
 
 def no_initial(tune: Adapters) -> UserError:

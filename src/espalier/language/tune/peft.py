@@ -61,6 +61,12 @@ def tensors_of(model: gpt.GPT) -> dict[str, Tensor]:
 def _places(model: gpt.GPT) -> dict[str, Tensor]:
     """The parameters of the adapters by PEFT's names."""
     kind = hf_config.kind_of(model.size)
+    if kind in hf.FUSED:
+        raise UserError(
+            f"PEFT has no adapters of {kind}'s matrices as they are trained here.",
+            why="its folders join query, key and value, or gate and up, in one matrix",
+            do="espalier export --to hf, with the adapters merged",
+        )
     places: dict[str, Tensor] = {}
     for name, layer in lora.layers(model).items():
         theirs = _BEFORE + hf.renamed(f"{name}.weight", kind).removesuffix("weight")
@@ -82,11 +88,19 @@ def config_of(workload: DecoderWorkload, tensors: Iterable[str]) -> dict[str, An
     """`adapter_config.json` of adapters whose `tensors` have these names."""
     tune = workload.recipe.tune
     assert isinstance(tune, Adapters)
+    model: Any = workload.recipe.model
+    if model.layers is not None:
+        raise UserError(
+            f"Adapters of the {model.layers} layers do not fit the whole {model.initial}.",
+            do="espalier export --to hf, with the adapters merged",
+        )
+    base, _, revision = (model.initial or "").removeprefix(hf.HUB).partition("@")
     names = {name.split(".")[-3] for name in tensors if name.endswith(_PARTS["lora_a"])}
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": workload.recipe.model.initial,  # type: ignore[attr-defined]
+        "base_model_name_or_path": base or None,
+        "revision": revision or None,
         "r": tune.rank,
         "lora_alpha": 2.0 * tune.rank if tune.alpha is None else tune.alpha,
         "lora_dropout": 0.0,
