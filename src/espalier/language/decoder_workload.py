@@ -92,9 +92,7 @@ class DecoderWorkload(Plain):
         """The decoder on the meta device but for its positions, and its weights one by one."""
         model = new_model(self.options, self.recipe.train.seed, torch.device("meta"))
         seed = self.recipe.train.seed
-        for rotation in (model.rotation, model.local_rotation):
-            if rotation is not None:
-                rotation.to_empty(device="cpu")
+        model.rotation.to_empty(device="cpu")
         if self.options.initial is not None:
             from espalier.language import hf
 

@@ -63,9 +63,9 @@ def _refuse_foreign(size: DecoderSizes) -> None:
         "weights of experts that are normalized otherwise": size.experts > 1
         and size.normalized == (kind == "qwen2_moe"),
         "a window of attention": size.window is not None and "attention.sliding_window" not in known_fields,
-        "layers of two kinds in another period": hf.options_of(size).period is not None,
         "a base of positions of its own in some layers": hf.options_of(size).local_theta is not None
         and "rope.freq_base_swa" not in known_fields,
+        "blocks without the window of their family": size.blocks.local_positions and size.window is None,
         "caps of scores": [cap is not None for cap in (size.attention_cap, size.logit_cap)] != [gemma2] * 2,
         "a head of its own beside Gemma's blocks": size.blocks.gemma and not size.tied,
         "a head that is the table beside OLMo's blocks": not size.blocks.input_norms and size.tied,

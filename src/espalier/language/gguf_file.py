@@ -56,7 +56,8 @@ class Architecture(NamedTuple):
 
 
 _TABLES = data_table(__file__)
-COMMON_FIELDS: Mapping[str, str] = _TABLES["fields"]["common"]
+_WHOLE_FIELDS: Mapping[str, str] = _TABLES["fields"]["wholes"]
+COMMON_FIELDS: Mapping[str, str] = {**_WHOLE_FIELDS, **_TABLES["fields"]["common"]}
 
 
 def _joined(table: str, groups: Sequence[str]) -> dict[str, str]:
@@ -164,24 +165,19 @@ def _config(fields: JsonObject, file: Path, tensors: Mapping[str, Array]) -> tup
     heads = metadata.get("attention.head_count", Whole)
     width = metadata.get("embedding_length", Whole)
     head = metadata.get("attention.key_length", Whole, max(1, width // heads))
+    usual = {"attention.head_count_kv": heads}
     config = {
         "architectures": [hf_config.FAMILIES[kind]],
         "model_type": kind,
-        "num_hidden_layers": metadata.get("block_count", Whole),
-        "hidden_size": width,
-        "intermediate_size": metadata.get("feed_forward_length", Whole),
-        "num_attention_heads": heads,
-        "num_key_value_heads": metadata.get("attention.head_count_kv", Whole, heads),
+        **{key: metadata.get(field, Whole, usual.get(field)) for field, key in _WHOLE_FIELDS.items()},
         "head_dim": head,
         "vocab_size": len(GgufFields(file, fields, "tokenizer").get("ggml.tokens", list[str])),
-        "max_position_embeddings": metadata.get("context_length", Whole),
         "tie_word_embeddings": "output.weight" not in tensors,
         "rope_theta": metadata.get("rope.freq_base", Real, 10_000.0),
         "rms_norm_eps": float(f"{metadata.get('attention.layer_norm_rms_epsilon', Real):.6g}"),
         "hidden_act": "silu",
         **_scaling(metadata),
     }
-    config |= _experts(kind, metadata, tensors, file) if "expert_count" in metadata else {}
     config |= _variants(kind, metadata, config, tensors)
     if FREQUENCIES in tensors:
         config["rope_scaling"] = _llama3(tensors[FREQUENCIES], metadata, config, file)
@@ -194,7 +190,6 @@ def _rest(metadata: GgufFields, kind: str, config: JsonObject) -> list[str]:
     pattern = [(layer + 1) % period > 0 for layer in range(config["num_hidden_layers"])] if period else []
     neutral = {
         **_TABLES["neutral"],
-        "rope.dimension_count": (config["head_dim"],),
         "attention.value_length": (config["head_dim"],),
         "attention.sliding_window_pattern": (period, pattern),
     }
@@ -221,44 +216,35 @@ _SAID_OTHERWISE = ("vocab_size", "expert_feed_forward_length", "expert_shared_fe
 _KINDS = {architecture.name: kind for kind, architecture in ARCHITECTURES.items() if kind not in ("mixtral", "olmo3")}
 
 
-def _experts(kind: str, metadata: GgufFields, tensors: Mapping[str, Array], file: Path) -> dict[str, Any]:
-    count = metadata.get("expert_count", Whole)
-    active = metadata.get("expert_used_count", Whole)
-    if kind == "mixtral":
-        return {"num_local_experts": count, "num_experts_per_tok": active}
-    if missing := {"blk.0.ffn_up_exps.weight", *_SHARED_UP.get(kind, ())} - set(tensors):
-        raise UserError(f"{file} does not hold {min(missing)}.", do=AGAIN)
-    inner = int(tensors["blk.0.ffn_up_exps.weight"].shape[1])
-    experts = {"num_experts": count, "num_experts_per_tok": active, "moe_intermediate_size": inner}
-    if kind == "qwen2_moe":
-        experts["shared_expert_intermediate_size"] = int(tensors["blk.0.ffn_up_shexp.weight"].shape[0])
-    return experts | {"norm_topk_prob": kind == "qwen3_moe"}
-
-
-_SHARED_UP = {"qwen2_moe": ("blk.0.ffn_up_shexp.weight",)}
-
-
 def _variants(kind: str, metadata: GgufFields, config: JsonObject, tensors: Mapping[str, Array]) -> dict[str, Any]:
-    """Windows, scales and caps, biases, and the share of columns that turn."""
-    turning = metadata.get("rope.dimension_count", Whole, config["head_dim"])
-    values: dict[str, Any] = {"attention_bias": kind not in _QWEN2 and "blk.0.attn_q.bias" in tensors}
-    if turning != config["head_dim"]:
-        values["partial_rotary_factor"] = turning / config["head_dim"]
-    elif kind == "glm4":
-        values["partial_rotary_factor"] = 1.0
-    if kind == "olmo3":
-        values["rope_local_base_freq"] = config["rope_theta"]
+    """Experts, windows, scales and caps, biases, and the share of columns that turn."""
+    head = config["head_dim"]
+    values: dict[str, Any] = {
+        "attention_bias": kind not in _QWEN2 and "blk.0.attn_q.bias" in tensors,
+        "partial_rotary_factor": metadata.get("rope.dimension_count", Whole, head) / head,
+        "norm_topk_prob": kind == "qwen3_moe",
+    }
     for field, key in ARCHITECTURES[kind].fields.items():
-        if (kind == "granite" or field in metadata) and not field.startswith("expert"):
+        if key in _STORED_SIZES:
+            tensor, dim = _STORED_SIZES[key]
+            if tensor not in tensors:
+                raise UserError(f"{metadata.file} does not hold {tensor}.", do=AGAIN)
+            values[key] = int(tensors[tensor].shape[dim])
+        elif kind == "granite" or field.startswith("expert") or field in metadata:
             value = metadata.get(field, int | float)
             values[key] = _short(value) if isinstance(value, float) else value
+    if kind == "olmo3":
+        values["rope_local_base_freq"] = config["rope_theta"]
     if kind in LARGEST_GEMMA:
         large = config["num_hidden_layers"] == LARGEST_GEMMA[kind]
-        width = config["hidden_size"] / config["num_attention_heads"]
-        values["query_pre_attn_scalar"] = width if large else config["head_dim"]
+        values["query_pre_attn_scalar"] = config["hidden_size"] / config["num_attention_heads"] if large else head
     return values
 
 
+_STORED_SIZES = {
+    "moe_intermediate_size": ("blk.0.ffn_up_exps.weight", 1),
+    "shared_expert_intermediate_size": ("blk.0.ffn_up_shexp.weight", 0),
+}
 _QWEN2 = ("qwen2", "qwen2_moe")
 """Kinds that always have biases."""
 

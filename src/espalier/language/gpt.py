@@ -78,12 +78,15 @@ class Rotation(nn.Module):
         self.size = size
         for name in ("cos", "sin"):
             self.register_buffer(name, torch.empty(size.context, size.head_size // 2), persistent=False)
+        local = replace(size, rope=None, rope_theta=size.local_theta or size.rope_theta, window=None)
+        self.local = Rotation(local) if size.window and size.blocks.local_positions else None
         self._fill()
 
     def forward(self, where: Where) -> Rotary:
-        """The turns of its positions."""
+        """The turns of its positions, and those of layers with a window where they are others."""
         positions = where.positions
-        turn = Rotary(self.cos[positions], self.sin[positions], where)
+        local = None if self.local is None else self.local(where)
+        turn = Rotary(self.cos[positions], self.sin[positions], where, local)
         rope = self.size.rope
         if rope is None or not rope.query:
             return turn
@@ -232,8 +235,6 @@ class GPT(nn.Module):
         table = torch.empty(size.vocabulary, size.width)
         self.embedding = nn.Embedding(size.vocabulary, size.width, _weight=table)
         self.rotation = Rotation(size)
-        local = replace(size, rope=None, rope_theta=size.local_theta or size.rope_theta)
-        self.local_rotation = Rotation(local) if size.window and size.blocks.local_positions else None
         self.blocks = nn.ModuleList(self.block(layer) for layer in range(size.layers))
         self.norm = norm_of(size, size.width)
         # Tied: no second name for the table, so that moving from the meta device cannot tear the two apart.
@@ -325,8 +326,7 @@ class GPT(nn.Module):
             positions = torch.arange(start, stop, device=tokens.device)
             positions = positions if padding is None else (positions - padding[:, None]).clamp_(min=0)
             where = Where(positions, padding=padding)
-        turn = self.rotation(where)
-        return turn if self.local_rotation is None else turn._replace(local=self.local_rotation(where))
+        return self.rotation(where)
 
 
 def predict(

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from espalier import recipe as config
@@ -167,33 +166,14 @@ def copy(folder: Path, target: Path) -> None:
 
 
 def _write(folder: Path, tensors: Mapping[str, Tensor], table: JsonObject) -> None:
-    files = _split(tensors)
-    for name, part in files.items():
-        save_file(part, folder / name, metadata={"format": "pt"})
-    if len(files) > 1:
-        total = sum(_bytes(tensor) for tensor in tensors.values())
-        where = {key: name for name, part in files.items() for key in part}
-        _json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": where})
+    from huggingface_hub import save_torch_state_dict
+
+    save_torch_state_dict(dict(tensors), folder, max_shard_size=FILE_BYTES)
     _json(folder / CONFIG, table)
-    for name in files:
-        shutil.copymode(folder / CONFIG, folder / name)  # safetensors makes files that only their owner may read
+    for file in folder.glob("*.safetensors"):
+        shutil.copymode(folder / CONFIG, file)  # safetensors makes files that only their owner may read
     special = {key: table[key] for key in ID_KEYS if table.get(key) is not None}
     _json(folder / GENERATION, {"_from_model_config": True, **special})
-
-
-def _split(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
-    """File name to tensors, in order, each file up to FILE_BYTES (or one tensor)."""
-    parts: list[dict[str, Tensor]] = [{}]
-    room = FILE_BYTES
-    for name, tensor in tensors.items():
-        if parts[-1] and _bytes(tensor) > room:
-            parts.append({})
-            room = FILE_BYTES
-        parts[-1][name] = tensor
-        room -= _bytes(tensor)
-    if len(parts) == 1:
-        return {"model.safetensors": parts[0]}
-    return {f"model-{i:05}-of-{len(parts):05}.safetensors": part for i, part in enumerate(parts, 1)}
 
 
 def _compare(folder: Path, tensors: Mapping[str, Tensor]) -> None:
@@ -474,7 +454,6 @@ def options_of(size: DecoderSizes) -> config.Decoder:
     usual = {
         "attention_scale": size.head_size**-0.5,
         "local_theta": size.rope_theta,
-        "period": size.blocks.period,
         "attention_bias": size.blocks.always_biased or None,
     }
     plain = config.Gpt()
@@ -553,10 +532,6 @@ def _renamed(name: str, table: Mapping[str, str]) -> str:
     numbers = re.findall(r"(?<=\.)\d+(?=\.)", name)
     pattern = _pattern(name)
     return table[pattern].format(*numbers) if pattern in table else name
-
-
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
 
 
 def _json(path: Path, table: JsonObject) -> None:

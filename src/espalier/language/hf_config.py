@@ -58,6 +58,7 @@ def _variants(size: DecoderSizes) -> dict[str, Any]:
         **_CONSTANTS,
         **{theirs: getattr(size, ours) for theirs, ours in _TABLES["some_sizes"].items()},
         "pad_token_id": None,  # else transformers takes that of the family, which no table of another size has
+        "sliding_window": size.window or (size.context if size.blocks.period else None),  # of no layer
         "query_pre_attn_scalar": int(scalar) if scalar == int(scalar) else scalar,
         "layer_types": [_KINDS[full or size.window is None] for full in differs],
         "rope_local_base_freq": size.local_theta or size.rope_theta,
@@ -187,20 +188,16 @@ def options(table: JsonObject, folder: str) -> config.Decoder:
 
 def _with_experts(kind: str, table: JsonObject, shared: dict[str, Any]) -> config.Moe | None:
     """The options of a mixture of experts; None: the kind has none."""
-    if kind == "mixtral":
-        experts = _whole(table, "num_local_experts")
-        active = _whole(table, "num_experts_per_tok")
-        return config.Moe(**shared, experts=experts, active=active)
-    if kind not in QWEN_MOE.values():
+    if "num_experts_per_tok" not in _TABLES["written"][kind]:
         return None
-    shared |= {"feed_forward": _whole(table, "moe_intermediate_size"), "family": kind.removesuffix("_moe")}
-    return config.Moe(
-        **shared,
-        experts=_whole(table, "num_local_experts" if table.get("num_local_experts") else "num_experts"),
-        active=_whole(table, "num_experts_per_tok"),
-        normalized=bool(table.get("norm_topk_prob", False)),
-        shared=_whole(table, "shared_expert_intermediate_size") if kind == "qwen2_moe" else 0,
-    )
+    count = "num_local_experts" if table.get("num_local_experts") else "num_experts"
+    shared |= {"experts": _whole(table, count), "active": _whole(table, "num_experts_per_tok")}
+    if kind in QWEN_MOE.values():
+        shared["feed_forward"] = _whole(table, "moe_intermediate_size")
+        shared["normalized"] = bool(table.get("norm_topk_prob", False))
+        shared["family"] = kind.removesuffix("_moe")
+        shared["shared"] = _whole(table, "shared_expert_intermediate_size") if kind == "qwen2_moe" else 0
+    return config.Moe(**shared)
 
 
 def _with_variants(kind: str, table: JsonObject, shared: dict[str, Any], head: int) -> dict[str, Any]:
@@ -210,8 +207,11 @@ def _with_variants(kind: str, table: JsonObject, shared: dict[str, Any], head: i
     differs = _differing(table, shared["depth"], written)
     windowed = "sliding_window" in written and not all(differs)
     window = _typed(Whole | None, "sliding_window", table.get("sliding_window")) if windowed else None
-    period = _period(differs, blocks.period) if blocks.period and (window or blocks.plain_positions) else None
-    shared |= {"family": kind, "window": window, "period": period, **_scales(table, written, head)}
+    if (window and blocks.period) or blocks.plain_positions:
+        usual = [(layer + 1) % blocks.period == 0 for layer in range(len(differs))]
+        if differs != usual:
+            raise ValueError(f"layers of two kinds in another order than one of each {blocks.period}")
+    shared |= {"family": kind, "window": window, **_scales(table, written, head)}
     if blocks.local_positions:
         if windowed and not window:
             raise ValueError("no sliding_window, but layers with one")
@@ -256,14 +256,6 @@ def _differing(table: JsonObject, depth: int, written: Sequence[str]) -> list[bo
     return differs
 
 
-def _period(differs: Sequence[bool], usual: int) -> int | None:
-    """The period of `differs`; None: the `usual` one. Raises ValueError where there is none."""
-    for period in (usual, *range(1, len(differs) + 2)):
-        if all(there == ((layer + 1) % period == 0) for layer, there in enumerate(differs)):
-            return None if period == usual else period
-    raise ValueError(f"layers of two kinds in no period: {', '.join(str(int(there)) for there in differs)}")
-
-
 def _rope(table: JsonObject, layers: str = "full_attention") -> JsonObject:
     """What is said of the rotary positions, where it differs of those `layers`; in this order, as transformers."""
     scaling = table.get("rope_scaling") or {}
@@ -281,13 +273,9 @@ def _rope_kind(table: JsonObject, layers: str = "full_attention") -> str:
 def _rope_options(table: JsonObject) -> Rope | None:
     kind = _rope_kind(table)
     given = _rope(table)
-    query = float(given.get("llama_4_scaling_beta") or 0.0)
-    if kind == "default" and not query:
+    if kind == "default":
         return None
     original = given.get("original_max_position_embeddings") or table.get("original_max_position_embeddings")
-    shared = {"original": _typed(Whole | None, "original_max_position_embeddings", original), "query": query}
-    if kind == "default":
-        return Rope("linear", **shared)  # by a factor of 1
     low, high = _EDGES[kind]
     factor = _typed(Real, "factor", given["factor"])
     attention = given.get("attention_factor")
@@ -301,7 +289,8 @@ def _rope_options(table: JsonObject) -> Rope | None:
         low=float(given.get(low) or 1.0),
         high=None if given.get(high) is None else float(given[high]),
         attention=None if attention is None else float(attention),
-        **shared,
+        original=_typed(Whole | None, "original_max_position_embeddings", original),
+        query=float(given.get("llama_4_scaling_beta") or 0.0),
     )
 
 
@@ -325,7 +314,8 @@ def _refuse_foreign(table: JsonObject, kind: str, folder: str) -> None:
         or _rope_kind(table, _KINDS[False]) != "default"
         or rope.get("truncate") is False
         or ("llama_4_scaling_beta" in rope and kind != "ministral3")
-        or (_rope_kind(table) == "default" and rope.get("factor") not in (None, 1)),
+        or (_rope_kind(table) == "default" and rope.get("factor") not in (None, 1))
+        or (_rope_kind(table) == "default" and rope.get("llama_4_scaling_beta") not in (None, 0)),
         **{name: table.get(name) not in (None, 1) for name in _SCALES if name not in known_keys},
         **{name: bool(table.get(name)) for name in _FOREIGN if name not in known_keys},
     }

@@ -36,9 +36,9 @@ class Decoder(Model, frozen=True):
     """What the language decoders share. Give `depth`, or `shape`, or the numbers themselves.
 
     `family`: whose blocks these are (`Blocks`). `layers`: "first N", of `initial`; the others are left out.
-    `head_size`: where it is not width / heads; `window`: tokens a query sees; of families with a `period` (None: the
-    family's) each layer of that number sees all tokens, or of SmolLM3 has no positions. `local_theta`: base of the
-    rotary positions of the other layers (None: `rope_theta`), which are not stretched. `rotary`: share of the columns
+    `head_size`: where it is not width / heads; `window`: tokens a query sees, but for one layer of each period of
+    the family. `local_theta`: base of the rotary positions of layers with a window (None: `rope_theta`), which are not
+    stretched. `rotary`: share of the columns
     of a head that turn. `attention_cap`, `logit_cap`: c tanh(x / c) of attention's scores and of logits;
     `attention_scale`: of scores, where it is not 1 / sqrt(head_size); `embedding_scale`, `residual_scale`,
     `logit_scale`: what embeddings, what a layer adds to the stream, and logits are multiplied by.
@@ -60,7 +60,6 @@ class Decoder(Model, frozen=True):
     family: Family = "llama"
     head_size: int | None = None
     window: int | None = None
-    period: int | None = None
     local_theta: float | None = None
     rotary: float = 1.0
     attention_bias: bool = False
@@ -183,7 +182,6 @@ class DecoderSizes:
     family: Family = "llama"
     head: int | None = None
     window: int | None = None
-    period: int | None = None
     local_theta: float | None = None
     rotary: float = 1.0
     attention_bias: bool = False
@@ -226,7 +224,7 @@ class DecoderSizes:
 
     def differs(self, layer: int) -> bool:
         """Whether `layer` is one of each period: it sees all tokens, or has no positions."""
-        period = self.period or self.blocks.period
+        period = self.blocks.period
         return period > 0 and (layer + 1) % period == 0
 
     @property

@@ -28,6 +28,7 @@ CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 _BASE = "base"
 """In the metadata of the weights: `fingerprint` of the model they were trained with."""
+_MERGED = "espalier export --to hf, with the adapters merged"
 _BEFORE = "base_model.model."
 _PARTS = {"lora_a": "lora_A.weight", "lora_b": "lora_B.weight", "magnitude": "lora_magnitude_vector.weight"}
 
@@ -65,7 +66,7 @@ def _places(model: gpt.GPT) -> dict[str, Tensor]:
         raise UserError(
             f"PEFT has no adapters of {kind}'s matrices as they are trained here.",
             why="its folders join query, key and value, or gate and up, in one matrix",
-            do="espalier export --to hf, with the adapters merged",
+            do=_MERGED,
         )
     places: dict[str, Tensor] = {}
     for name, layer in lora.layers(model).items():
@@ -90,10 +91,7 @@ def config_of(workload: DecoderWorkload, tensors: Iterable[str]) -> dict[str, An
     assert isinstance(tune, Adapters)
     model: Any = workload.recipe.model
     if model.layers is not None:
-        raise UserError(
-            f"Adapters of the {model.layers} layers do not fit the whole {model.initial}.",
-            do="espalier export --to hf, with the adapters merged",
-        )
+        raise UserError(f"Adapters of the {model.layers} layers do not fit the whole {model.initial}.", do=_MERGED)
     base, _, revision = (model.initial or "").removeprefix(hf.HUB).partition("@")
     names = {name.split(".")[-3] for name in tensors if name.endswith(_PARTS["lora_a"])}
     return {
