@@ -25,17 +25,12 @@ FAST, SLOW = 32.0, 1.0
 """Turns in the original context between which YaRN's ramp lies (arXiv 2309.00071, section 3.2)."""
 
 
-def plain_rates(size: DecoderSizes) -> Float64[Tensor, " turning"]:
-    """Radians per token of each pair of columns that turns, as they are before `size.rope` stretches them."""
-    exponents = torch.arange(0, size.rotary_columns, 2, dtype=torch.float64) / size.rotary_columns
-    return size.rope_theta**-exponents
-
-
 def rates(size: DecoderSizes) -> tuple[Float64[Tensor, " turning"], float]:
     """The rates of rotary positions (radians per token) as `size.rope` stretches them, and what cosines and sines are
     multiplied by."""
     rope = size.rope
-    plain = plain_rates(size)
+    columns = int(size.head_size * size.rotary)
+    plain = size.rope_theta ** -(torch.arange(0, columns, 2, dtype=torch.float64) / columns)
     if rope is None:
         return plain, 1.0
     slow = plain / rope.factor
@@ -58,10 +53,10 @@ def _ramp(plain: Tensor, slow: Tensor, size: DecoderSizes, rope: Rope) -> Tensor
 
     def column(turns: float) -> float:
         original = rope.original or size.context
-        return size.rotary_columns * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(size.rope_theta))
+        return 2 * len(plain) * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(size.rope_theta))
 
     low = max(math.floor(column(FAST if rope.high is None else rope.high)), 0)
-    high = min(math.ceil(column(rope.low)), size.rotary_columns - 1)
+    high = min(math.ceil(column(rope.low)), 2 * len(plain) - 1)
     columns = torch.arange(len(plain), dtype=plain.dtype, device=plain.device)
     share = ((columns - low) / max(high - low, 1e-3)).clamp(0, 1)
     return slow * share + plain * (1 - share)

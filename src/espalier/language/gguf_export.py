@@ -6,6 +6,7 @@ import json
 import math
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import numpy as np
 import torch
 
 from espalier.language import gguf_file, gpt, hf, hf_config
-from espalier.language.attention_variants import FAST, SLOW, plain_rates, rates
+from espalier.language.attention_variants import FAST, SLOW, rates
 from espalier.language.decoder_workload import new_model
 from espalier.language.gguf_header import Array
 from espalier.language.tokenizer_files import TOKENIZER
@@ -70,7 +71,7 @@ def _refuse_foreign(size: DecoderSizes) -> None:
         "a head of its own beside Gemma's blocks": size.blocks.gemma and not size.tied,
         "a head that is the table beside OLMo's blocks": not size.blocks.input_norms and size.tied,
         "heads of a size of their own": size.query_width != size.width and kind in _FIXED_HEADS,
-        "biases of attention": bool(size.biased) and "blk.{}.attn_q.bias" not in gguf_file.ARCHITECTURES[kind].names,
+        "biases of attention": size.attention_bias and "blk.{}.attn_q.bias" not in gguf_file.ARCHITECTURES[kind].names,
         "stretched positions of this kind": _stretched_otherwise(size),
         "a scale of attention of its own": abs(scale - fixed) > 1e-3 and kind != "granite",
     }
@@ -127,7 +128,8 @@ def _exported(model: gpt.GPT, kind: str) -> dict[str, tuple[Array, Any]]:
     given = {name: value.numpy() for name, value in hf.to_theirs(state, size).items()}
     arrays = _order(size).joined(given)
     if size.rope is not None and size.rope.kind == "llama3":
-        arrays[gguf_file.FREQUENCIES] = (plain_rates(size) / rates(size)[0]).float().numpy()
+        plain, _ = rates(replace(size, rope=None))
+        arrays[gguf_file.FREQUENCIES] = (plain / rates(size)[0]).float().numpy()
     exported = {}
     for name, array in arrays.items():
         whole = array.ndim == 1 or name.endswith(gguf_file.WHOLE_FLOATS)

@@ -117,7 +117,7 @@ class CausalAttention(nn.Module):
     def __init__(self, size: DecoderSizes, layer: int = 0) -> None:
         super().__init__()
         self.head_size = size.head_size
-        biased = size.biased
+        biased = size.blocks.biased if size.attention_bias else ()
         self.query = nn.Linear(size.width, size.query_width, bias="query" in biased)
         self.key = nn.Linear(size.width, size.kv_width, bias="key" in biased)
         self.value = nn.Linear(size.width, size.kv_width, bias="value" in biased)
@@ -195,11 +195,10 @@ class DecoderBlock(nn.Module):
 
     def forward(self, x: Float[Tensor, "batch seq width"], turn: Rotary, past: Past | None = None) -> Any:
         """The residual stream after this layer."""
-        x = x + self._scaled(self.attention_end(self.attention(self.attention_norm(x), turn, past)))
-        return x + self._scaled(self.feed_forward_end(self.feed_forward(self.feed_forward_norm(x))))
-
-    def _scaled(self, answer: Tensor) -> Tensor:
-        return answer if self.scale == 1.0 else self.scale * answer
+        mixed = self.attention_end(self.attention(self.attention_norm(x), turn, past))
+        x = x + (mixed if self.scale == 1.0 else self.scale * mixed)
+        fed = self.feed_forward_end(self.feed_forward(self.feed_forward_norm(x)))
+        return x + (fed if self.scale == 1.0 else self.scale * fed)
 
 
 def norm_of(size: DecoderSizes, width: int, there: bool = True) -> nn.Module:
@@ -239,6 +238,7 @@ class GPT(nn.Module):
         self.norm = norm_of(size, size.width)
         # Tied: no second name for the table, so that moving from the meta device cannot tear the two apart.
         self.head = None if size.tied else nn.Linear(size.width, size.vocabulary, bias=False)
+        self.scale = size.logit_scale
         self.through: Through = plainly
         self.predict: Callable[[Tensor, Tensor, int], Tensor] = predict
         self.score: Callable[..., Tensor] = partial(score, cap=size.logit_cap)
@@ -299,17 +299,14 @@ class GPT(nn.Module):
 
     def logits(self, x: Float[Tensor, "batch seq width"], last: int) -> Float[Tensor, "batch seq vocabulary"]:
         """Logits from the residual stream after the last block; `last`: of so many tokens at its end (0: of all)."""
-        return capped(self.predict(self.normed(x), self.words, last), self.size.logit_cap)
+        logits = self.predict(self.norm(x), self.words, last)
+        return capped(logits if self.scale == 1.0 else self.scale * logits, self.size.logit_cap)
 
     def losses(self, x: Float[Tensor, "batch seq width"], targets: Int[Tensor, "batch seq"]) -> Float[Tensor, ""]:
         """Sum of the cross entropies of `targets`, from the residual stream after the last block."""
         scored = partial(self.score, chunk=self.loss_chunk) if self.loss_chunk else self.score
-        return scored(self.normed(x), self.words, targets)
-
-    def normed(self, x: Float[Tensor, "batch seq width"]) -> Float[Tensor, "batch seq width"]:
-        """What the head reads: the normalised residual stream, times what logits are multiplied by."""
-        scale = self.size.logit_scale
-        return self.norm(x) if scale == 1.0 else scale * self.norm(x)
+        x = self.norm(x)
+        return scored(x if self.scale == 1.0 else self.scale * x, self.words, targets)
 
     @property
     def words(self) -> Float[Tensor, "vocabulary width"]:

@@ -73,7 +73,8 @@ def _with_initial(recipe: Recipe, initial: str) -> tuple[Recipe, Sequence[Deriva
         kind = stored.__struct_config__.tag
         raise UserError(f"model.initial = {initial!r} holds another kind of model.", do=f'model.kind = "{kind}"')
     derived = []
-    if (count := layers_taken(model)) is not None:
+    if model.layers is not None:
+        count = layers_taken(model)
         whole = stored.depth or 0
         if count > whole:
             raise UserError(f"model.layers = {model.layers!r}, but {initial} has {whole} layers.", do="fewer, or all")

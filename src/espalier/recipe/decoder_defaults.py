@@ -161,7 +161,8 @@ def _batch(draft: Draft, parameters: int) -> None:
 def _check(recipe: RecipeBase) -> None:
     model = recipe.model
     assert isinstance(model, Decoder)
-    layers_taken(model)
+    if model.layers is not None:
+        layers_taken(model)
     if model.width and model.heads and model.width % model.heads:
         why = f"model.width = {model.width} is not a multiple of it"
         raise UserError(f"model.heads = {model.heads} does not divide the width.", why=why, do=_divisors(model.width))
@@ -197,11 +198,9 @@ def _check(recipe: RecipeBase) -> None:
         )
 
 
-def layers_taken(model: Decoder) -> int | None:
-    """How many layers of `model.initial` the recipe takes; None: all. Raises UserError for other words."""
-    if model.layers is None:
-        return None
-    match = re.fullmatch(r"first ([1-9]\d{0,4})", model.layers)
+def layers_taken(model: Decoder) -> int:
+    """How many layers of `model.initial` the recipe takes. Raises UserError for other words."""
+    match = re.fullmatch(r"first ([1-9]\d{0,4})", model.layers or "")
     if match is None or model.initial is None:
         raise UserError(
             f"model.layers = {model.layers!r} is not possible.",

@@ -6,6 +6,8 @@ from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
+import msgspec
+
 from espalier.recipe.base import Model
 from espalier.recipe.data_table import data_table
 from espalier.recipe.errors import UserError, nearest
@@ -154,7 +156,12 @@ class Blocks:
     gemma: bool = False
 
 
-FAMILIES = {name: Blocks(**row) for name, row in data_table(str(Path(__file__).with_name("decoder_families"))).items()}
+FAMILIES = {
+    name: msgspec.convert(row, Blocks)
+    for name, row in data_table(str(Path(__file__).with_name("decoder_families"))).items()
+}
+WHOLE_NORMS = {name for name, blocks in FAMILIES.items() if blocks.head_norms == "all"}
+"""Families that normalise queries and keys over all heads together."""
 MIXTURES = ("llama", "mistral", "qwen2", "qwen3")
 """Families that have mixtures of experts."""
 
@@ -196,6 +203,7 @@ class DecoderSizes:
     bias: bool = False
     normalized: bool = True
     shared: int = 0
+    blocks: Blocks = Blocks()
 
     @property
     def head_size(self) -> int:
@@ -211,16 +219,6 @@ class DecoderSizes:
     def rotary_columns(self) -> int:
         """Columns of a head that turn."""
         return int(self.head_size * self.rotary)
-
-    @property
-    def blocks(self) -> Blocks:
-        """What the family has otherwise than Llama."""
-        return FAMILIES[self.family]
-
-    @property
-    def biased(self) -> tuple[str, ...]:
-        """Projections of attention that have a bias."""
-        return self.blocks.biased if self.attention_bias or self.blocks.always_biased else ()
 
     def differs(self, layer: int) -> bool:
         """Whether `layer` is one of each period: it sees all tokens, or has no positions."""
@@ -240,7 +238,9 @@ def sizes(model: Decoder) -> DecoderSizes:
     unset = [name for name, field in sizes_of_model.items() if values[name] is None and field.default is MISSING]
     assert not unset, f"model options not resolved: {', '.join(unset)}"
     bias = isinstance(model, Moe) and model.balancing == "bias"
-    return DecoderSizes(head=model.head_size, bias=bias, **values)
+    blocks = FAMILIES[model.family]
+    values["attention_bias"] |= blocks.always_biased
+    return DecoderSizes(head=model.head_size, bias=bias, blocks=blocks, **values)
 
 
 def parameter_count(model: Decoder) -> int:
@@ -256,8 +256,8 @@ def active_parameter_count(model: Decoder) -> int:
 def _count(size: DecoderSizes, every_expert: bool) -> int:
     attention = size.width * (2 * size.query_width + 2 * size.kv_width)
     columns = {"query": size.query_width, "key": size.kv_width, "value": size.kv_width, "out": size.width}
-    attention += sum(columns[name] for name in size.biased)
     blocks = size.blocks
+    attention += sum(columns[name] for name in blocks.biased) * size.attention_bias
     attention += {"": 0, "head": 2 * size.head_size, "all": size.query_width + size.kv_width}[blocks.head_norms]
     norms = 2 * size.width * (blocks.input_norms + blocks.output_norms)
     experts = size.experts if every_expert else size.active
@@ -271,9 +271,3 @@ def _count(size: DecoderSizes, every_expert: bool) -> int:
 def limited(model: Any) -> bool:
     """Whether the model attends with a window, a cap or a scale of its own."""
     return any(getattr(model, name, None) for name in ("window", "attention_cap", "attention_scale"))
-
-
-def normed_whole(model: Any) -> bool:
-    """Whether queries and keys are normalised over all heads together."""
-    blocks = FAMILIES.get(getattr(model, "family", ""))
-    return blocks is not None and blocks.head_norms == "all"

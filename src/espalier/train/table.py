@@ -90,7 +90,7 @@ def properties(recipe: Recipe, plan: Plan) -> list[Claim]:
         # States that wait elsewhere are copied only where that is asked for.
         COPIES: set(astuple(plan.offload)) == HERE if memory == "auto" else units.size(memory, "faults.memory") > 0,
         LIMITED: decoder_shapes.limited(recipe.model),
-        WHOLE_NORMS: decoder_shapes.normed_whole(recipe.model),
+        WHOLE_NORMS: getattr(recipe.model, "family", None) in decoder_shapes.WHOLE_NORMS,
         ROLLBACK: recipe.faults.rollback != "never",
     }
     return [claim for claim, true in holds.items() if true]
