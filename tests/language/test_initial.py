@@ -98,7 +98,7 @@ def test_a_bare_name_of_the_hub_leads_to_its_prefix(tmp_path: Path, monkeypatch:
     assert "hf:" not in str(error.value)
 
 
-def recipe_of(folder: Path, base: Path, **model: Any) -> config.Recipe:
+def recipe_of(folder: Path, base: Path, **model: Any) -> tuple[Any, Any]:
     lines = [f"{key} = {json.dumps(value)}" for key, value in {"initial": str(base), **model}.items()]
     (folder / "text.txt").write_text("a few words of text " * 200)
     text = "\n".join(["[model]", *lines, "[data]", f'path = "{folder}/text.txt"', "[train]", "steps = 1"])
