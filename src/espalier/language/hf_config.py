@@ -204,13 +204,9 @@ def _with_variants(kind: str, table: JsonObject, shared: dict[str, Any], head: i
     """The options of a dense decoder: windows, periods, positions, scales and caps."""
     written = _TABLES["written"][kind]
     blocks = decoder_shapes.FAMILIES[kind]
-    differs = _differing(table, shared["depth"], written)
-    windowed = "sliding_window" in written and not all(differs)
+    whole = blocks.period > 0 and _sees_all(table, shared["depth"], blocks)
+    windowed = "sliding_window" in written and not whole
     window = _typed(Whole | None, "sliding_window", table.get("sliding_window")) if windowed else None
-    if (window and blocks.period) or blocks.plain_positions:
-        usual = [(layer + 1) % blocks.period == 0 for layer in range(len(differs))]
-        if differs != usual:
-            raise ValueError(f"layers of two kinds in another order than one of each {blocks.period}")
     shared |= {"family": kind, "window": window, **_scales(table, written, head)}
     if blocks.local_positions:
         if windowed and not window:
@@ -242,18 +238,21 @@ def _scales(table: JsonObject, written: Sequence[str], head: int) -> dict[str, A
     return given
 
 
-def _differing(table: JsonObject, depth: int, written: Sequence[str]) -> list[bool]:
-    """Of each layer, whether it sees all tokens, or has no positions. Where a file does not say it: as the period."""
-    period = table.get("sliding_window_pattern") or table.get("no_rope_layer_interval") or 0
-    if "no_rope_layers" in written and table.get("no_rope_layers"):
-        differs = [not turns for turns in table["no_rope_layers"]][:depth]
-    elif "no_rope_layers" not in written and table.get("layer_types"):
-        differs = [name == _KINDS[True] for name in table["layer_types"]]
-    else:
-        differs = [period > 0 and (layer + 1) % period == 0 for layer in range(depth)]
-    if len(differs) != depth:
-        raise ValueError(f"{depth} layers, but {len(differs)} kinds of them")
-    return differs
+def _sees_all(table: JsonObject, depth: int, blocks: decoder_shapes.Blocks) -> bool:
+    """Whether all layers are those that see all tokens. Raises ValueError where they are in another order than that of
+    the family."""
+    given = table.get("no_rope_layers") if blocks.plain_positions else table.get("layer_types")
+    interval = table["no_rope_layer_interval" if blocks.plain_positions else "sliding_window_pattern"]
+    if given:
+        differs = [layer in (0, _KINDS[True]) for layer in given[:depth]]
+        if len(differs) != depth:
+            raise ValueError(f"{depth} layers, but {len(differs)} kinds of them")
+        if all(differs) and not blocks.plain_positions:
+            return True
+        interval = blocks.period if differs == [(layer + 1) % blocks.period == 0 for layer in range(depth)] else None
+    if interval != blocks.period:
+        raise ValueError(f"layers of two kinds in another order than one of each {blocks.period}")
+    return False
 
 
 def _rope(table: JsonObject, layers: str = "full_attention") -> JsonObject:
