@@ -190,6 +190,7 @@ def _rest(metadata: GgufFields, kind: str, config: JsonObject) -> list[str]:
     pattern = [(layer + 1) % period > 0 for layer in range(config["num_hidden_layers"])] if period else []
     neutral = {
         **_TABLES["neutral"],
+        "rope.dimension_count": (config["head_dim"],),
         "attention.value_length": (config["head_dim"],),
         "attention.sliding_window_pattern": (period, pattern),
     }
@@ -221,9 +222,10 @@ def _variants(kind: str, metadata: GgufFields, config: JsonObject, tensors: Mapp
     head = config["head_dim"]
     values: dict[str, Any] = {
         "attention_bias": kind not in _QWEN2 and "blk.0.attn_q.bias" in tensors,
-        "partial_rotary_factor": metadata.get("rope.dimension_count", Whole, head) / head,
         "norm_topk_prob": kind == "qwen3_moe",
     }
+    if kind in ("glm4", "phi3"):
+        values["partial_rotary_factor"] = metadata.get("rope.dimension_count", Whole, head) / head
     for field, key in ARCHITECTURES[kind].fields.items():
         if key in _STORED_SIZES:
             tensor, dim = _STORED_SIZES[key]
