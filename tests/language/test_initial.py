@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import huggingface_hub
@@ -17,6 +18,7 @@ from espalier.cli import resolve_recipe
 from espalier.language import gpt, hf
 from espalier.language.decoder_workload import new_model
 from espalier.language.tokenizer import ByteTokenizer
+from espalier.language.tune import lora, peft
 from espalier.recipe.errors import UserError
 
 SIZE: dict[str, Any] = {
@@ -141,3 +143,18 @@ def test_layers_without_weights_to_start_from_are_refused(tmp_path: Path) -> Non
     (tmp_path / "recipe.toml").write_text('[model]\nlayers = "first 2"\n[data]\npath = "python:stdlib"\n')
     with pytest.raises(UserError, match=r"model\.layers = 'first 2' is not possible"):
         resolve_recipe.resolve(tmp_path / "recipe.toml", [])
+
+
+def test_adapters_that_peft_cannot_hold_are_refused_by_name() -> None:
+    model = new_model(config.Gpt(**SIZE, family="phi3"), 1, torch.device("cpu"))
+    with pytest.raises(UserError, match="PEFT has no adapters of phi3's matrices"):
+        peft.tensors_of(lora.adapt(model, config.Lora(rank=2), 1))
+
+
+def test_a_hub_name_stays_one_in_peft_and_first_layers_have_no_whole_base() -> None:
+    made = SimpleNamespace(recipe=SimpleNamespace(model=config.Gpt(initial="hf:org/base@v2"), tune=config.Lora(rank=2)))
+    table = peft.config_of(made, [])  # type: ignore[arg-type]
+    assert (table["base_model_name_or_path"], table["revision"]) == ("org/base", "v2")
+    made.recipe.model = config.Gpt(initial="hf:org/base", layers="first 2")
+    with pytest.raises(UserError, match="first 2 layers do not fit the whole hf:org/base"):
+        peft.config_of(made, [])  # type: ignore[arg-type]
