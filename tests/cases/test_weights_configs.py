@@ -37,6 +37,14 @@ CONFIGS = {
     "gemma2": "Gemma2Config",
     "qwen2_moe": "Qwen2MoeConfig",
     "qwen3_moe": "Qwen3MoeConfig",
+    "gemma3_text": "Gemma3TextConfig",
+    "ministral3": "Ministral3Config",
+    "phi3": "Phi3Config",
+    "granite": "GraniteConfig",
+    "smollm3": "SmolLM3Config",
+    "olmo2": "Olmo2Config",
+    "olmo3": "Olmo3Config",
+    "glm4": "Glm4Config",
 }
 
 
@@ -51,7 +59,14 @@ def transformers_config(kind: str, table: dict[str, Any]) -> Any:
 def test_keys_that_a_config_leaves_out_are_those_of_transformers(kind: str) -> None:
     theirs = transformers_config(kind, SIZES)
     ours = hf_config.options({"model_type": kind, **SIZES}, "a")
-    assert ours.rope_theta == theirs.rope_parameters["rope_theta"]
+    rope = theirs.rope_parameters
+    full = rope.get("full_attention", rope)
+    assert ours.rope_theta == full["rope_theta"]
+    assert (ours.local_theta or ours.rope_theta) == rope.get("sliding_attention", full)["rope_theta"]
+    assert ours.rotary == full.get("partial_rotary_factor", 1.0)
+    biased = getattr(theirs, "attention_bias", False)
+    assert ours.attention_bias == biased
+    assert ours.window == (getattr(theirs, "sliding_window", None) if kind not in ("qwen2", "qwen2_moe") else None)
     assert ours.norm_epsilon == theirs.rms_norm_eps
     assert ours.tied == theirs.tie_word_embeddings
     assert getattr(ours, "experts", None) == getattr(theirs, "num_local_experts", getattr(theirs, "num_experts", None))

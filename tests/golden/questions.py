@@ -77,9 +77,10 @@ class Question:
 
 @cache
 def example_names() -> tuple[str, ...]:
-    """Recipes among the examples; the other files are clusters."""
+    """Recipes among the examples, but for that whose model is on the hub; the other files are clusters."""
     files = sorted(EXAMPLES.glob("*.toml"))
-    return tuple(file.stem for file in files if "[model]" in file.read_text(encoding="utf-8"))
+    known = (file.stem for file in files if "[model]" in file.read_text(encoding="utf-8"))
+    return tuple(name for name in known if name != "any_hf_model")
 
 
 @cache

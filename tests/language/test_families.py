@@ -61,6 +61,44 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
          "norm_topk_prob": False},
     ),
+    "llama with biases": ("Llama", {"attention_bias": True, "head_dim": 16}),
+    "granite": (
+        "Granite",
+        {"embedding_multiplier": 6.0, "residual_multiplier": 0.22, "attention_multiplier": 0.3, "logits_scaling": 3.0},
+    ),
+    "smollm3": ("SmolLM3", {"tie_word_embeddings": True, "num_hidden_layers": 5, "pad_token_id": 0}),
+    "olmo2": ("Olmo2", {"pad_token_id": 0}),
+    "olmo3": (
+        "Olmo3",
+        {"num_hidden_layers": 4, "sliding_window": 11, "pad_token_id": 0, "eos_token_id": 0,
+         "rope_scaling": YARN | {"attention_factor": 1.2}},
+    ),
+    "phi3": ("Phi3", {"pad_token_id": 0, "eos_token_id": 0}),
+    "phi3, partly turned": (
+        "Phi3",
+        {"sliding_window": 11, "pad_token_id": 0, "eos_token_id": 0, "hidden_size": 48,
+         "rope_parameters": THETA | {"rope_type": "default", "partial_rotary_factor": 0.5}},
+    ),
+    "gemma3": (
+        "Gemma3",
+        {"head_dim": 16, "num_hidden_layers": 7, "sliding_window": 11, "query_pre_attn_scalar": 24,
+         "rope_scaling": {"rope_type": "linear", "factor": 4.0}},
+    ),
+    "gemma3 whole": (
+        "Gemma3", {"head_dim": 16, "final_logit_softcapping": 3.0, "layer_types": ["full_attention"] * 3},
+    ),
+    "ministral3": (
+        "Ministral3",
+        {"head_dim": 16, "pad_token_id": 0,
+         "rope_parameters": YARN | THETA
+         | {"original_max_position_embeddings": 16, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.3}},
+    ),
+    "glm4": ("Glm4", {"head_dim": 16, "pad_token_id": 0, "eos_token_id": 0}),
+    "glm4 without biases": (
+        "Glm4",
+        {"head_dim": 16, "pad_token_id": 0, "eos_token_id": 0, "attention_bias": False,
+         "rope_parameters": THETA | {"rope_type": "default", "partial_rotary_factor": 0.25}},
+    ),
     "mixtral": ("Mixtral", {"num_local_experts": 4, "head_dim": 8}),
     "qwen3 moe": (
         "Qwen3Moe",
@@ -82,7 +120,8 @@ def theirs(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
     """A model of transformers with weights that are no defaults, in a folder of its own."""
     transformers = pytest.importorskip("transformers")
     name, more = FAMILIES[request.param]
-    made = getattr(transformers, f"{name}Config")(**{**COMMON, **more}, attn_implementation="eager")
+    config_name = "Gemma3TextConfig" if name == "Gemma3" else f"{name}Config"
+    made = getattr(transformers, config_name)(**{**COMMON, **more}, attn_implementation="eager")
     torch.manual_seed(3)
     model = getattr(transformers, f"{name}ForCausalLM")(made).eval()
     with torch.no_grad():
@@ -107,7 +146,7 @@ def test_logits_are_those_of_transformers_and_an_export_is_read_and_written_agai
     with torch.no_grad():
         wanted = theirs(tokens).logits
         assert wanted.std() > 0.1
-        torch.testing.assert_close(ours(tokens), wanted, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(ours(tokens), wanted, rtol=0, atol=1e-5)
     ids = tokens[0, :30].tolist()
     made = list(generate.generate(ours, ids, tokens=12))
     with torch.no_grad():
@@ -125,6 +164,7 @@ def test_logits_are_those_of_transformers_and_an_export_is_read_and_written_agai
 
     back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "one", attn_implementation="eager")
     assert type(back) is type(theirs)
+    assert hf.options(tmp_path / "one") == hf.options(tmp_path / "theirs")
     with torch.no_grad():
         torch.testing.assert_close(back.eval()(tokens).logits, wanted, rtol=1e-5, atol=1e-5)
 
@@ -143,7 +183,21 @@ def test_adapters_and_parameter_counts_hold_for_every_family(theirs: Any, tmp_pa
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"attention_bias": True}, "attention_bias = True"),
+        ({"model_type": "mistral", "attention_bias": True}, "attention_bias = True"),
+        ({"mlp_bias": True}, "mlp_bias = True"),
+        ({"model_type": "phi3", "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 4}}, "longrope"),
+        ({"model_type": "phi3", "rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope_parameters"),
+        ({"embedding_multiplier": 12.0}, "embedding_multiplier = 12.0"),
+        ({"rope_parameters": YARN | {"llama_4_scaling_beta": 0.1}}, "llama_4_scaling_beta"),
+        ({"model_type": "gemma3_text", "attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
+        ({"model_type": "gemma3_text", "sliding_window": None}, "no sliding_window"),
+        (
+            {"model_type": "olmo3", "layer_types": ["full_attention", "sliding_attention", "sliding_attention"]},
+            "in another order than one of each 4",
+        ),
+        ({"model_type": "smollm3", "no_rope_layers": [1, 0, 1]}, "in another order"),
+        ({"model_type": "smollm3", "no_rope_layers": [0, 1]}, "3 layers, but 2 kinds"),
+        ({"model_type": "glm4", "partial_rotary_factor": 0.01}, "partial_rotary_factor = 0.01"),
         ({"hidden_act": "relu"}, "hidden_act = 'relu'"),
         ({"rope_parameters": {"rope_type": "longrope", "factor": 2}}, "rope_parameters"),
         ({"sliding_window": 8}, "sliding_window = 8"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -119,12 +120,51 @@ KINDS: dict[str, dict[str, object]] = {
     "llama3": {"rope": decoder_shapes.Rope(kind="llama3", factor=8.0, original=32, low=1.0, high=4.0)},
     "linear": {"rope": decoder_shapes.Rope(kind="linear", factor=2.0)},
     "yarn": {"rope": decoder_shapes.Rope(kind="yarn", factor=4.0, original=32)},
+    "llama with biases": {"attention_bias": True},
+    "granite": {
+        "family": "granite",
+        "attention_bias": True,
+        "attention_scale": 0.3,
+        "embedding_scale": 12.0,
+        "residual_scale": 0.5,
+        "logit_scale": 0.125,
+    },
+    "smollm3": {"family": "smollm3", "depth": 5, "tied": True},
+    "phi3": {"family": "phi3", "window": 16, "rotary": 0.5},
+    "gemma3": {
+        "family": "gemma3_text",
+        "head_size": 32,
+        "depth": 7,
+        "tied": True,
+        "window": 16,
+        "local_theta": 100.0,
+        "rope": decoder_shapes.Rope(kind="linear", factor=8.0),
+    },
+    "ministral3": {
+        "family": "ministral3",
+        "head_size": 32,
+        "rope": decoder_shapes.Rope(kind="yarn", factor=4.0, original=16, attention=1.0, query=0.25),
+    },
+    "olmo2": {"family": "olmo2", "tied": False},
+    "olmo3": {
+        "family": "olmo3",
+        "tied": False,
+        "depth": 4,
+        "window": 16,
+        "rope": decoder_shapes.Rope(kind="yarn", factor=4.0, original=32),
+    },
+    "glm4": {"family": "glm4", "attention_bias": True, "rotary": 0.5, "head_size": 32},
 }
 
 
-UNREAD = ("gemma", "mixtral")
-"""Transformers has no reader of the first and takes Mixtral's for Llama's. It reads no sizes of experts, nor Gemma 2's
-caps: those of `KINDS` are its defaults."""
+UNREAD = {
+    "gemma", "mixtral", "llama with biases", "granite", "smollm3", "phi3", "gemma3", "ministral3", "olmo2", "olmo3",
+    "glm4",
+}  # fmt: skip
+"""Transformers has no reader of these, leaves biases and windows out, and takes Mixtral's for Llama's. It reads no
+sizes of experts, nor Gemma 2's caps: those of `KINDS` are its defaults."""
+NAMES = {"ministral3": "mistral3", "olmo3": "olmo2"}
+"""Of architectures, where they differ from the kind."""
 
 
 @pytest.mark.extremes
@@ -143,6 +183,7 @@ def test_other_families_are_read_as_they_were_written_and_as_transformers_reads_
     hf.load_into(again, file)
     gguf_export.export(again, open_tokenizer(str(hf.tokenizer_of(file))), None, tmp_path / "two", "F16")
     assert (tmp_path / "two" / "model.gguf").read_bytes() == file.read_bytes()
+    refuse_names_that_llama_cpp_does_not_know(file, NAMES.get(kind, kind))
     if "rope" in KINDS[kind] or kind in UNREAD:
         return  # transformers does not read these fields
     with warnings.catch_warnings():
@@ -156,6 +197,27 @@ def test_other_families_are_read_as_they_were_written_and_as_transformers_reads_
         torch.testing.assert_close(again(tokens), theirs(tokens).logits, rtol=1e-4, atol=1e-4)
 
 
+def refuse_names_that_llama_cpp_does_not_know(file: Path, kind: str) -> None:
+    """By the tables of the `gguf` package: of tensors (but biases, which are optional), and of fields."""
+    reader = gguf.GGUFReader(file)
+    fields = {name: field.contents() for name, field in reader.fields.items()}
+    name = str(fields["general.architecture"])
+    if kind in gguf.MODEL_ARCH_NAMES.values():
+        assert name == kind
+    architecture = next(arch for arch, known in gguf.MODEL_ARCH_NAMES.items() if known == name)
+    tensors = {gguf.TENSOR_NAMES[tensor] for tensor in gguf.MODEL_TENSORS[architecture]}
+    written = {re.sub(r"blk\.\d+\.", "blk.{bid}.", tensor.name) for tensor in reader.tensors}
+    assert {tensor.rpartition(".")[0] for tensor in written} <= tensors
+    keys = {
+        value.replace("{arch}", name)
+        for group in vars(gguf.Keys).values()
+        if isinstance(group, type)
+        for value in vars(group).values()
+        if isinstance(value, str)
+    }
+    assert {field for field in fields if field.startswith(f"{name}.")} <= keys
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
@@ -166,6 +228,14 @@ def test_other_families_are_read_as_they_were_written_and_as_transformers_reads_
             "a scale of attention",
         ),
         ({"experts": 4, "family": "qwen3", "normalized": False}, "normalized otherwise"),
+        ({"family": "olmo3", "tied": False, "window": 8, "local_theta": 5.0}, "a base of positions of its own"),
+        ({"family": "gemma3_text", "tied": True}, "without the window"),
+        ({"family": "olmo2", "tied": True}, "a head that is the table"),
+        ({"family": "olmo2", "head_size": 32, "tied": False}, "heads of a size of their own"),
+        ({"family": "qwen3", "attention_bias": True}, "biases of attention"),
+        ({"family": "ministral3"}, "stretched positions"),
+        ({"residual_scale": 0.5}, r"residual_scale = 0\.5"),
+        ({"window": 8}, "a window of attention"),
         ({"experts": 4, "balancing": "bias"}, "picked with a bias"),
         ({"experts": 4, "shared": 32}, "no mixture has a shared expert"),
         ({"family": "mistral", "window": 8}, "a window of attention"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import warnings
 
+import huggingface_hub
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -148,12 +149,11 @@ def test_a_failed_export_leaves_nothing_and_the_earlier_one_untouched(tmp_path):
 
 
 def test_an_export_that_reads_back_changed_is_refused(tmp_path, monkeypatch):
-    def flipped(tensors, path, metadata) -> None:
-        changed = dict(tensors)
-        changed["model.norm.weight"] = -changed["model.norm.weight"]
-        save_file(changed, path, metadata=metadata)
+    def flipped(tensors, folder, **options) -> None:
+        save({**tensors, "model.norm.weight": -tensors["model.norm.weight"]}, folder, **options)
 
-    monkeypatch.setattr(hf, "save_file", flipped)
+    save = huggingface_hub.save_torch_state_dict
+    monkeypatch.setattr(huggingface_hub, "save_torch_state_dict", flipped)
     with pytest.raises(UserError, match=r"model\.norm\.weight was read back changed"):
         hf.export(made(), Words(), tmp_path / "out")
     assert not (tmp_path / "out").exists()
@@ -190,7 +190,8 @@ def test_another_context_is_no_difference(tmp_path):
     ("change", "named"),
     [
         ({"model_type": "gpt2"}, "gpt2"),
-        ({"attention_bias": True}, "attention_bias"),
+        ({"attention_bias": True}, "attention.query.bias is missing"),
+        ({"mlp_bias": True}, "mlp_bias"),
         ({"hidden_act": "gelu"}, "hidden_act"),
         ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 5e5}}, "longrope"),
         ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5}}, "does not say 'factor'"),

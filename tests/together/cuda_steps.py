@@ -59,6 +59,14 @@ CHATS = {"path": "chats.jsonl", "validation": 0.2}
 GRAPH = {"path": "planted:nodes=200"}
 CSR: dict[str, Any] = {"format": "csr"}
 """CBM is made of data, before there is a model."""
+LOCAL = {
+    **MODEL,
+    "family": "gemma3_text",
+    "tied": True,
+    "window": 9,
+    "local_theta": 50.0,
+    "rope": {"kind": "yarn", "factor": 2.0, "original": 16, "query": 0.1},
+}
 FAMILY = {**MODEL, "family": "gemma2", "tied": True, "window": 9, "attention_cap": 5.0, "logit_cap": 5.0}
 SCENE = {"path": "spheres:"}
 
@@ -106,6 +114,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "first of two stages": ({"model": MODEL, "data": TEXT}, {"cut": {}, "layers": ((0, 1), (1, 2))}),
     "last of two stages": ({"model": MODEL, "data": TEXT}, {"cut": {}, "layers": ((0, 1), (1, 2)), "at": 1}),
     "other family": ({"model": FAMILY, "data": TEXT}, {}),
+    "local positions": ({"model": LOCAL, "data": TEXT}, {}),
     "shared expert": (
         {"model": {**MODEL, "kind": "moe", "experts": 4, "shared": 24, "normalized": False}, "data": TEXT},
         {},

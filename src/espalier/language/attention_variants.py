@@ -1,4 +1,5 @@
-"""What families of decoders do otherwise than Llama: stretched rotary positions, windows and caps of attention, GELU.
+"""What families of decoders do otherwise than Llama: stretched and partial rotary positions, windows and caps of
+attention, GELU.
 
 These are plain PyTorch forms; Llama's blocks have fast ones.
 """
@@ -24,10 +25,12 @@ FAST, SLOW = 32.0, 1.0
 """Turns in the original context between which YaRN's ramp lies (arXiv 2309.00071, section 3.2)."""
 
 
-def rates(size: DecoderSizes, plain: Float64[Tensor, " half"]) -> tuple[Float64[Tensor, " half"], float]:
-    """The rates of `plain` rotary positions (radians per token) as `size.rope` stretches them, and what cosines and
-    sines are multiplied by."""
+def rates(size: DecoderSizes) -> tuple[Float64[Tensor, " turning"], float]:
+    """The rates of rotary positions (radians per token) as `size.rope` stretches them, and what cosines and sines are
+    multiplied by."""
     rope = size.rope
+    columns = int(size.head_size * size.rotary)
+    plain = size.rope_theta ** -(torch.arange(0, columns, 2, dtype=torch.float64) / columns)
     if rope is None:
         return plain, 1.0
     slow = plain / rope.factor
@@ -50,10 +53,10 @@ def _ramp(plain: Tensor, slow: Tensor, size: DecoderSizes, rope: Rope) -> Tensor
 
     def column(turns: float) -> float:
         original = rope.original or size.context
-        return size.head_size * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(size.rope_theta))
+        return 2 * len(plain) * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(size.rope_theta))
 
     low = max(math.floor(column(FAST if rope.high is None else rope.high)), 0)
-    high = min(math.ceil(column(rope.low)), size.head_size - 1)
+    high = min(math.ceil(column(rope.low)), 2 * len(plain) - 1)
     columns = torch.arange(len(plain), dtype=plain.dtype, device=plain.device)
     share = ((columns - low) / max(high - low, 1e-3)).clamp(0, 1)
     return slow * share + plain * (1 - share)
@@ -86,7 +89,7 @@ class LimitedAttention(NamedTuple):
 
 def attention_of(size: DecoderSizes, layer: int) -> LimitedAttention | None:
     """What `layer` attends with; None: all earlier tokens, plainly."""
-    window = size.window if size.family != "gemma2" or layer % 2 == 0 else None
+    window = None if size.differs(layer) else size.window
     if window is None and size.attention_cap is None and size.attention_scale is None:
         return None
     return LimitedAttention(window, size.attention_cap, size.attention_scale)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +14,13 @@ import numpy as np
 import torch
 
 from espalier.language import gguf_file, gpt, hf, hf_config
-from espalier.language.attention_variants import rates
+from espalier.language.attention_variants import FAST, SLOW, rates
 from espalier.language.decoder_workload import new_model
 from espalier.language.gguf_header import Array
 from espalier.language.tokenizer import text_of
 from espalier.language.tokenizer_files import TOKENIZER
 from espalier.recipe import cache_dir
-from espalier.recipe.decoder_shapes import DecoderSizes
+from espalier.recipe.decoder_shapes import DecoderSizes, Rope
 from espalier.recipe.errors import UserError
 from espalier.recipe.foreign_files import JsonObject, decoded
 
@@ -54,25 +56,27 @@ def export(model: gpt.GPT, tokenizer: Any, ends: Sequence[str] | None, target: P
 
 def _refuse_foreign(size: DecoderSizes) -> None:
     """What the fields of the architectures that are written cannot say."""
-    rope = size.rope
     gemma2 = size.family == "gemma2"
     kind = _kind(size)
-    stretched = rope is not None and (
-        architecture(size) != "llama"
-        if rope.kind == "llama3"
-        else (rope.high, rope.attention) != (None, None) or rope.low != 1.0
-    )
     scale = size.head_size if size.attention_scale is None else size.attention_scale**-2
-    large = gemma2 and size.layers == gguf_file.LARGEST_GEMMA2
+    large = gguf_file.LARGEST_GEMMA.get(kind) == size.layers
+    fixed = size.width / size.heads if large else size.head_size
+    known_fields = gguf_file.ARCHITECTURES[kind].fields
     foreign = {
         f"this mixture of experts: {hf_config.mixture_refusal(size)}": hf_config.mixture_refusal(size) is not None,
         "weights of experts that are normalized otherwise": size.experts > 1
         and size.normalized == (kind == "qwen2_moe"),
-        "a window of attention": size.window is not None and not gemma2,
+        "a window of attention": size.window is not None and "attention.sliding_window" not in known_fields,
+        "a base of positions of its own in some layers": hf.options_of(size).local_theta is not None
+        and "rope.freq_base_swa" not in known_fields,
+        "blocks without the window of their family": size.blocks.local_positions and size.window is None,
         "caps of scores": [cap is not None for cap in (size.attention_cap, size.logit_cap)] != [gemma2] * 2,
-        "a head of its own beside Gemma's blocks": size.gemma and not size.tied,
-        "stretched positions of this kind": stretched,
-        "a scale of attention of its own": abs(scale - (size.width / size.heads if large else size.head_size)) > 1e-3,
+        "a head of its own beside Gemma's blocks": size.blocks.gemma and not size.tied,
+        "a head that is the table beside OLMo's blocks": not size.blocks.input_norms and size.tied,
+        "heads of a size of their own": size.query_width != size.width and kind in _FIXED_HEADS,
+        "biases of attention": size.attention_bias and "blk.{}.attn_q.bias" not in gguf_file.ARCHITECTURES[kind].names,
+        "stretched positions of this kind": _stretched_otherwise(size),
+        "a scale of attention of its own": abs(scale - fixed) > 1e-3 and kind != "granite",
     }
     for what, there in foreign.items():
         if there:
@@ -82,6 +86,24 @@ def _refuse_foreign(size: DecoderSizes) -> None:
                 why=f"the fields of {', '.join(known)} do not say it",
                 do="espalier export --to hf, then llama.cpp's convert_hf_to_gguf.py",
             )
+
+
+_FIXED_HEADS = ("phi3", "olmo2", "olmo3")
+"""Kinds whose heads are width / heads wide."""
+
+
+def _stretched_otherwise(size: DecoderSizes) -> bool:
+    """Whether positions are stretched as no field says."""
+    rope = size.rope
+    if size.family == "ministral3":  # whose file is always of YaRN, that sharpens nothing
+        return rope is None or (rope.kind, rope.attention, rope.high or FAST, rope.low) != ("yarn", 1.0, FAST, SLOW)
+    if rope is None:
+        return False
+    if rope.kind == "llama3":
+        return architecture(size) != "llama"
+    usual = 0.1 * math.log(rope.factor) + 1
+    attention = usual if rope.attention is None else rope.attention
+    return rope.query != 0 or abs(attention - usual) > 1e-6 or (rope.high or FAST, rope.low) != (FAST, SLOW)
 
 
 def _kind(size: DecoderSizes) -> str:
@@ -105,12 +127,12 @@ def _exported(model: gpt.GPT, kind: str) -> dict[str, tuple[Array, Any]]:
 
     size = model.size
     types = library.GGMLQuantizationType
-    named = hf_config.kind_of(size)
-    given = {hf.renamed(name, named): value.float().cpu().numpy() for name, value in model.state_dict().items()}
+    state = {name: value.float().cpu() for name, value in model.state_dict().items()}
+    given = {name: value.numpy() for name, value in hf.to_theirs(state, size).items()}
     arrays = _order(size).joined(given)
     if size.rope is not None and size.rope.kind == "llama3":
-        plain = size.rope_theta ** (-torch.arange(0, size.head_size, 2, dtype=torch.float64) / size.head_size)
-        arrays[gguf_file.FREQUENCIES] = (plain / rates(size, plain)[0]).float().numpy()
+        plain, _ = rates(replace(size, rope=None))
+        arrays[gguf_file.FREQUENCIES] = (plain / rates(size)[0]).float().numpy()
     exported = {}
     for name, array in arrays.items():
         whole = array.ndim == 1 or name.endswith(gguf_file.WHOLE_FLOATS)
@@ -174,20 +196,16 @@ def _write(
 
     size = model.size
     writer = gguf.GGUFWriter(file, architecture(model.size))
-    writer.add_block_count(size.layers)
-    writer.add_context_length(size.context)
-    writer.add_embedding_length(size.width)
-    writer.add_feed_forward_length(size.feed_forward)
-    writer.add_head_count(size.heads)
-    writer.add_head_count_kv(size.kv_heads)
-    writer.add_layer_norm_rms_eps(size.norm_epsilon)
-    writer.add_rope_freq_base(size.rope_theta)
-    writer.add_rope_dimension_count(size.head_size)
-    if size.query_width != size.width or size.gemma:
+    table = hf.config_of(size, {}, "float32")
+    for field, key in {**gguf_file.COMMON_FIELDS, **gguf_file.ARCHITECTURES[_kind(size)].fields}.items():
+        if (value := table[key]) is not None:
+            add = writer.add_uint32 if isinstance(value, int) else writer.add_float32
+            add(f"{writer.arch}.{field}", value)
+    writer.add_rope_dimension_count(size.rotary_columns)
+    if size.query_width != size.width or size.blocks.gemma:
         writer.add_key_length(size.head_size)
         writer.add_value_length(size.head_size)
-    _write_variants(writer, size)
-    writer.add_vocab_size(size.vocabulary)
+    _write_positions(writer, size.rope)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(words["split"])
     missing = size.vocabulary - len(words["tokens"])
@@ -209,28 +227,19 @@ def _write(
     os.chmod(file, 0o644)
 
 
-def _write_variants(writer: Any, size: DecoderSizes) -> None:
-    """Fields of positions, experts, and Gemma 2."""
+def _write_positions(writer: Any, rope: Rope | None) -> None:
     import gguf
 
-    if size.rope is not None:
-        if size.rope.kind != "llama3":  # whose rates are a tensor
-            writer.add_rope_scaling_type(gguf.RopeScalingType(size.rope.kind))
-            writer.add_rope_scaling_factor(size.rope.factor)
-        if size.rope.original is not None:
-            writer.add_rope_scaling_orig_ctx_len(size.rope.original)
-    if size.experts > 1:
-        writer.add_expert_count(size.experts)
-        writer.add_expert_used_count(size.active)
-        if _kind(size) != "mixtral":
-            writer.add_expert_feed_forward_length(size.feed_forward)
-        if size.shared:
-            writer.add_expert_shared_feed_forward_length(size.shared)
-    if size.family == "gemma2":
-        writer.add_attn_logit_softcapping(size.attention_cap)
-        writer.add_final_logit_softcapping(size.logit_cap)
-        if size.window is not None:
-            writer.add_sliding_window(size.window)
+    if rope is None:
+        return
+    if rope.kind != "llama3":  # whose rates are a tensor
+        writer.add_rope_scaling_type(gguf.RopeScalingType(rope.kind))
+        writer.add_rope_scaling_factor(rope.factor)
+    if rope.original is not None:
+        writer.add_rope_scaling_orig_ctx_len(rope.original)
+    if rope.query:
+        writer.add_attn_temperature_scale(rope.query)
+        writer.add_rope_scaling_yarn_log_mul(1.0)
 
 
 @torch.no_grad()
@@ -247,10 +256,12 @@ def _compare(file: Path, model: gpt.GPT, wanted: Mapping[str, tuple[Array, Any]]
         raise OSError("the file was read back with other tensors")
     size = model.size
     order = _order(size)
-    named = hf_config.kind_of(size)
     again = new_model(hf.options_of(size), 0, torch.device("cpu"))
-    parts = (part for name, value in tensors for part in order.split(name, value, file))
-    again.load_state_dict({hf.ours(name, named): value for name, value in parts})
+    state: dict[str, torch.Tensor] = {}
+    for name, value in tensors:
+        for theirs, part in order.split(name, value, file):
+            state |= hf.to_ours(theirs, part, size)
+    again.load_state_dict(state)
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(size.vocabulary, (1, min(_PROBE, size.context)), generator=generator)
     ours, theirs = (logits_of.eval()(tokens).float() for logits_of in (model.to("cpu").float(), again))

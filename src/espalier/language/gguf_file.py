@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -28,6 +28,7 @@ from espalier.language.tokenizer_files import EOS, GENERATION
 from espalier.machine.resource_limits import refuse_large
 from espalier.recipe import cache_dir
 from espalier.recipe.data_table import data_table
+from espalier.recipe.decoder_shapes import FAMILIES
 from espalier.recipe.errors import UserError
 from espalier.recipe.foreign_files import JsonObject, parsing, printable, unused
 
@@ -46,24 +47,36 @@ WHOLE_FLOATS = (_ROUTER, FREQUENCIES)
 
 
 class Architecture(NamedTuple):
-    """GGUF's name of a kind of decoder, and its tensors by both names."""
+    """GGUF's name of a kind of decoder, its tensors by both names, the fields that it has besides those of all, and
+    whether rows of queries and keys are permuted."""
 
     name: str
     names: Mapping[str, str]
+    fields: Mapping[str, str]
+    permuted: bool
 
 
 _TABLES = data_table(__file__)
-_TENSORS = _TABLES["tensors"]
+_WHOLE_FIELDS: Mapping[str, str] = _TABLES["fields"]["wholes"]
+COMMON_FIELDS: Mapping[str, str] = {**_WHOLE_FIELDS, **_TABLES["fields"]["common"]}
+
+
+def _joined(table: str, groups: Sequence[str]) -> dict[str, str]:
+    return {theirs: name for group in groups for theirs, name in _TABLES[table][group].items()}
+
+
 ARCHITECTURES = {
     kind: Architecture(
         row["name"],
-        {theirs: name for group in row["tensors"] for theirs, name in _TENSORS[group].items()},
+        _joined("tensors", row["tensors"]),
+        _joined("fields", row.get("fields", ())),
+        row.get("permuted", False),
     )
     for kind, row in _TABLES["architectures"].items()
 }
 """Those that are read and written, by Hugging Face's `model_type`."""
-LARGEST_GEMMA2 = 46
-"""Layers of the Gemma 2 whose scores llama.cpp scales by width / heads instead of the size of a head."""
+LARGEST_GEMMA = {"gemma2": 46, "gemma3_text": 62}
+"""Layers of the Gemma 2 and 3 whose scores llama.cpp scales by width / heads instead of the size of a head."""
 _LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
 
 
@@ -144,6 +157,7 @@ def _config(fields: JsonObject, file: Path, tensors: Mapping[str, Array]) -> tup
     name = str(fields.get("general.architecture"))
     metadata = GgufFields(file, fields, name)
     kind = "mixtral" if name == "llama" and "expert_count" in metadata else _KINDS.get(name)
+    kind = "olmo3" if kind == "olmo2" and metadata.get("attention.sliding_window", int, 0) else kind
     if kind is None:
         known = ", ".join(_KINDS)
         raise UserError(
@@ -152,33 +166,35 @@ def _config(fields: JsonObject, file: Path, tensors: Mapping[str, Array]) -> tup
     heads = metadata.get("attention.head_count", Whole)
     width = metadata.get("embedding_length", Whole)
     head = metadata.get("attention.key_length", Whole, max(1, width // heads))
+    usual = {"attention.head_count_kv": heads}
     config = {
         "architectures": [hf_config.FAMILIES[kind]],
         "model_type": kind,
-        "num_hidden_layers": metadata.get("block_count", Whole),
-        "hidden_size": width,
-        "intermediate_size": metadata.get("feed_forward_length", Whole),
-        "num_attention_heads": heads,
-        "num_key_value_heads": metadata.get("attention.head_count_kv", Whole, heads),
+        **{key: metadata.get(field, Whole, usual.get(field)) for field, key in _WHOLE_FIELDS.items()},
         "head_dim": head,
         "vocab_size": len(GgufFields(file, fields, "tokenizer").get("ggml.tokens", list[str])),
-        "max_position_embeddings": metadata.get("context_length", Whole),
         "tie_word_embeddings": "output.weight" not in tensors,
         "rope_theta": metadata.get("rope.freq_base", Real, 10_000.0),
         "rms_norm_eps": float(f"{metadata.get('attention.layer_norm_rms_epsilon', Real):.6g}"),
         "hidden_act": "silu",
         **_scaling(metadata),
     }
-    config |= _experts(kind, metadata, tensors, file) if "expert_count" in metadata else {}
-    config |= _gemma2(metadata, config) if kind == "gemma2" else {}
+    config |= _variants(kind, metadata, config, tensors)
     if FREQUENCIES in tensors:
         config["rope_scaling"] = _llama3(tensors[FREQUENCIES], metadata, config, file)
-    return config, _rest(metadata, head)
+    return config, _rest(metadata, kind, config)
 
 
-def _rest(metadata: GgufFields, head: int) -> list[str]:
+def _rest(metadata: GgufFields, kind: str, config: JsonObject) -> list[str]:
     """Notes on the fields that were not read. Raises UserError for one that changes the meaning of others."""
-    neutral = {**_TABLES["neutral"], "rope.dimension_count": (head,), "attention.value_length": (head,)}
+    period = FAMILIES[kind].period if kind in FAMILIES else 0
+    pattern = [(layer + 1) % period > 0 for layer in range(config["num_hidden_layers"])] if period else []
+    neutral = {
+        **_TABLES["neutral"],
+        "rope.dimension_count": (config["head_dim"],),
+        "attention.value_length": (config["head_dim"],),
+        "attention.sliding_window_pattern": (period, pattern),
+    }
     if "attention.sliding_window" not in {key.removeprefix(metadata.prefix) for key in metadata.used}:
         neutral["attention.sliding_window"] = (0,)
     notes = []
@@ -199,34 +215,41 @@ def _rest(metadata: GgufFields, head: int) -> list[str]:
 
 _SAID_OTHERWISE = ("vocab_size", "expert_feed_forward_length", "expert_shared_feed_forward_length")
 """Sizes that tensors have."""
-_KINDS = {architecture.name: kind for kind, architecture in ARCHITECTURES.items() if kind != "mixtral"}
+_KINDS = {architecture.name: kind for kind, architecture in ARCHITECTURES.items() if kind not in ("mixtral", "olmo3")}
 
 
-def _experts(kind: str, metadata: GgufFields, tensors: Mapping[str, Array], file: Path) -> dict[str, Any]:
-    count = metadata.get("expert_count", Whole)
-    active = metadata.get("expert_used_count", Whole)
-    if kind == "mixtral":
-        return {"num_local_experts": count, "num_experts_per_tok": active}
-    if missing := {"blk.0.ffn_up_exps.weight", *_SHARED_UP.get(kind, ())} - set(tensors):
-        raise UserError(f"{file} does not hold {min(missing)}.", do=AGAIN)
-    inner = int(tensors["blk.0.ffn_up_exps.weight"].shape[1])
-    experts = {"num_experts": count, "num_experts_per_tok": active, "moe_intermediate_size": inner}
-    if kind == "qwen2_moe":
-        experts["shared_expert_intermediate_size"] = int(tensors["blk.0.ffn_up_shexp.weight"].shape[0])
-    return experts | {"norm_topk_prob": kind == "qwen3_moe"}
-
-
-_SHARED_UP = {"qwen2_moe": ("blk.0.ffn_up_shexp.weight",)}
-
-
-def _gemma2(metadata: GgufFields, config: JsonObject) -> dict[str, Any]:
-    large = config["num_hidden_layers"] == LARGEST_GEMMA2
-    return {
-        "query_pre_attn_scalar": config["hidden_size"] / config["num_attention_heads"] if large else config["head_dim"],
-        "attn_logit_softcapping": _short(metadata.get("attn_logit_softcapping", Real, 50.0)),
-        "final_logit_softcapping": _short(metadata.get("final_logit_softcapping", Real, 30.0)),
-        "sliding_window": metadata.get("attention.sliding_window", Whole, 4096),
+def _variants(kind: str, metadata: GgufFields, config: JsonObject, tensors: Mapping[str, Array]) -> dict[str, Any]:
+    """Experts, windows, scales and caps, biases, and the share of columns that turn."""
+    head = config["head_dim"]
+    values: dict[str, Any] = {
+        "attention_bias": kind not in _QWEN2 and "blk.0.attn_q.bias" in tensors,
+        "norm_topk_prob": kind == "qwen3_moe",
     }
+    if kind in ("glm4", "phi3"):
+        values["partial_rotary_factor"] = metadata.get("rope.dimension_count", Whole, head) / head
+    for field, key in ARCHITECTURES[kind].fields.items():
+        if key in _STORED_SIZES:
+            tensor, dim = _STORED_SIZES[key]
+            if tensor not in tensors:
+                raise UserError(f"{metadata.file} does not hold {tensor}.", do=AGAIN)
+            values[key] = int(tensors[tensor].shape[dim])
+        elif kind == "granite" or field.startswith("expert") or field in metadata:
+            value = metadata.get(field, int | float)
+            values[key] = _short(value) if isinstance(value, float) else value
+    if kind == "olmo3":
+        values["rope_local_base_freq"] = config["rope_theta"]
+    if kind in LARGEST_GEMMA:
+        large = config["num_hidden_layers"] == LARGEST_GEMMA[kind]
+        values["query_pre_attn_scalar"] = config["hidden_size"] / config["num_attention_heads"] if large else head
+    return values
+
+
+_STORED_SIZES = {
+    "moe_intermediate_size": ("blk.0.ffn_up_exps.weight", 1),
+    "shared_expert_intermediate_size": ("blk.0.ffn_up_shexp.weight", 0),
+}
+_QWEN2 = ("qwen2", "qwen2_moe")
+"""Kinds that always have biases."""
 
 
 def _short(value: float) -> float:
@@ -239,9 +262,18 @@ def _scaling(metadata: GgufFields) -> dict[str, Any]:
     if kind == "none":
         return {}
     scaling = {"rope_type": kind, "factor": metadata.get("rope.scaling.factor", Real)}
-    if "rope.scaling.original_context_length" in metadata:
-        scaling["original_max_position_embeddings"] = metadata.get("rope.scaling.original_context_length", Whole)
+    for field, (key, value_kind) in _SCALING.items():
+        if field in metadata:
+            scaling[key] = metadata.get(field, value_kind)
+    if "llama_4_scaling_beta" in scaling:
+        scaling |= {"llama_4_scaling_beta": _short(scaling["llama_4_scaling_beta"]), "attention_factor": 1.0}
     return {"rope_scaling": scaling}
+
+
+_SCALING: Mapping[str, tuple[str, Any]] = {
+    "rope.scaling.original_context_length": ("original_max_position_embeddings", Whole),
+    "attention.temperature_scale": ("llama_4_scaling_beta", Real),
+}
 
 
 def _llama3(table: Array, metadata: GgufFields, config: JsonObject, file: Path) -> dict[str, Any]:
@@ -284,7 +316,7 @@ class Order(NamedTuple):
     def permuted(self) -> dict[str, int]:
         """Matrices whose rows have another order, and their heads."""
         both = {"attn_q": self.heads, "attn_k": self.kv_heads}
-        return both if ARCHITECTURES[self.kind].name == "llama" else {}
+        return both if ARCHITECTURES[self.kind].permuted else {}
 
     @property
     def norm_offset(self) -> float:
@@ -307,7 +339,7 @@ class Order(NamedTuple):
         parent = parts[-2]
         if theirs.count("{}") > 1:
             return [(theirs.format(*layer, at), torch.from_numpy(expert.copy())) for at, expert in enumerate(value)]
-        if parent in self.permuted and value.ndim > 1:
+        if parent in self.permuted:
             value = interleaved(value, self.permuted[parent], back=True)
         if parent.endswith("norm") and self.norm_offset:
             value = value - np.float32(self.norm_offset)
@@ -330,7 +362,7 @@ class Order(NamedTuple):
                 stacks.setdefault(name, []).append(value)
                 joined[name] = value  # keeps the place
                 continue
-            if parent in self.permuted and value.ndim > 1:
+            if parent in self.permuted:
                 joined[name] = interleaved(value, self.permuted[parent])
             elif parent.endswith("norm") and self.norm_offset:
                 joined[name] = value + np.float32(self.norm_offset)

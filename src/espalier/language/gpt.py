@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
@@ -36,11 +37,17 @@ if TYPE_CHECKING:
 
 
 class Rotary(NamedTuple):
-    """Cosines and sines `[*batch, seq, head / 2]` of the positions at hand, and where these tokens stand."""
+    """Cosines and sines `[*batch, seq, head / 2]` of the positions at hand, and where these tokens stand.
+
+    `local`: of layers with a window, where they turn otherwise; `sharper`: what queries are multiplied by,
+    `[*batch, 1, seq, 1]`.
+    """
 
     cos: Tensor
     sin: Tensor
     where: Where
+    local: Rotary | None = None
+    sharper: Tensor | None = None
 
 
 class RMSNorm(nn.Module):
@@ -71,21 +78,28 @@ class Rotation(nn.Module):
         self.size = size
         for name in ("cos", "sin"):
             self.register_buffer(name, torch.empty(size.context, size.head_size // 2), persistent=False)
+        local = replace(size, rope=None, rope_theta=size.local_theta or size.rope_theta, window=None)
+        self.local = Rotation(local) if size.window and size.blocks.local_positions else None
         self._fill()
 
     def forward(self, where: Where) -> Rotary:
-        """The turns of its positions."""
-        return Rotary(self.cos[where.positions], self.sin[where.positions], where)
+        """The turns of its positions, and those of layers with a window where they are others."""
+        positions = where.positions
+        local = None if self.local is None else self.local(where)
+        turn = Rotary(self.cos[positions], self.sin[positions], where, local)
+        rope = self.size.rope
+        if rope is None or not rope.query:
+            return turn
+        laps = positions // (rope.original or self.size.context)
+        return turn._replace(sharper=(1 + rope.query * torch.log1p(laps))[..., None, :, None])
 
     @torch.no_grad()
     def _fill(self) -> None:
         if self.cos.is_meta:
             return
-        place: dict[str, Any] = {"dtype": torch.float64, "device": self.cos.device}
-        theta = self.size.rope_theta
-        head_size = self.size.head_size
-        turning, sharper = rates(self.size, theta ** (-torch.arange(0, head_size, 2, **place) / head_size))
-        angles = torch.outer(torch.arange(self.cos.shape[0], **place), turning)
+        turning, sharper = rates(self.size)
+        turning = F.pad(turning, (0, self.cos.shape[1] - len(turning)))  # columns that do not turn
+        angles = torch.outer(torch.arange(self.cos.shape[0], dtype=torch.float64), turning).to(self.cos.device)
         self.cos.copy_(sharper * angles.cos())
         self.sin.copy_(sharper * angles.sin())
 
@@ -103,14 +117,20 @@ class CausalAttention(nn.Module):
     def __init__(self, size: DecoderSizes, layer: int = 0) -> None:
         super().__init__()
         self.head_size = size.head_size
-        biased = size.family == "qwen2"
-        self.query = nn.Linear(size.width, size.query_width, bias=biased)
-        self.key = nn.Linear(size.width, size.kv_width, bias=biased)
-        self.value = nn.Linear(size.width, size.kv_width, bias=biased)
-        self.out = nn.Linear(size.query_width, size.width, bias=False)
+        biased = size.blocks.biased if size.attention_bias else ()
+        self.query = nn.Linear(size.width, size.query_width, bias="query" in biased)
+        self.key = nn.Linear(size.width, size.kv_width, bias="key" in biased)
+        self.value = nn.Linear(size.width, size.kv_width, bias="value" in biased)
+        self.out = nn.Linear(size.query_width, size.width, bias="out" in biased)
+        norms = size.blocks.head_norms
+        self.whole_norms = norms == "all"
         self.query_norm, self.key_norm = (
-            RMSNorm(size.head_size, size.norm_epsilon) if size.family == "qwen3" else None for _ in range(2)
+            norm_of(size, width if self.whole_norms else size.head_size, bool(norms))
+            for width in (size.query_width, size.kv_width)
         )
+        differs = size.differs(layer)
+        self.turns = not (differs and size.blocks.plain_positions)
+        self.local = size.blocks.local_positions and not differs
         self.attend: Attend = attention_of(size, layer) or causal
 
     @property
@@ -122,21 +142,24 @@ class CausalAttention(nn.Module):
         self, x: Float[Tensor, "batch seq width"], turn: Rotary, past: Past | None = None
     ) -> Float[Tensor, "batch seq width"]:
         """Attention over x, and over what `past` remembers of earlier positions."""
-        query, key, value = (
-            project(x).unflatten(-1, (-1, self.head_size)) for project in (self.query, self.key, self.value)
-        )
-        if self.query_norm is not None and self.key_norm is not None:
-            query = self.query_norm(query)
-            key = self.key_norm(key)
-        query, key, value = (part.transpose(1, 2) for part in (_turned(query, turn), _turned(key, turn), value))
+        query = self._heads(self.query(x), self.query_norm, turn)
+        key = self._heads(self.key(x), self.key_norm, turn)
+        value = self.value(x).unflatten(-1, (-1, self.head_size)).transpose(1, 2)
+        if turn.sharper is not None:
+            query = query * turn.sharper.to(query.dtype)
         if past is not None:
             key, value = past.extend(key, value)
         mixed = self.attend(query, key, value, turn.where)
         return self.out(mixed.transpose(1, 2).flatten(2))
 
-
-def _turned(heads: Float[Tensor, "batch seq heads head"], turn: Rotary) -> Float[Tensor, "batch seq heads head"]:
-    return rotate(heads, turn.cos, turn.sin)
+    def _heads(self, columns: Tensor, norm: nn.Module, turn: Rotary) -> Float[Tensor, "batch heads seq head"]:
+        """Queries or keys, normalised and turned."""
+        heads = (norm(columns) if self.whole_norms else columns).unflatten(-1, (-1, self.head_size))
+        heads = heads if self.whole_norms else norm(heads)
+        if self.turns:
+            angles = turn.local if self.local and turn.local is not None else turn
+            heads = rotate(heads, angles.cos, angles.sin)
+        return heads.transpose(1, 2)
 
 
 class FeedForward(nn.Module):
@@ -147,7 +170,7 @@ class FeedForward(nn.Module):
         self.gate = nn.Linear(size.width, size.feed_forward, bias=False)
         self.up = nn.Linear(size.width, size.feed_forward, bias=False)
         self.down = nn.Linear(size.feed_forward, size.width, bias=False)
-        self.joined = geglu if size.gemma else swiglu
+        self.joined = geglu if size.blocks.gemma else swiglu
 
     def forward(self, x: Float[Tensor, "*batch width"]) -> Float[Tensor, "*batch width"]:
         """Each token by itself."""
@@ -155,30 +178,32 @@ class FeedForward(nn.Module):
 
 
 class DecoderBlock(nn.Module):
-    """One layer: attention, then feed-forward, each on the normalised residual stream and added to it."""
+    """One layer: attention, then feed-forward, each on the residual stream and added to it; normalised before, after,
+    or both."""
 
     seams: ClassVar = {"feed_forward": ("feed_forward",)}
 
     def __init__(self, size: DecoderSizes, layer: int = 0, feed_forward: nn.Module | None = None) -> None:
         super().__init__()
-        self.attention_norm = norm_of(size)
+        blocks = size.blocks
+        self.scale = size.residual_scale
+        self.attention_norm = norm_of(size, size.width, blocks.input_norms)
         self.attention = CausalAttention(size, layer)
-        self.feed_forward_norm = norm_of(size)
+        self.feed_forward_norm = norm_of(size, size.width, blocks.input_norms)
         self.feed_forward = feed_forward or FeedForward(size)
-        twice = size.family == "gemma2"
-        self.attention_end, self.feed_forward_end = (norm_of(size) if twice else None for _ in range(2))
+        self.attention_end, self.feed_forward_end = (norm_of(size, size.width, blocks.output_norms) for _ in range(2))
 
     def forward(self, x: Float[Tensor, "batch seq width"], turn: Rotary, past: Past | None = None) -> Any:
         """The residual stream after this layer."""
-        mixed = self.attention(self.attention_norm(x), turn, past)
-        x = x + (mixed if self.attention_end is None else self.attention_end(mixed))
-        fed = self.feed_forward(self.feed_forward_norm(x))
-        return x + (fed if self.feed_forward_end is None else self.feed_forward_end(fed))
+        mixed = self.attention_end(self.attention(self.attention_norm(x), turn, past))
+        x = x + (mixed if self.scale == 1.0 else self.scale * mixed)
+        fed = self.feed_forward_end(self.feed_forward(self.feed_forward_norm(x)))
+        return x + (fed if self.scale == 1.0 else self.scale * fed)
 
 
-def norm_of(size: DecoderSizes) -> RMSNorm:
-    """A norm of the residual stream."""
-    return RMSNorm(size.width, size.norm_epsilon, 1.0 if size.gemma else 0.0)
+def norm_of(size: DecoderSizes, width: int, there: bool = True) -> nn.Module:
+    """A norm of the residual stream, or of heads; nothing where it is not `there`."""
+    return RMSNorm(width, size.norm_epsilon, 1.0 if size.blocks.gemma else 0.0) if there else nn.Identity()
 
 
 Through = Callable[[nn.Module, Tensor, Rotary, Past | None], Any]
@@ -210,9 +235,10 @@ class GPT(nn.Module):
         self.embedding = nn.Embedding(size.vocabulary, size.width, _weight=table)
         self.rotation = Rotation(size)
         self.blocks = nn.ModuleList(self.block(layer) for layer in range(size.layers))
-        self.norm = norm_of(size)
+        self.norm = norm_of(size, size.width)
         # Tied: no second name for the table, so that moving from the meta device cannot tear the two apart.
         self.head = None if size.tied else nn.Linear(size.width, size.vocabulary, bias=False)
+        self.scale = size.logit_scale
         self.through: Through = plainly
         self.predict: Callable[[Tensor, Tensor, int], Tensor] = predict
         self.score: Callable[..., Tensor] = partial(score, cap=size.logit_cap)
@@ -251,7 +277,8 @@ class GPT(nn.Module):
 
     def _embedded(self, tokens: Tensor, *others: Any, **options: Any) -> Any:
         embedded = self.embedding(tokens)
-        return embedded * self.size.width**0.5 if self.size.gemma else embedded
+        scale = self.size.width**0.5 if self.size.blocks.gemma else self.size.embedding_scale
+        return embedded if scale == 1.0 else embedded * scale
 
     def _given(
         self,
@@ -272,12 +299,14 @@ class GPT(nn.Module):
 
     def logits(self, x: Float[Tensor, "batch seq width"], last: int) -> Float[Tensor, "batch seq vocabulary"]:
         """Logits from the residual stream after the last block; `last`: of so many tokens at its end (0: of all)."""
-        return capped(self.predict(self.norm(x), self.words, last), self.size.logit_cap)
+        logits = self.predict(self.norm(x), self.words, last)
+        return capped(logits if self.scale == 1.0 else self.scale * logits, self.size.logit_cap)
 
     def losses(self, x: Float[Tensor, "batch seq width"], targets: Int[Tensor, "batch seq"]) -> Float[Tensor, ""]:
         """Sum of the cross entropies of `targets`, from the residual stream after the last block."""
         scored = partial(self.score, chunk=self.loss_chunk) if self.loss_chunk else self.score
-        return scored(self.norm(x), self.words, targets)
+        x = self.norm(x)
+        return scored(x if self.scale == 1.0 else self.scale * x, self.words, targets)
 
     @property
     def words(self) -> Float[Tensor, "vocabulary width"]:
@@ -333,7 +362,7 @@ def initialise(model: GPT, seed: int, values: Mapping[str, Tensor] | None = None
     values on every device, and whatever else the model holds. `values`: fills these, by name, and not the model."""
     for name, parameter in (dict(model.named_parameters()) if values is None else values).items():
         if parameter.dim() == 1:
-            parameter.fill_(0.0 if name.endswith("bias") or model.size.gemma else 1.0)
+            parameter.fill_(0.0 if name.endswith("bias") or model.size.blocks.gemma else 1.0)
             continue
         generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
         residual = name.endswith((".out.weight", ".down.weight"))

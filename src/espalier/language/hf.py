@@ -1,7 +1,7 @@
 """Hugging Face weights in and out: folders of the families that `hf_config` knows.
 
-The tensors are ours under other names, bit for bit. An export is written beside its place, reloaded, compared, and only
-then moved there.
+The values are ours under other names, bit for bit; some families join matrices (`fused`) or have the columns of heads
+in another order. An export is written beside its place, reloaded, compared, and only then moved there.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ import re
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields
+from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from espalier import recipe as config
@@ -30,7 +31,7 @@ from espalier.language.tokenizer_files import GENERATION, ID_KEYS, TokenizerFile
 from espalier.machine.resource_limits import refuse_large
 from espalier.recipe import cache_dir
 from espalier.recipe.data_table import data_table
-from espalier.recipe.decoder_shapes import ROUTING, DecoderSizes
+from espalier.recipe.decoder_shapes import ROUTING, DecoderSizes, sizes
 from espalier.recipe.errors import UserError
 from espalier.recipe.foreign_files import JsonObject, parsing, printable, read_table, unused
 from espalier.recipe.units import plural
@@ -38,6 +39,8 @@ from espalier.recipe.units import plural
 FILE_BYTES = 5 * 10**9
 """Most bytes in one weights file, as `save_pretrained` splits them."""
 
+HUB = "hf:"
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 INDEX = "model.safetensors.index.json"
 _WEIGHTS = "model.safetensors"
 _FOLDER = "give a folder with config.json and safetensors, or download it again"
@@ -46,11 +49,16 @@ _TABLE = "model.embed_tokens.weight"
 _BUFFER = re.compile(r"\.(rotary_emb\.(inv_freq|cos_cached|sin_cached)|attn\.(bias|masked_bias))$")
 """Tensors that are computed, not trained."""
 _LAYER = re.compile(r"^blocks\.(\d+)\.")
+_THEIR_LAYER = re.compile(r"^model\.layers\.(\d+)\.")
 DTYPES = ("F64", "F32", "F16", "BF16")
 _FORMATS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
 
 _NAMES = data_table(__file__)
 """Our names to theirs, those that kinds share and those of each kind."""
+
+
+FUSED = _NAMES["fused"]
+"""Of each kind its matrices that hold several of ours, and which these are."""
 
 
 def _theirs(kind: str) -> dict[str, str]:
@@ -85,13 +93,12 @@ def export(model: GPT, tokenizer: SavedTokenizer, folder: str | Path) -> None:
             if model.size.bias
             else "model.family and model.shared of Mixtral or of Qwen",
         )
-    names = _theirs(hf_config.kind_of(model.size))
-    state = model.state_dict()
-    tensors = {_renamed(name, names): value.detach().cpu().contiguous() for name, value in state.items()}
+    state = {name: value.detach().cpu().contiguous() for name, value in model.state_dict().items()}
+    tensors = to_theirs(state, model.size)
     dtype = str(tensors["model.norm.weight"].dtype).removeprefix("torch.")
     token_ids = getattr(tokenizer, "token_ids", dict[str, Any])()
     files = getattr(tokenizer, "files", TokenizerFiles({}))
-    table = hf_config.table_of(model.size, token_ids, dtype)
+    table = config_of(model.size, token_ids, dtype)
 
     def fill(partial: Path) -> None:
         _write(partial, tensors, table)
@@ -103,10 +110,51 @@ def export(model: GPT, tokenizer: SavedTokenizer, folder: str | Path) -> None:
     cache_dir.export(Path(folder), CONFIG, fill)
 
 
+def config_of(size: DecoderSizes, token_ids: JsonObject, dtype: str) -> JsonObject:
+    """`hf_config.table_of`. Raises UserError naming the options that the family's `config.json` does not say."""
+    table = hf_config.table_of(size, token_ids, dtype)
+    require_same(options_of(size), hf_config.options(table, "it"), f"a {CONFIG} of {table['model_type']}")
+    return table
+
+
 def opened(folder: str | Path) -> Path:
-    """`folder`, or the folder that a GGUF file of that name was made into."""
+    """`folder`; of a model on the Hugging Face hub (`hf:ORG/NAME`, `hf:ORG/NAME@REVISION`), that of its cache; of a
+    GGUF file, the one that it was made into. Raises UserError."""
     path = Path(folder)
+    if str(folder).startswith(HUB):
+        return _downloaded(str(folder))
+    if _HUB_NAME.fullmatch(str(folder)) and not path.exists():
+        raise UserError(f"There is no folder {folder}.", do=f'"{HUB}{folder}", if the model of the hub is meant')
     return gguf_file.folder_of(path) if path.suffix == gguf_file.SUFFIX else path
+
+
+@cache
+def _downloaded(name: str) -> Path:
+    """The folder of the hub's cache; the network is asked where files are missing there."""
+    from huggingface_hub import snapshot_download
+
+    repository, _, revision = name.removeprefix(HUB).partition("@")
+    last: Exception | None = None
+    for offline in (True, False):
+        try:
+            folder = Path(
+                snapshot_download(
+                    repository,
+                    revision=revision or None,
+                    local_files_only=offline,
+                    allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"],
+                    ignore_patterns=["*/*", "consolidated*"],
+                )
+            )
+            _files(folder)
+            return folder
+        except Exception as error:  # the library's errors have no common base
+            last = error
+    raise UserError(
+        f"model.initial = {name!r} cannot be loaded.",
+        why=f"{type(last).__name__}: {last}",
+        do="hf:ORG/NAME of a model with safetensors (private ones after `hf auth login`), or download a folder",
+    )
 
 
 def copy(folder: Path, target: Path) -> None:
@@ -118,69 +166,120 @@ def copy(folder: Path, target: Path) -> None:
 
 
 def _write(folder: Path, tensors: Mapping[str, Tensor], table: JsonObject) -> None:
-    files = _split(tensors)
-    for name, part in files.items():
-        save_file(part, folder / name, metadata={"format": "pt"})
-    if len(files) > 1:
-        total = sum(_bytes(tensor) for tensor in tensors.values())
-        where = {key: name for name, part in files.items() for key in part}
-        _json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": where})
+    from huggingface_hub import save_torch_state_dict
+
+    save_torch_state_dict(dict(tensors), folder, max_shard_size=FILE_BYTES)
     _json(folder / CONFIG, table)
-    for name in files:
-        shutil.copymode(folder / CONFIG, folder / name)  # safetensors makes files that only their owner may read
+    for file in folder.glob("*.safetensors"):
+        shutil.copymode(folder / CONFIG, file)  # safetensors makes files that only their owner may read
     special = {key: table[key] for key in ID_KEYS if table.get(key) is not None}
     _json(folder / GENERATION, {"_from_model_config": True, **special})
-
-
-def _split(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
-    """File name to tensors, in order, each file up to FILE_BYTES (or one tensor)."""
-    parts: list[dict[str, Tensor]] = [{}]
-    room = FILE_BYTES
-    for name, tensor in tensors.items():
-        if parts[-1] and _bytes(tensor) > room:
-            parts.append({})
-            room = FILE_BYTES
-        parts[-1][name] = tensor
-        room -= _bytes(tensor)
-    if len(parts) == 1:
-        return {"model.safetensors": parts[0]}
-    return {f"model-{i:05}-of-{len(parts):05}.safetensors": part for i, part in enumerate(parts, 1)}
 
 
 # --- in ----------------------------------------------------------------------------------------------------------
 
 
-def load(folder: str | Path, dtype: torch.dtype) -> tuple[config.Decoder, dict[str, Tensor]]:
+def load(folder: str | Path, dtype: torch.dtype, layers: int | None = None) -> tuple[config.Decoder, dict[str, Tensor]]:
     """The options that a folder of one of `hf_config.FAMILIES` stands for, and its weights under our names, as `dtype`.
 
-    Raises UserError naming the file, setting or tensor that this decoder cannot take over.
+    `layers`: of the first so many. Raises UserError naming the file, setting or tensor that this decoder cannot take
+    over.
     """
-    model = options(folder)
-    names = _ours(hf_config.kind_of(model))
-    tensors = _wanted(_stored(opened(folder)), model)
+    model = first_layers(options(folder), layers)
+    state: dict[str, Tensor] = {}
+    tensors = {
+        name: place
+        for name, place in _wanted(_stored(opened(folder)), model).items()
+        if _layer_of(name) < (model.depth or 0)
+    }
     refuse_large(f"{folder}", sum(math.prod(stored.shape) for stored in tensors.values()) * dtype.itemsize)
-    return model, {_renamed(name, names): weight_files.value(name, place).to(dtype) for name, place in tensors.items()}
+    for name, place in tensors.items():
+        state |= to_ours(name, weight_files.value(name, place).to(dtype), sizes(model))
+    return model, state
+
+
+def first_layers(model: config.Decoder, layers: int | None) -> config.Decoder:
+    """`model`, of at most `layers` layers."""
+    return model if layers is None else model.changed(depth=min(layers, model.depth or layers))
+
+
+def _layer_of(theirs: str) -> int:
+    match = _THEIR_LAYER.match(theirs)
+    return int(match[1]) if match else -1
 
 
 def load_into(model: GPT, folder: str | Path) -> None:
-    """Fills `model` with the weights of `folder`. Raises UserError naming every option that differs."""
-    require_same(options_of(model.size), options(folder), str(folder))
-    state = load(folder, model.embedding.weight.dtype)[1]
+    """Fills `model` with the weights of `folder`, or of its first layers. Raises UserError naming every option that
+    differs."""
+    layers = model.size.layers
+    require_same(options_of(model.size), first_layers(options(folder), layers), str(folder))
+    state = load(folder, model.embedding.weight.dtype, layers)[1]
     model.load_state_dict(state)
 
 
 def weights_of(model: GPT, folder: Path) -> Callable[[str], Tensor]:
     """Reads the weights of `folder` one by one, as fp32, by the names in `model`. Raises UserError as `load_into`."""
-    stored_options = options(folder)
-    require_same(options_of(model.size), stored_options, str(folder))
-    names, tensors = _theirs(hf_config.kind_of(model.size)), _stored(opened(folder))
+    size = model.size
+    require_same(options_of(size), first_layers(options(folder), size.layers), str(folder))
+    tensors = _stored(opened(folder))
+    kind = hf_config.kind_of(size)
 
     def value(name: str) -> Tensor:
-        theirs = _renamed(name, names)
-        tensor: Tensor = weight_files.value(theirs, tensors[theirs])
-        return tensor.float()
+        theirs = _joined(name, kind) or renamed(name, kind)
+        return to_ours(theirs, weight_files.value(theirs, tensors[theirs]), size)[name].float()
 
     return value
+
+
+# --- joined matrices, and the order of columns -------------------------------------------------------------------
+
+
+def to_theirs(state: Mapping[str, Tensor], size: DecoderSizes) -> dict[str, Tensor]:
+    """Tensors by our names, of a model of `size`, as those of its kind."""
+    kind = hf_config.kind_of(size)
+    parts: dict[str, list[Tensor]] = {}
+    for name, value in state.items():
+        parts.setdefault(_joined(name, kind) or renamed(name, kind), []).append(_reordered(name, value, size, False))
+    return {name: torch.cat(values) if len(values) > 1 else values[0] for name, values in parts.items()}
+
+
+def to_ours(name: str, value: Tensor, size: DecoderSizes) -> dict[str, Tensor]:
+    """What the tensor `name` of their kind is of a model of `size`, by our names."""
+    kind = hf_config.kind_of(size)
+    parts = FUSED.get(kind, {}).get(_pattern(name))
+    if parts is None:
+        named = {ours(name, kind): value}
+    else:
+        rows = {"query": size.query_width, "key": size.kv_width, "value": size.kv_width}
+        place = "attention" if parts[0] in rows else "feed_forward"
+        ends = [sum(rows.get(part, size.feed_forward) for part in parts[:count]) for count in range(1, len(parts))]
+        pieces = value.tensor_split(ends)
+        layer = _layer_of(name)
+        named = {f"blocks.{layer}.{place}.{part}.weight": piece for part, piece in zip(parts, pieces, strict=True)}
+    return {name: _reordered(name, value, size, True).contiguous() for name, value in named.items()}
+
+
+def _joined(name: str, kind: str) -> str | None:
+    """The matrix of theirs that holds our tensor `name` and others."""
+    for pattern, parts in FUSED.get(kind, {}).items():
+        if name.endswith(tuple(f".{part}.weight" for part in parts)):
+            return str(pattern.format(name.split(".")[1]))
+    return None
+
+
+def _reordered(name: str, value: Tensor, size: DecoderSizes, into: bool) -> Tensor:
+    """Queries and keys with the columns of each head in our order, or (not `into`) in theirs: the first half of those
+    that turn begins the first half of a head, the second half the second."""
+    pairs = size.family in _NAMES["pairs"]
+    columns = size.rotary_columns
+    turned = name.endswith((".query.weight", ".key.weight", ".query.bias", ".key.bias"))
+    if not turned or not (pairs or columns < size.head_size) or value.shape[0] % size.head_size:
+        return value
+    places = torch.arange(size.head_size)
+    turning = places[:columns].view(-1, 2).T if pairs else places[:columns].view(2, -1)
+    order = torch.cat([turning, places[columns:].view(2, -1)], 1).flatten()
+    heads = value.unflatten(0, (-1, size.head_size))
+    return heads[:, order if into else order.argsort()].flatten(0, 1)
 
 
 def _wanted(tensors: Mapping[str, StoredTensor], model: config.Decoder) -> dict[str, StoredTensor]:
@@ -197,7 +296,7 @@ def require_same(wanted: config.Decoder, stored: config.Decoder, origin: str) ->
 
     The context may differ: nothing in the weights depends on it.
     """
-    free = {"shape", "initial", "context", "balance", "balancing", "z_loss"}
+    free = {"shape", "initial", "layers", "context", "balance", "balancing", "z_loss"}
     names = [name for name in wanted.__struct_fields__ if name not in free and getattr(wanted, name) is not None]
     differing = [
         f"model.{name} = {getattr(wanted, name)}, but {getattr(stored, name)} there"
@@ -208,6 +307,8 @@ def require_same(wanted: config.Decoder, stored: config.Decoder, origin: str) ->
         differing = [f"one of the two has experts: {type(wanted).__name__} here, {type(stored).__name__} there"]
     if differing:
         do = "leave those options out of [model] or give the values there"
+        if wanted.depth != stored.depth:
+            do += '; model.layers = "first 12" takes the first 12 layers'
         raise UserError(f"The weights in {origin} do not fit the model.", why="; ".join(differing), do=do)
 
 
@@ -230,7 +331,7 @@ def options(folder: str | Path) -> config.Decoder:
             if "model_type" in table
             else f"{home / CONFIG} has no model_type, but {printable(', '.join(table))}.",
             why=f"{differs}{', '.join(hf_config.FAMILIES)} can be loaded",
-            do="convert it, or leave model.initial out",
+            do=hf_config.DOOR,
         )
     model = hf_config.options(table, str(folder))
     columns = model.head_size or (model.width or 1) // (model.heads or 1)
@@ -263,9 +364,10 @@ def _refuse_differing(folder: str | Path, model: config.Decoder, tensors: Mappin
         small = model.changed(depth=1, context=2)
         with torch.device("meta"):
             layer = MOE(small) if isinstance(small, config.Moe) else GPT(small)
-    names = _ours(hf_config.kind_of(model))
     depth = model.depth
-    given = {_renamed(name, names): tensor for name, tensor in tensors.items()}
+    given: dict[str, Tensor] = {}
+    for name, stored in tensors.items():
+        given |= to_ours(name, torch.empty(stored.shape, device="meta"), sizes(model))
     layers = {int(match[1]) for name in given if (match := _LAYER.match(name))}
     shapes = {
         _LAYER.sub(f"blocks.{number}.", name): tuple(value.shape)
@@ -277,7 +379,7 @@ def _refuse_differing(folder: str | Path, model: config.Decoder, tensors: Mappin
         *differences(given, shapes, f"and its {CONFIG} says"),
         *(
             f"{name} is {stored.dtype}, which is not read"
-            for name, stored in given.items()
+            for name, stored in tensors.items()
             if stored.dtype not in DTYPES
         ),
     ]
@@ -289,7 +391,9 @@ def _refuse_differing(folder: str | Path, model: config.Decoder, tensors: Mappin
         )
 
 
-def differences(given: Mapping[str, StoredTensor], shapes: Mapping[str, tuple[int, ...]], origin: str) -> Iterator[str]:
+def differences(
+    given: Mapping[str, StoredTensor | Tensor], shapes: Mapping[str, tuple[int, ...]], origin: str
+) -> Iterator[str]:
     """What of the tensors `given` has other names or shapes than `shapes`, which have their `origin`."""
     yield from (f"{name} is missing" for name in shapes if name not in given)
     yield from (f"{printable(name)} is not known" for name in given if name not in shapes)
@@ -332,25 +436,16 @@ def tokenizer_of(folder: str | Path) -> Path | None:
 
 def options_of(size: DecoderSizes) -> config.Decoder:
     """The model options that say `size`."""
-    names = (
-        "width",
-        "heads",
-        "kv_heads",
-        "feed_forward",
-        "vocabulary",
-        "context",
-        "tied",
-        "rope_theta",
-        "norm_epsilon",
-        "family",
-        "window",
-        "attention_cap",
-        "logit_cap",
-        "attention_scale",
-        "rope",
-    )
+    names = set(config.Gpt.__struct_fields__) & {field.name for field in fields(size)} - {"layers"}
     head = size.head_size if size.query_width != size.width else None
     shared: dict[str, Any] = {"depth": size.layers, "head_size": head} | {name: getattr(size, name) for name in names}
+    usual = {
+        "attention_scale": size.head_size**-0.5,
+        "local_theta": size.rope_theta,
+        "attention_bias": size.blocks.always_biased or None,
+    }
+    plain = config.Gpt()
+    shared |= {name: getattr(plain, name) for name, value in usual.items() if shared[name] == value}
     if size.experts == 1:
         return config.Gpt(**shared)
     routing = {name: getattr(size, name) for name in ROUTING}
@@ -425,10 +520,6 @@ def _renamed(name: str, table: Mapping[str, str]) -> str:
     numbers = re.findall(r"(?<=\.)\d+(?=\.)", name)
     pattern = _pattern(name)
     return table[pattern].format(*numbers) if pattern in table else name
-
-
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
 
 
 def _json(path: Path, table: JsonObject) -> None:

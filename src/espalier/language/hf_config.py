@@ -1,19 +1,20 @@
-"""`config.json` of Hugging Face's decoders, in and out: Llama, Mistral, Qwen 2 and 3, Gemma 1 and 2, Mixtral,
-Qwen 2 and 3 MoE.
+"""`config.json` of Hugging Face's decoders, in and out (`FAMILIES`).
 
 A setting that is left out has the value that transformers gives it (its configuration classes).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 import msgspec
 
 from espalier import recipe as config
+from espalier.recipe import decoder_shapes
 from espalier.recipe.data_table import data_table
-from espalier.recipe.decoder_shapes import DecoderSizes, Rope
+from espalier.recipe.decoder_shapes import MIXTURES, DecoderSizes, Rope
 from espalier.recipe.errors import UserError
 from espalier.recipe.foreign_files import JsonObject, parsing, printable, unused
 
@@ -24,6 +25,8 @@ FAMILIES: Mapping[str, str] = _TABLES["families"]
 """`model_type` and class."""
 QWEN_MOE = {"qwen2": "qwen2_moe", "qwen3": "qwen3_moe"}
 """Family to `model_type`."""
+DOOR = "train it as a module by its own code (examples/any_hf_model.py), or start from another model"
+"""What to do about a model of another kind."""
 _DEFAULTS: Mapping[str, JsonObject] = _TABLES["defaults"]
 
 
@@ -36,57 +39,33 @@ def table_of(size: DecoderSizes, token_ids: JsonObject, dtype: str) -> dict[str,
     table = {
         "architectures": [FAMILIES[kind]],
         "model_type": kind,
-        "hidden_size": size.width,
-        "intermediate_size": size.feed_forward,
-        "num_hidden_layers": size.layers,
-        "num_attention_heads": size.heads,
-        "num_key_value_heads": size.kv_heads,
-        "head_dim": size.head_size,
-        "vocab_size": size.vocabulary,
-        "max_position_embeddings": size.context,
-        "rms_norm_eps": size.norm_epsilon,
-        "rope_theta": size.rope_theta,
+        **{theirs: getattr(size, ours) for theirs, ours in _TABLES["sizes"].items()},
         "rope_parameters": _rope_table(size),
-        "hidden_act": _GELU if size.gemma else "silu",
+        "hidden_act": _GELU if size.blocks.gemma else "silu",
         "attention_dropout": 0.0,
-        "tie_word_embeddings": size.tied,
         **token_ids,
         "torch_dtype": dtype,
     }
-    if kind not in ("qwen2", "mistral", "qwen2_moe"):
-        table["attention_bias"] = False
-    if kind == "llama":
-        table["mlp_bias"] = False
-    if kind in ("mistral", "gemma2", "mixtral"):
-        table["sliding_window"] = size.window
-    if kind in ("qwen2", "qwen3", *QWEN_MOE.values()):
-        table["use_sliding_window"] = False
-    if size.gemma:
-        table["hidden_activation"] = _GELU
-    if kind == "gemma2":
-        scalar = float(size.head_size) if size.attention_scale is None else round(size.attention_scale**-2, 6)
-        kinds = ["sliding_attention", "full_attention"] if size.window else ["full_attention"] * 2
-        table |= {
-            "query_pre_attn_scalar": int(scalar) if scalar.is_integer() else scalar,
-            "attn_logit_softcapping": size.attention_cap,
-            "final_logit_softcapping": size.logit_cap,
-            "layer_types": [kinds[layer % 2] for layer in range(size.layers)],
-        }
-    if kind == "mixtral":
-        experts = {"num_local_experts": size.experts, "num_experts_per_tok": size.active}
-        table |= experts | {"router_aux_loss_coef": size.balance}
-    if kind in QWEN_MOE.values():
-        table |= {"shared_expert_intermediate_size": size.shared} if size.shared else {}
-        table |= {
-            "moe_intermediate_size": size.feed_forward,
-            "num_experts": size.experts,
-            "num_experts_per_tok": size.active,
-            "norm_topk_prob": size.normalized,
-            "decoder_sparse_step": 1,
-            "mlp_only_layers": [],
-            "router_aux_loss_coef": size.balance,
-        }
-    return table
+    more = _variants(size)
+    return table | {key: more[key] for key in _TABLES["written"][kind] if key not in table}
+
+
+def _variants(size: DecoderSizes) -> dict[str, Any]:
+    """Settings that some kinds have."""
+    scalar = size.head_size if size.attention_scale is None else round(size.attention_scale**-2, 6)
+    differs = [size.differs(layer) for layer in range(size.layers)]
+    return {
+        **_CONSTANTS,
+        **{theirs: getattr(size, ours) for theirs, ours in _TABLES["some_sizes"].items()},
+        "pad_token_id": None,  # else transformers takes that of the family, which no table of another size has
+        "sliding_window": size.window or (size.context if size.blocks.period else None),  # of no layer
+        "query_pre_attn_scalar": int(scalar) if scalar == int(scalar) else scalar,
+        "layer_types": [_KINDS[full or size.window is None] for full in differs],
+        "rope_local_base_freq": size.local_theta or size.rope_theta,
+        "no_rope_layers": [int(not without) for without in differs],
+        "logits_scaling": round(1 / size.logit_scale, 9),
+        "attention_multiplier": size.head_size**-0.5 if size.attention_scale is None else size.attention_scale,
+    }
 
 
 def kind_of(size: DecoderSizes | config.Decoder) -> str:
@@ -104,7 +83,7 @@ def mixture_refusal(size: DecoderSizes) -> str | None:
         return None
     if size.bias:
         return "experts are picked with a bias, which no format has: without it other experts would be picked"
-    if size.gemma:
+    if family not in MIXTURES:
         return f"the family {family} has no mixture"
     if bool(size.shared) != (kind == "qwen2_moe"):
         return f"of the family {family}, {'no' if size.shared else 'each'} mixture has a shared expert"
@@ -113,28 +92,38 @@ def mixture_refusal(size: DecoderSizes) -> str | None:
 
 def _rope_table(size: DecoderSizes) -> dict[str, Any]:
     rope = size.rope
-    if rope is None:
-        return {"rope_type": "default", "rope_theta": size.rope_theta}
-    table = {
-        "rope_type": rope.kind,
-        "rope_theta": size.rope_theta,
-        "factor": rope.factor,
-        "original_max_position_embeddings": rope.original,
-        "attention_factor": rope.attention,
-    }
-    if rope.kind == "llama3":
-        table |= {"low_freq_factor": rope.low, "high_freq_factor": rope.high}
-    if rope.kind == "yarn":
-        table |= {"beta_slow": rope.low, "beta_fast": rope.high}
-    return {name: value for name, value in table.items() if value is not None}
+    table: dict[str, Any] = {"rope_type": "default", "rope_theta": size.rope_theta}
+    if size.rotary != 1.0:
+        table["partial_rotary_factor"] = size.rotary
+    if size.family == "ministral3":  # in which both are read whatever the type
+        table |= {"original_max_position_embeddings": size.context, "llama_4_scaling_beta": 0.0}
+    if rope is not None:
+        table |= {
+            "rope_type": rope.kind,
+            "factor": rope.factor,
+            "original_max_position_embeddings": rope.original,
+            "attention_factor": rope.attention,
+        }
+        low, high = _EDGES[rope.kind]
+        table |= {low: rope.low, high: rope.high} if low else {}
+        table |= {"llama_4_scaling_beta": rope.query} if size.family == "ministral3" else {}
+    table = {name: value for name, value in table.items() if value is not None}
+    if not size.blocks.local_positions:
+        return table
+    local = {"rope_type": "default", "rope_theta": size.local_theta or size.rope_theta}
+    return {_KINDS[True]: table, _KINDS[False]: local}
 
 
 # --- in ----------------------------------------------------------------------------------------------------------
 
 
+_CONSTANTS = _TABLES["constants"]
 _SCALES = _TABLES["scales"]
 _FOREIGN = _TABLES["foreign"]
-_OF_GEMMA2 = ("attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar")
+_KINDS = {True: "full_attention", False: "sliding_attention"}
+"""Of layers, by whether they see all tokens."""
+_EDGES = {"llama3": ("low_freq_factor", "high_freq_factor"), "yarn": ("beta_slow", "beta_fast"), "linear": ("", "")}
+"""What the edges of the ramp of rates are called."""
 
 
 def unused_keys(table: JsonObject) -> list[str]:
@@ -177,14 +166,11 @@ def options(table: JsonObject, folder: str) -> config.Decoder:
             kv_heads = _whole(table, "num_key_value_heads") if table.get("num_key_value_heads") else heads
             if heads % kv_heads or head < 2 or head % 2:
                 raise ValueError(f"{heads} heads of {head} columns, {kv_heads} of keys")
+            wholes = ("layers", "width", "heads", "feed_forward", "vocabulary", "context")
+            given = {ours: theirs for theirs, ours in _TABLES["sizes"].items() if ours in wholes}
             shared: dict[str, Any] = {
-                "depth": _whole(table, "num_hidden_layers"),
-                "width": width,
-                "heads": heads,
+                **{ours: _whole(table, theirs) for ours, theirs in given.items()},
                 "kv_heads": kv_heads,
-                "feed_forward": _whole(table, "intermediate_size"),
-                "vocabulary": _whole(table, "vocab_size"),
-                "context": _whole(table, "max_position_embeddings"),
                 "tied": bool(table.get("tie_word_embeddings", False)),
                 "rope_theta": _typed(
                     Real, "rope_theta", _rope(table).get("rope_theta", table.get("rope_theta", 10_000.0))
@@ -192,40 +178,95 @@ def options(table: JsonObject, folder: str) -> config.Decoder:
                 "norm_epsilon": _typed(Real, "rms_norm_eps", table.get("rms_norm_eps", 1e-6)),
                 "rope": _rope_options(table),
                 "head_size": head if head * heads != width else None,
+                "attention_bias": bool(table.get("attention_bias")),
             }
-            if kind == "mixtral":
-                experts = _whole(table, "num_local_experts")
-                active = _whole(table, "num_experts_per_tok")
-                return config.Moe(**shared, experts=experts, active=active)
-            if kind in QWEN_MOE.values():
-                shared |= {"feed_forward": _whole(table, "moe_intermediate_size"), "family": kind.removesuffix("_moe")}
-                return config.Moe(
-                    **shared,
-                    experts=_whole(table, "num_local_experts" if table.get("num_local_experts") else "num_experts"),
-                    active=_whole(table, "num_experts_per_tok"),
-                    normalized=bool(table.get("norm_topk_prob", False)),
-                    shared=_whole(table, "shared_expert_intermediate_size") if kind == "qwen2_moe" else 0,
-                )
-            if kind in ("mistral", "gemma2"):
-                kinds = table.get("layer_types") or ["sliding_attention"]
-                window = table.get("sliding_window") if "sliding_attention" in kinds else None
-                shared["window"] = _typed(Whole | None, "sliding_window", window)
-            if kind == "gemma2":
-                scalar = _typed(Real, "query_pre_attn_scalar", table["query_pre_attn_scalar"])
-                shared["attention_scale"] = None if scalar == head else scalar**-0.5
-                caps = {"attention_cap": "attn_logit_softcapping", "logit_cap": "final_logit_softcapping"}
-                shared |= {ours: _typed(Real | None, name, table[name]) for ours, name in caps.items()}
-            return config.Gpt(**shared, family=kind)
+            shared["depth"] = shared.pop("layers")
+            return _with_experts(kind, table, shared) or config.Gpt(**_with_variants(kind, table, shared, head))
         except KeyError as missing:
             raise UserError(f"{folder}/{CONFIG} does not say {missing}.") from None
 
 
-def _rope(table: JsonObject) -> JsonObject:
-    return table.get("rope_scaling") or table.get("rope_parameters") or {}  # in this order, as transformers
+def _with_experts(kind: str, table: JsonObject, shared: dict[str, Any]) -> config.Moe | None:
+    """The options of a mixture of experts; None: the kind has none."""
+    if "num_experts_per_tok" not in _TABLES["written"][kind]:
+        return None
+    count = "num_local_experts" if table.get("num_local_experts") else "num_experts"
+    shared |= {"experts": _whole(table, count), "active": _whole(table, "num_experts_per_tok")}
+    if kind in QWEN_MOE.values():
+        shared["feed_forward"] = _whole(table, "moe_intermediate_size")
+        shared["normalized"] = bool(table.get("norm_topk_prob", False))
+        shared["family"] = kind.removesuffix("_moe")
+        shared["shared"] = _whole(table, "shared_expert_intermediate_size") if kind == "qwen2_moe" else 0
+    return config.Moe(**shared)
 
 
-def _rope_kind(table: JsonObject) -> str:
-    return str(_rope(table).get("rope_type", _rope(table).get("type", "default")))
+def _with_variants(kind: str, table: JsonObject, shared: dict[str, Any], head: int) -> dict[str, Any]:
+    """The options of a dense decoder: windows, periods, positions, scales and caps."""
+    written = _TABLES["written"][kind]
+    blocks = decoder_shapes.FAMILIES[kind]
+    whole = blocks.period > 0 and _sees_all(table, shared["depth"], blocks)
+    windowed = "sliding_window" in written and not whole
+    window = _typed(Whole | None, "sliding_window", table.get("sliding_window")) if windowed else None
+    shared |= {"family": kind, "window": window, **_scales(table, written, head)}
+    if blocks.local_positions:
+        if windowed and not window:
+            raise ValueError("no sliding_window, but layers with one")
+        given = _rope(table, _KINDS[False]).get("rope_theta", table["rope_local_base_freq"])
+        theta = _typed(Real, "rope_local_base_freq", given)
+        shared["local_theta"] = None if theta == shared["rope_theta"] else theta
+    if "partial_rotary_factor" in written:
+        share = _rope(table).get("partial_rotary_factor", table.get("partial_rotary_factor", 1.0))
+        shared["rotary"] = _typed(Annotated[float, msgspec.Meta(gt=0, le=1)], "partial_rotary_factor", share)
+        if (columns := int(head * shared["rotary"])) % 2 or not columns:
+            raise ValueError(f"partial_rotary_factor = {share} of heads of {head} columns")
+    return shared
+
+
+def _scales(table: JsonObject, written: Sequence[str], head: int) -> dict[str, Any]:
+    """What embeddings, answers, scores and logits are multiplied by, and what scores and logits are kept within."""
+    given = {
+        ours: _typed(Real | None, theirs, table.get(theirs))
+        for ours, theirs in _TABLES["scalars"].items()
+        if theirs in written
+    }
+    if "logit_scale" in given:
+        given["logit_scale"] = 1 / given["logit_scale"]
+    if scalar := given.pop("query_scalar", None):
+        given["attention_scale"] = scalar**-0.5
+    if given.get("attention_scale") == head**-0.5:
+        given["attention_scale"] = None
+    return given
+
+
+def _sees_all(table: JsonObject, depth: int, blocks: decoder_shapes.Blocks) -> bool:
+    """Whether all layers are those that see all tokens. Raises ValueError where they are in another order than that of
+    the family."""
+    given = table.get("no_rope_layers") if blocks.plain_positions else table.get("layer_types")
+    interval = table["no_rope_layer_interval" if blocks.plain_positions else "sliding_window_pattern"]
+    if given:
+        differs = [layer in (0, _KINDS[True]) for layer in given[:depth]]
+        if len(differs) != depth:
+            raise ValueError(f"{depth} layers, but {len(differs)} kinds of them")
+        if all(differs) and not blocks.plain_positions:
+            return True
+        interval = blocks.period if differs == [(layer + 1) % blocks.period == 0 for layer in range(depth)] else None
+    if interval != blocks.period:
+        raise ValueError(f"layers of two kinds in another order than one of each {blocks.period}")
+    return False
+
+
+def _rope(table: JsonObject, layers: str = "full_attention") -> JsonObject:
+    """What is said of the rotary positions, where it differs of those `layers`; in this order, as transformers."""
+    scaling = table.get("rope_scaling") or {}
+    given = table.get("rope_parameters") or {}
+    if any(name in given for name in _KINDS.values()):
+        return (given.get(layers) or {}) | (scaling if layers == _KINDS[True] else {})
+    return (scaling or given) if layers == _KINDS[True] else {}
+
+
+def _rope_kind(table: JsonObject, layers: str = "full_attention") -> str:
+    rope = _rope(table, layers)
+    return str(rope.get("rope_type", rope.get("type", "default")))
 
 
 def _rope_options(table: JsonObject) -> Rope | None:
@@ -233,48 +274,52 @@ def _rope_options(table: JsonObject) -> Rope | None:
     given = _rope(table)
     if kind == "default":
         return None
-    low, high = ("low_freq_factor", "high_freq_factor") if kind == "llama3" else ("beta_slow", "beta_fast")
-    attention = given.get("attention_factor")
     original = given.get("original_max_position_embeddings") or table.get("original_max_position_embeddings")
+    low, high = _EDGES[kind]
+    factor = _typed(Real, "factor", given["factor"])
+    attention = given.get("attention_factor")
+    sharper = [float(given.get(name) or 0) for name in ("mscale", "mscale_all_dim")]
+    if attention is None and all(sharper):
+        over, under = (0.1 * scale * math.log(max(factor, 1.0)) + 1 for scale in sharper)
+        attention = over / under
     return Rope(
         kind=kind,  # type: ignore[arg-type]
-        factor=_typed(Real, "factor", given["factor"]),
-        original=_typed(Whole | None, "original_max_position_embeddings", original),
+        factor=factor,
         low=float(given.get(low) or 1.0),
         high=None if given.get(high) is None else float(given[high]),
         attention=None if attention is None else float(attention),
+        original=_typed(Whole | None, "original_max_position_embeddings", original),
+        query=float(given.get("llama_4_scaling_beta") or 0.0),
     )
 
 
 def _refuse_foreign(table: JsonObject, kind: str, folder: str) -> None:
     """Settings this decoder does not have."""
-    gelu = kind in ("gemma", "gemma2")
+    written = _TABLES["written"][kind]
+    gelu = "hidden_activation" in written
     rope = _rope(table)
     acts = {table.get("hidden_activation") or _GELU, _GELU} if gelu else {table.get("hidden_act", "silu"), "silu"}
-    types = table.get("layer_types") or []
-    alternate = [("sliding_attention", "full_attention")[layer % 2] for layer in range(len(types))]
-    same = len(set(types)) < 2 and (kind != "gemma2" or "sliding_attention" not in types)
+    types = set(table.get("layer_types") or [])
+    known = ("default",) if kind == "phi3" else ("default", "linear", "llama3", "yarn")
+    known_keys = set(written) - set(_CONSTANTS)
     refused = {
-        "attention_bias": bool(table.get("attention_bias")),
-        "mlp_bias": bool(table.get("mlp_bias")),
         "hidden_activation" if gelu else "hidden_act": len(acts) > 1,
-        "sliding_window": table.get("sliding_window") is not None and kind in ("llama", "mixtral"),
+        "sliding_window": bool(table.get("sliding_window")) and kind in ("llama", "mixtral"),
         "qkv_bias": table.get("qkv_bias") is False,
-        "decoder_sparse_step": table.get("decoder_sparse_step", 1) != 1,
-        "mlp_only_layers": bool(table.get("mlp_only_layers")),
-        "use_sliding_window": bool(table.get("use_sliding_window")),
-        "layer_types": not same and (kind != "gemma2" or types != alternate),
-        "use_bidirectional_attention": bool(table.get("use_bidirectional_attention")),
-        "partial_rotary_factor": rope.get("partial_rotary_factor", table.get("partial_rotary_factor", 1.0)) != 1.0,
-        "rope_parameters": _rope_kind(table) not in ("default", "linear", "llama3", "yarn")
-        or any(rope.get(name) for name in ("mscale", "mscale_all_dim"))
+        "layer_types": types - set(_KINDS.values()) or (len(types) > 1 and "layer_types" not in written),
+        "partial_rotary_factor": rope.get("partial_rotary_factor", 1.0) != 1.0
+        and "partial_rotary_factor" not in known_keys,
+        "rope_parameters": _rope_kind(table) not in known
+        or _rope_kind(table, _KINDS[False]) != "default"
         or rope.get("truncate") is False
-        or (_rope_kind(table) == "default" and rope.get("factor") not in (None, 1)),
-        **{name: table.get(name) not in (None, 1) for name in _SCALES},
-        **{name: bool(table.get(name)) for name in _FOREIGN if kind != "gemma2" or name not in _OF_GEMMA2},
+        or ("llama_4_scaling_beta" in rope and kind != "ministral3")
+        or (_rope_kind(table) == "default" and rope.get("factor") not in (None, 1))
+        or (_rope_kind(table) == "default" and rope.get("llama_4_scaling_beta") not in (None, 0)),
+        **{name: table.get(name) not in (None, 1) for name in _SCALES if name not in known_keys},
+        **{name: bool(table.get(name)) for name in _FOREIGN if name not in known_keys},
     }
     for name, foreign in refused.items():
         if foreign:
             value = printable(repr(dict(rope) if name == "rope_parameters" else table.get(name, rope.get(name))))
             why = "this decoder has no such thing"
-            raise UserError(f"{folder}/{CONFIG} says {name} = {value}.", why=why, do="start from another model")
+            raise UserError(f"{folder}/{CONFIG} says {name} = {value}.", why=why, do=DOOR)

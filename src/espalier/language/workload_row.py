@@ -21,6 +21,7 @@ from espalier.plan.axes.flat_layout import runs
 from espalier.recipe import Adapters, Decoder, Dpo, Moe, Recipe, Tuning, decoder_shapes, defaults
 from espalier.recipe.base import Derivation
 from espalier.recipe.cost import Anatomy, Cut, ExpertSizes, Profile
+from espalier.recipe.decoder_defaults import layers_taken
 from espalier.recipe.errors import UserError
 from espalier.train.workload_row import (
     Answer,
@@ -71,15 +72,24 @@ def _with_initial(recipe: Recipe, initial: str) -> tuple[Recipe, Sequence[Deriva
     if type(stored) is not type(model):
         kind = stored.__struct_config__.tag
         raise UserError(f"model.initial = {initial!r} holds another kind of model.", do=f'model.kind = "{kind}"')
+    derived = []
+    if model.layers is not None:
+        count = layers_taken(model)
+        whole = stored.depth or 0
+        if count > whole:
+            raise UserError(f"model.layers = {model.layers!r}, but {initial} has {whole} layers.", do="fewer, or all")
+        stored = stored.changed(depth=count)
+        reason = f"the first {count} of {whole} layers of {initial}, as model.layers says"
+        derived.append(Derivation("model.depth", count, reason))
     plain = type(model)()
     names = [name for name in model.__struct_fields__ if getattr(model, name) != getattr(plain, name)]
     sized = recipe.changed(model=stored.changed(**{name: getattr(model, name) for name in names}))
     hf.require_same(_options(sized), stored, initial)
     spec = _initial_tokenizer(recipe, initial, stored.vocabulary or 0)
     if not any(source.tokenizer == "auto" for source in recipe.data):
-        return sized, ()
+        return sized, derived
     reason = "the tokenizer of the weights in model.initial"
-    return defaults.with_tokenizer(sized, spec), [Derivation("data.tokenizer", spec, reason)]
+    return defaults.with_tokenizer(sized, spec), [*derived, Derivation("data.tokenizer", spec, reason)]
 
 
 def _initial_tokenizer(recipe: Recipe, initial: str, vocabulary: int) -> str:

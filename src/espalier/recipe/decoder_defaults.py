@@ -6,10 +6,19 @@ One dial, `model.depth`, sets the rest (after nanochat's `--depth`): width, head
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 from espalier.recipe.base import Draft, ModelKind, RecipeBase, with_optimizer
-from espalier.recipe.decoder_shapes import Decoder, Gpt, Moe, active_parameter_count, parameter_count, published
+from espalier.recipe.decoder_shapes import (
+    MIXTURES,
+    Decoder,
+    Gpt,
+    Moe,
+    active_parameter_count,
+    parameter_count,
+    published,
+)
 from espalier.recipe.errors import UserError
 from espalier.recipe.sections import VALIDATE_TOKENS, Adapters, Dpo, Lora
 
@@ -152,6 +161,8 @@ def _batch(draft: Draft, parameters: int) -> None:
 def _check(recipe: RecipeBase) -> None:
     model = recipe.model
     assert isinstance(model, Decoder)
+    if model.layers is not None:
+        layers_taken(model)
     if model.width and model.heads and model.width % model.heads:
         why = f"model.width = {model.width} is not a multiple of it"
         raise UserError(f"model.heads = {model.heads} does not divide the width.", why=why, do=_divisors(model.width))
@@ -166,6 +177,9 @@ def _check(recipe: RecipeBase) -> None:
         size = model.width // model.heads
         why = f"rotary positions turn pairs of columns, and {model.width} / {model.heads} = {size} is odd"
         raise UserError(f"model.heads = {model.heads} gives heads of odd size.", why=why, do=_divisors(model.width))
+    if isinstance(model, Moe) and model.family not in MIXTURES:
+        do = f"model.family = one of {', '.join(MIXTURES)}"
+        raise UserError(f'model.family = "{model.family}" has no mixture of experts.', do=do)
     if isinstance(model, Moe) and model.experts == 1:
         raise UserError("model.experts = 1 leaves nothing to choose.", do='model.kind = "gpt", or two experts or more')
     if isinstance(model, Moe) and model.active > model.experts:
@@ -182,6 +196,18 @@ def _check(recipe: RecipeBase) -> None:
             why=f"model.context = {context}",
             do=f"train.sequence = {context}, or model.context = {sequence}, as rotary positions reach further",
         )
+
+
+def layers_taken(model: Decoder) -> int:
+    """How many layers of `model.initial` the recipe takes. Raises UserError for other words."""
+    match = re.fullmatch(r"first ([1-9]\d{0,4})", model.layers or "")
+    if match is None or model.initial is None:
+        raise UserError(
+            f"model.layers = {model.layers!r} is not possible.",
+            why="it says which layers of model.initial are taken: the first of them",
+            do='model.layers = "first 12" and model.initial, or model.depth for a model of your own',
+        )
+    return int(match[1])
 
 
 def no_initial(tune: Adapters) -> UserError:

@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 from dataclasses import MISSING, dataclass, fields
+from pathlib import Path
 from typing import Any, Literal
+
+import msgspec
 
 from espalier.recipe.base import Model
 from espalier.recipe.data_table import data_table
 from espalier.recipe.errors import UserError, nearest
 from espalier.recipe.sections import Options
 
-Family = Literal["llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2"]
+Family = Literal[
+    "llama", "mistral", "ministral3", "granite", "phi3", "qwen2", "qwen3", "smollm3", "gemma", "gemma2", "gemma3_text",
+    "olmo2", "olmo3", "glm4",
+]  # fmt: skip
 
 
 class Rope(Options, frozen=True):
     """How rotary positions are stretched beyond the `original` context, by `factor`: all rates alike (`linear`); the
     slow ones (`llama3`, arXiv 2407.21783, as in its release: `low`, `high` are turns in the original context); or by a
-    ramp between `high` and `low` turns, attention sharpened by `attention` (`yarn`, arXiv 2309.00071)."""
+    ramp between `high` and `low` turns, attention sharpened by `attention` (`yarn`, arXiv 2309.00071). Queries at
+    `position` are multiplied by 1 + `query` x log(1 + floor(position / original)), as Llama 4's and Ministral 3's."""
 
     kind: Literal["linear", "llama3", "yarn"] = "yarn"
     factor: float = 1.0
@@ -24,16 +31,19 @@ class Rope(Options, frozen=True):
     low: float = 1.0
     high: float | None = None
     attention: float | None = None
+    query: float = 0.0
 
 
 class Decoder(Model, frozen=True):
     """What the language decoders share. Give `depth`, or `shape`, or the numbers themselves.
 
-    `family`: whose blocks these are: Qwen 2 adds biases to query, key and value, Qwen 3 norms of queries and keys;
-    Gemma counts norms from 1, multiplies embeddings by sqrt(width) and uses GELU, Gemma 2 also norms what is added to
-    the stream. `head_size`: where it is not width / heads; `window`: tokens a query sees (of Gemma 2 in even layers);
-    `attention_cap`, `logit_cap`: c tanh(x / c) of attention's scores and of logits; `attention_scale`: of scores, where
-    it is not 1 / sqrt(head_size).
+    `family`: whose blocks these are (`Blocks`). `layers`: "first N", of `initial`; the others are left out.
+    `head_size`: where it is not width / heads; `window`: tokens a query sees, but for one layer of each period of
+    the family. `local_theta`: base of the rotary positions of layers with a window (None: `rope_theta`), which are not
+    stretched. `rotary`: share of the columns
+    of a head that turn. `attention_cap`, `logit_cap`: c tanh(x / c) of attention's scores and of logits;
+    `attention_scale`: of scores, where it is not 1 / sqrt(head_size); `embedding_scale`, `residual_scale`,
+    `logit_scale`: what embeddings, what a layer adds to the stream, and logits are multiplied by.
     """
 
     depth: int | None = None
@@ -48,12 +58,19 @@ class Decoder(Model, frozen=True):
     rope_theta: float = 10_000.0
     norm_epsilon: float = 1e-5
     initial: str | None = None
+    layers: str | None = None
     family: Family = "llama"
     head_size: int | None = None
     window: int | None = None
+    local_theta: float | None = None
+    rotary: float = 1.0
+    attention_bias: bool = False
     attention_cap: float | None = None
     logit_cap: float | None = None
     attention_scale: float | None = None
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    logit_scale: float = 1.0
     rope: Rope | None = None
 
 
@@ -112,6 +129,42 @@ def published(name: str) -> Shape:
     return SHAPES[name]
 
 
+# --- families ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """What the blocks of a family have otherwise than Llama's.
+
+    Attributes:
+        biased: projections of attention that have a bias with `attention_bias`, or `always_biased`.
+        head_norms: norms of queries and keys, of each `head` or of `all` their columns.
+        input_norms, output_norms: of what attention and feed-forward read; of what they add to the stream.
+        period: each layer of that number sees all tokens, or has no positions (`plain_positions`); 0: all are alike.
+        local_positions: layers with a window have rotary positions of their own.
+        gemma: norms count from 1, embeddings are multiplied by sqrt(width), GELU.
+    """
+
+    biased: tuple[str, ...] = ("query", "key", "value", "out")
+    always_biased: bool = False
+    head_norms: Literal["", "head", "all"] = ""
+    input_norms: bool = True
+    output_norms: bool = False
+    period: int = 0
+    plain_positions: bool = False
+    local_positions: bool = False
+    gemma: bool = False
+
+
+FAMILIES = {
+    name: msgspec.convert(row, Blocks)
+    for name, row in data_table(str(Path(__file__).with_name("decoder_families"))).items()
+}
+WHOLE_NORMS = {name for name, blocks in FAMILIES.items() if blocks.head_norms == "all"}
+"""Families that normalise queries and keys over all heads together."""
+MIXTURES = ("llama", "mistral", "qwen2", "qwen3")
+"""Families that have mixtures of experts."""
+
 ROUTING = ("experts", "active", "balance", "z_loss", "normalized", "shared")
 """Options of a mixture that `DecoderSizes` takes over as they are."""
 
@@ -136,14 +189,21 @@ class DecoderSizes:
     family: Family = "llama"
     head: int | None = None
     window: int | None = None
+    local_theta: float | None = None
+    rotary: float = 1.0
+    attention_bias: bool = False
     attention_cap: float | None = None
     logit_cap: float | None = None
     attention_scale: float | None = None
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    logit_scale: float = 1.0
     rope: Rope | None = None
     z_loss: float = 0.0
     bias: bool = False
     normalized: bool = True
     shared: int = 0
+    blocks: Blocks = Blocks()
 
     @property
     def head_size(self) -> int:
@@ -156,9 +216,14 @@ class DecoderSizes:
         return self.heads * self.head_size
 
     @property
-    def gemma(self) -> bool:
-        """Norms count from 1, embeddings are scaled, GELU."""
-        return self.family in ("gemma", "gemma2")
+    def rotary_columns(self) -> int:
+        """Columns of a head that turn."""
+        return int(self.head_size * self.rotary)
+
+    def differs(self, layer: int) -> bool:
+        """Whether `layer` is one of each period: it sees all tokens, or has no positions."""
+        period = self.blocks.period
+        return period > 0 and (layer + 1) % period == 0
 
     @property
     def kv_width(self) -> int:
@@ -169,12 +234,13 @@ class DecoderSizes:
 def sizes(model: Decoder) -> DecoderSizes:
     """The sizes of a resolved decoder. An option still None is our bug: `recipe.defaults.resolve` comes first."""
     sizes_of_model = {field.name: field for field in fields(DecoderSizes) if field.name in model.__struct_fields__}
-    values: dict[str, Any] = {name: getattr(model, name) for name in sizes_of_model}
+    values: dict[str, Any] = {name: getattr(model, name) for name in sizes_of_model} | {"layers": model.depth}
     unset = [name for name, field in sizes_of_model.items() if values[name] is None and field.default is MISSING]
     assert not unset, f"model options not resolved: {', '.join(unset)}"
-    assert model.depth is not None, "model options not resolved: depth"
     bias = isinstance(model, Moe) and model.balancing == "bias"
-    return DecoderSizes(layers=model.depth, head=model.head_size, bias=bias, **values)
+    blocks = FAMILIES[model.family]
+    values["attention_bias"] |= blocks.always_biased
+    return DecoderSizes(head=model.head_size, bias=bias, blocks=blocks, **values)
 
 
 def parameter_count(model: Decoder) -> int:
@@ -189,14 +255,17 @@ def active_parameter_count(model: Decoder) -> int:
 
 def _count(size: DecoderSizes, every_expert: bool) -> int:
     attention = size.width * (2 * size.query_width + 2 * size.kv_width)
-    attention += (size.query_width + 2 * size.kv_width) * (size.family == "qwen2")
-    attention += 2 * size.head_size * (size.family == "qwen3") + 2 * size.width * (size.family == "gemma2")
+    columns = {"query": size.query_width, "key": size.kv_width, "value": size.kv_width, "out": size.width}
+    blocks = size.blocks
+    attention += sum(columns[name] for name in blocks.biased) * size.attention_bias
+    attention += {"": 0, "head": 2 * size.head_size, "all": size.query_width + size.kv_width}[blocks.head_norms]
+    norms = 2 * size.width * (blocks.input_norms + blocks.output_norms)
     experts = size.experts if every_expert else size.active
     router = size.experts * (size.width + size.bias) if size.experts > 1 else 0
     shared = size.width * (3 * size.shared + 1) if size.shared else 0
     feed_forward = experts * 3 * size.width * size.feed_forward + router + shared
     embeddings = size.vocabulary * size.width * (1 if size.tied else 2)
-    return size.layers * (attention + feed_forward + 2 * size.width) + embeddings + size.width
+    return size.layers * (attention + feed_forward + norms) + embeddings + size.width
 
 
 def limited(model: Any) -> bool:

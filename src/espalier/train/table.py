@@ -58,6 +58,8 @@ SPREAD_EXPERTS = Claim(
 )
 LIMITED = Claim("limited_attention", question="attention", forbids={"attention over cut sequences"})
 """Windows, caps and scales of attention, which rings over ranks do not have."""
+WHOLE_NORMS = Claim("norms_of_all_heads", question="norms", forbids={"matrices are cut"})
+"""Norms of queries and keys over all heads, of which a rank would have some."""
 COPIES = Claim("faults.memory", question="copies", changes={"states are copied"})
 ROLLBACK = Claim("faults.rollback", question="rollback", changes={"steps are taken back"})
 SUMMED = ("gradients", "outer_step")
@@ -90,6 +92,7 @@ def properties(recipe: Recipe, plan: Plan) -> list[Claim]:
         # States that wait elsewhere are copied only where that is asked for.
         COPIES: set(astuple(plan.offload)) == HERE if memory == "auto" else units.size(memory, "faults.memory") > 0,
         LIMITED: decoder_shapes.limited(recipe.model),
+        WHOLE_NORMS: getattr(recipe.model, "family", None) in decoder_shapes.WHOLE_NORMS,
         ROLLBACK: recipe.faults.rollback != "never",
     }
     return [claim for claim, true in holds.items() if true]

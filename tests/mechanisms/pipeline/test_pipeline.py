@@ -65,6 +65,10 @@ def test_a_cut_model_trains_as_one_rank_does(folder, one_rank, name) -> None:
             {"family": "gemma2", "head_size": 8, "window": 5, "attention_cap": 1.0, "logit_cap": 2.0, "tied": True},
             *("adamw", "1f1b"),
         ),
+        (
+            {"family": "gemma3_text", "head_size": 8, "window": 5, "local_theta": 9.0, "tied": True},
+            *("adamw", "1f1b"),
+        ),
     ],
 )
 def test_heads_of_their_own_experts_muon_and_other_families_are_cut_likewise(

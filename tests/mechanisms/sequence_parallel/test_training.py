@@ -46,6 +46,10 @@ SIZE = {"depth": 2, "width": 32, "heads": 4, "kv_heads": 2, "feed_forward": 64}
 MODELS: dict[str, dict[str, Any]] = {
     "gpt": {"kind": "gpt"},
     "moe": {"kind": "moe"},
+    "positions": {
+        "family": "ministral3",
+        "rope": {"kind": "yarn", "factor": 4.0, "original": 8, "attention": 1.0, "query": 0.5},
+    },
     "window": {"family": "mistral", "window": 5},
     "caps": {"family": "gemma2", "tied": True, "window": 5, "attention_cap": 2.0, "attention_scale": 0.2},
 }
@@ -112,6 +116,13 @@ def whole(corpus: Path) -> list[float]:
 def test_ranks_of_unequal_speeds_share_tokens_and_heads(corpus: Path, whole: list[float]) -> None:
     found, _ = train(recipe_of(corpus), plan_of(4, (2, 2, 2), (3.0, 1.0, 1.0, 1.0)))
     assert found == pytest.approx(whole, rel=1e-9)
+
+
+def test_what_queries_are_multiplied_by_goes_with_their_positions(corpus: Path) -> None:
+    recipe = recipe_of(corpus, "positions")
+    expected = train(recipe, plan_of(1))[0]
+    assert train(recipe, plan_of(2, (1, 2, 1)))[0] == pytest.approx(expected, rel=1e-9)
+    assert expected != pytest.approx(train(recipe_of(corpus), plan_of(1))[0], rel=1e-6)
 
 
 def test_a_run_goes_on_under_another_cut(corpus: Path, whole: list[float], tmp_path: Path) -> None:

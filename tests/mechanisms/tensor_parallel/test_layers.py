@@ -44,6 +44,10 @@ GEMMA2 = {
     "family": "gemma2", "head_size": 8, "window": 3, "attention_cap": 0.5, "logit_cap": 0.7, "attention_scale": 0.3,
     "tied": True,
 }  # fmt: skip
+GRANITE = {
+    "family": "granite", "attention_bias": True, "embedding_scale": 3.0, "residual_scale": 0.4, "logit_scale": 0.5,
+    "attention_scale": 0.3,
+}  # fmt: skip
 
 
 @pytest.mark.sampled(8)
@@ -67,6 +71,9 @@ GEMMA2 = {
         (4, "block", GEMMA2),
         (2, "block", {**EXPERTS, "family": "qwen2", "shared": 10, "normalized": False}),
         (2, "none", {**EXPERTS, "family": "qwen3"}),
+        (2, "none", GRANITE),
+        (4, "block", {**GEMMA2, "family": "gemma3_text", "attention_cap": None, "local_theta": 7.0}),
+        (2, "selective", {"family": "glm4", "head_size": 8, "rotary": 0.5, "attention_bias": True}),
     ],
 )  # fmt: skip
 def test_loss_logits_and_gradients_are_those_of_one_rank(

@@ -310,6 +310,11 @@ def test_what_cannot_stand_beside_cut_matrices_is_refused_by_name(corpus: Path) 
     assert refused is not None
     assert set(refused.pair) == {"limited_attention", "loongtrain"}
     assert table.refusal(limited, plan_of(limited, 2, 2)) is None
+    normed = recipe_of(corpus, {"family": "olmo2"})
+    refused = table.refusal(normed, plan_of(normed, 2, 2))
+    assert refused is not None
+    assert set(refused.pair) == {"norms_of_all_heads", "tensor_parallel"}
+    assert table.refusal(normed, plan_of(normed, 2, 1)) is None
 
 
 @pytest.mark.slow

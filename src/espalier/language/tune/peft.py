@@ -28,6 +28,7 @@ CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 _BASE = "base"
 """In the metadata of the weights: `fingerprint` of the model they were trained with."""
+_MERGED = "espalier export --to hf, with the adapters merged"
 _BEFORE = "base_model.model."
 _PARTS = {"lora_a": "lora_A.weight", "lora_b": "lora_B.weight", "magnitude": "lora_magnitude_vector.weight"}
 
@@ -59,6 +60,12 @@ def tensors_of(model: gpt.GPT) -> dict[str, Tensor]:
 def _places(model: gpt.GPT) -> dict[str, Tensor]:
     """The parameters of the adapters by PEFT's names."""
     kind = hf_config.kind_of(model.size)
+    if kind in hf.FUSED:
+        raise UserError(
+            f"PEFT has no adapters of {kind}'s matrices as they are trained here.",
+            why="its folders join query, key and value, or gate and up, in one matrix",
+            do=_MERGED,
+        )
     places: dict[str, Tensor] = {}
     for name, layer in lora.layers(model).items():
         theirs = _BEFORE + hf.renamed(f"{name}.weight", kind).removesuffix("weight")
@@ -80,11 +87,19 @@ def config_of(workload: DecoderWorkload, tensors: Iterable[str]) -> dict[str, An
     """`adapter_config.json` of adapters whose `tensors` have these names."""
     tune = workload.recipe.tune
     assert isinstance(tune, Adapters)
+    model: Any = workload.recipe.model
+    if model.layers is not None:
+        raise UserError(f"Adapters of the {model.layers} layers do not fit the whole {model.initial}.", do=_MERGED)
+    base = workload.initial or ""
+    revision = ""
+    if base.startswith(hf.HUB):
+        base, _, revision = base.removeprefix(hf.HUB).partition("@")
     names = {name.split(".")[-3] for name in tensors if name.endswith(_PARTS["lora_a"])}
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": workload.initial and _hub_id(workload.initial),
+        "base_model_name_or_path": _hub_id(base) or None,
+        "revision": revision or None,
         "r": tune.rank,
         "lora_alpha": 2.0 * tune.rank if tune.alpha is None else tune.alpha,
         "lora_dropout": 0.0,
@@ -100,7 +115,7 @@ def config_of(workload: DecoderWorkload, tensors: Iterable[str]) -> dict[str, An
 def _hub_id(initial: str) -> str:
     """The hub's id of a model that is named by it or lies in the hub's cache; else `initial`."""
     cached = re.search(r"/models--([^/]+)/snapshots/", initial)
-    return cached[1].replace("--", "/") if cached else initial.removeprefix("hf:")
+    return cached[1].replace("--", "/") if cached else initial
 
 
 # --- in ----------------------------------------------------------------------------------------------------------

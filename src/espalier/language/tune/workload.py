@@ -385,7 +385,7 @@ def plain(model: gpt.GPT) -> gpt.GPT:
             whole.bias = layer.bias
             setattr(copied.get_submodule(parent), child, whole)
     for table in {copied.embedding.weight, copied.words}:
-        table.data = table.data.to(copied.norm.weight.dtype)
+        table.data = table.data.to(next(copied.norm.parameters()).dtype)
     copied.embedding.__class__ = nn.Embedding
     copied.score = partial(gpt.score, cap=copied.size.logit_cap)
     copied._state_dict_hooks.clear()

@@ -42,6 +42,8 @@ def cut_model(model: nn.Module, roles: Mapping[str, Role], stream: Stream, mesh:
                 ):  # else added once, to the sum
                     cut.slabs[known] = _slice(part, parameter, stream, first == stream.rank)
                     everywhere[known] = Holders(copies, mesh.of(among[first : first + copies]))
+                elif known not in cut.slabs and stream.sharded:  # to each rank's tokens
+                    everywhere[known] = Holders(stream.ranks, stream.group)
     cut.holders |= everywhere
     _install(parts, stream)
 

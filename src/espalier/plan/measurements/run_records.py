@@ -68,7 +68,9 @@ _KEYS = {
 _TABLES = ("model", "cluster", "layout", "train", "tune", "measured")
 UNPRICED = {
     "model": ("name", "rope_theta", "norm_epsilon", "initial", "family", "window", "attention_cap", "logit_cap",
-              "attention_scale", "rope", "balance", "balancing", "z_loss", "normalized", "context"),
+              "attention_scale", "local_theta", "rotary", "attention_bias", "embedding_scale",
+              "residual_scale", "logit_scale", "layers", "rope", "balance", "balancing", "z_loss", "normalized",
+              "context"),
     "layout": ("waves",),
     "train": ("steps", "seed", "schedule", "clip", "validate_every", "validate_tokens"),
     "tune": ("alpha", "rslora", "dora", "adapter"),
