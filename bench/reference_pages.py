@@ -68,7 +68,7 @@ loads no torch: each name loads what it needs when it is first used.
 
 def command_line() -> str:
     """docs/command-line.md."""
-    verbs = next(action for action in cli.parser()._actions if isinstance(action, argparse._SubParsersAction)).choices
+    verbs = cli.parsers()[1]
     rows = [f"| [`espalier {name}`](#espalier-{name}) | {capital(verbs[name].description)} |" for name in verbs]
     sections = [line for name, parser in verbs.items() for line in verb_section(name, parser)]
     return "\n".join([COMMAND_LINE, *rows, *sections]) + "\n"
@@ -128,9 +128,8 @@ def option_rows(page: str) -> dict[str, tuple[str, str, str]]:
 def leads() -> dict[str, list[str]]:
     """Of each option, the words of other programs that its errors know."""
     words = defaultdict(list)
-    if LEADS.exists():
-        for lead in tomllib.loads(LEADS.read_text(encoding="utf-8")).get("lead", []):
-            words[lead.get("to")] += lead["words"].split()
+    for lead in tomllib.loads(LEADS.read_text(encoding="utf-8"))["lead"]:
+        words[lead.get("to")] += lead["words"].split()
     return words
 
 
