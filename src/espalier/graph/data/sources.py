@@ -24,12 +24,14 @@ INSTALLED = "python:imports"
 """The graph of what is installed here."""
 
 KNOWN = (
-    *(INSTALLED, "pyg:Planetoid/Cora", "rmat:scale=16", "planted:nodes=10000", "a .pt file"),
-    *(
-        "an edge list (.csv, .tsv, .txt, .mtx, .npz, .parquet, .json, .graphml, .metis)",
-        "a Planetoid folder",
-        "an OGB folder",
-    ),
+    INSTALLED,
+    "pyg:Planetoid/Cora",
+    "rmat:scale=16",
+    "planted:nodes=10000",
+    "a .pt file",
+    "an edge list (.csv, .tsv, .txt, .mtx, .npz, .parquet, .json, .graphml, .metis)",
+    "a Planetoid folder",
+    "an OGB folder",
 )
 
 
