@@ -6,15 +6,16 @@ The parts are the adapter of its kind of network, what rounds that network's val
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
+from espalier.graph.data.kept_graph import OtherNodes
 from espalier.graph.networks import compiled_aggregate
 from espalier.graph.sampling.neighbor_sampler import Style
 from espalier.graph.tasks.graph_classification import GraphTask
 from espalier.graph.tasks.link_prediction import LinkTask
 from espalier.graph.tasks.node_classification import NodeTask
-from espalier.parallel.workload import SummedLoss
+from espalier.parallel.workload import Averages, SummedLoss
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -28,15 +29,54 @@ if TYPE_CHECKING:
     from espalier.graph.parts.halo import ForeignRows
     from espalier.graph.parts.partition_folder import Part
     from espalier.graph.sampling.subgraphs import SubgraphBatch, View
-    from espalier.graph.workload import GraphWorkload
     from espalier.recipe import Recipe
-    from espalier.recipe.cost import Work
+    from espalier.recipe.cost import Anatomy, Cut, Work
     from espalier.store.artifacts import Artifact
 
-    GraphRun = GraphWorkload
-    """What parts ask things of."""
-
 Task = NodeTask | LinkTask | GraphTask
+
+
+class GraphRun(Protocol):
+    """What parts ask of a run: see `graph.workload.GraphWorkload`."""
+
+    recipe: Recipe
+    graph: Graph
+    task: Task
+    folder: str | Path | None
+    frozen: Path | None
+    trained: OtherNodes
+    signs: Signs
+    global_batch: int
+    nominal_weight: float
+    network: NetworkAdapter
+    rounding: Rounding
+    batching: Any
+    step_loss: Callable[[nn.Module, SubgraphBatch], SummedLoss]
+
+    @property
+    def whole_task(self) -> NodeTask:
+        """The task of a run that passes over the whole graph for its nodes."""
+
+    def like(self, recipe: Recipe) -> GraphRun:
+        """Of another recipe, on the same graph."""
+
+    def bare(self) -> nn.Module:
+        """The network with plain aggregation, seeded, on the CPU."""
+
+    def placed(self, batch: SubgraphBatch) -> SubgraphBatch:
+        """`batch` where the model is."""
+
+    def summary(self, totals: Averages) -> Averages:
+        """As people read them."""
+
+    def anatomy(self, micro_batch: Any, recompute: str, precision: str, cut: Cut) -> Anatomy:
+        """What plans are priced with."""
+
+    def fingerprint(self) -> str:
+        """Of the graph, its split included."""
+
+    def halos(self) -> Any:
+        """What a plan is told of rows that cross; None where the graph is not cut."""
 
 
 class Rounding:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -19,9 +19,6 @@ from torch import Tensor
 from espalier.kernels.base import operation
 from espalier.kernels.buffer_pool import BUFFERS
 from espalier.recipe.errors import UserError
-
-if TYPE_CHECKING:
-    from espalier.sparse.cbm.matrix import CBM
 
 KERNEL_TYPES = (torch.float32, torch.float64)
 _LARGEST = 2**31 - 1
@@ -331,7 +328,20 @@ def _offsets(ids: Tensor, size: int) -> Tensor:
     return offsets
 
 
-def matmul(adjacency: CSR | CBM, x: Tensor, values: Tensor | None = None, start: Tensor | None = None) -> Tensor:
+class CompressedMatrix(Protocol):
+    """A binary matrix in a format of its own, such as `CBM`."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and columns."""
+
+    def product(self, x: Tensor) -> Tensor:
+        """A·X."""
+
+
+def matmul(
+    adjacency: CSR | CompressedMatrix, x: Tensor, values: Tensor | None = None, start: Tensor | None = None
+) -> Tensor:
     """A·X + start: row i of A·X is the (weighted) sum of the rows of X that row i of A names. Twice differentiable.
 
     Args:

@@ -206,11 +206,13 @@ def _listed(names: Sequence[str], count: int) -> str:
     return f"{shown}, … ({len(names)})" if len(names) > 12 else shown
 
 
-def divided(graph: Graph, run_graph: KeptGraph, shares: SplitShares, seed: int) -> Graph:
+def divided(graph: Graph, run_graph: KeptGraph | None, shares: SplitShares, seed: int) -> Graph:
     """`graph` with the split of the run for what it knows, by name or number; the rest is dealt out by `shares`."""
     fresh = graphs.divided(graph, shares, seed)
+    if run_graph is None or graph.parts is not None or fresh.parts is None:
+        return fresh
     before = run_graph.graph.parts
-    if graph.parts is not None or before is None or fresh.parts is None:
+    if before is None:
         return fresh
     labelled = np.sort(np.concatenate(fresh.parts))
     place = places(graph, run_graph.graph, items=True)[labelled]

@@ -15,8 +15,8 @@ import numpy as np
 
 from espalier.graph.data import separated_text
 from espalier.graph.data.graph import Array, DataSplit
-from espalier.graph.data.separated_text import EMPTY, is_number
-from espalier.graph.data.targets import EXACT, WHOLE, as_words
+from espalier.graph.data.separated_text import is_number
+from espalier.graph.data.targets import EXACT, MISSING, WHOLE, as_words
 from espalier.machine.resource_limits import refuse_large
 from espalier.recipe.errors import UserError, missing_extra
 from espalier.recipe.foreign_files import Fields, FieldUse, parsing, printable, unused
@@ -308,7 +308,7 @@ def _labels(table: Table, column: Array | None, notes: list[str]) -> Array | Non
     if column is not None and column.dtype.kind == "O" and any(isinstance(cell, np.ndarray) for cell in column):
         return np.stack(list(column))
     words = [] if column is None or column.dtype.kind not in "OU" else as_words(column)
-    filled = [word for word in words if word not in EMPTY]
+    filled = [word for word in words if word not in MISSING]
     if not any("," in word for word in filled) or not all(map(_DECIMAL.fullmatch, filled)):
         return column
     notes.append(f"the labels of {table.path.name} have decimal commas")
@@ -333,7 +333,7 @@ def _names_of_nodes(columns: Columns) -> list[str]:
     """Gephi's `Label` beside its `Id`: a name for each node and no class."""
     if not {"Id", "Label"} <= set(columns) or columns["Label"].dtype.kind not in "OUS":
         return []
-    words = [word for word in as_words(columns["Label"]) if word not in EMPTY]
+    words = [word for word in as_words(columns["Label"]) if word not in MISSING]
     return ["Label"] if len(set(words)) == len(words) else []
 
 
@@ -412,7 +412,7 @@ def _parts(table: Table, column: Array | None, masks: Columns) -> DataSplit | No
         return DataSplit(*map(np.flatnonzero, each))
     if column is None:
         return None
-    none = dict.fromkeys((word.lower() for word in (*EMPTY, "-1")), "")
+    none = dict.fromkeys((word.lower() for word in (*MISSING, "-1")), "")
     named = _meant(table, ("part", column), none | PART_WORDS, "train, validation, test, or empty")
     return DataSplit(*(np.flatnonzero(named == name) for name in DataSplit._fields))
 
@@ -530,7 +530,7 @@ def _as_float(column: Array, what: str) -> tuple[Array | None, str]:
     if column.dtype.kind not in "OUS":
         return None, f"values of {column.dtype}"
     words = as_words(column)
-    filled = [word for word in words if word not in EMPTY]
+    filled = [word for word in words if word not in MISSING]
     if not filled:
         return None, "no values"
     lacks_none = filled == words

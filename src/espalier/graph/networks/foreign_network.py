@@ -32,7 +32,7 @@ from espalier.graph.networks.base import Forms, MessageBlock
 from espalier.graph.networks.network import QUANTIZED
 from espalier.graph.parts import halo, partition_folder
 from espalier.graph.parts.halo import ForeignRows, edges_into
-from espalier.graph.run import NetworkAdapter
+from espalier.graph.run import GraphRun, NetworkAdapter
 from espalier.graph.sampling.subgraphs import MESSAGES, forward
 from espalier.parallel.workload import to_device
 from espalier.recipe import MessagesModel as Options
@@ -46,7 +46,6 @@ if TYPE_CHECKING:
 
     from espalier.graph.parts.halo import Halo
     from espalier.graph.parts.partition_folder import Part
-    from espalier.graph.run import GraphRun
     from espalier.graph.sampling.subgraphs import View
     from espalier.recipe.cost import Work
 

@@ -12,13 +12,12 @@ from espalier.graph.networks import graph_plan, layer_work
 from espalier.graph.networks.gnn import Gnn, GraphAttention, Layer, style_of
 from espalier.graph.networks.network import quantizers_of
 from espalier.graph.parts import halo
-from espalier.graph.run import NetworkAdapter
+from espalier.graph.run import GraphRun, NetworkAdapter
 from espalier.graph.tasks.link_prediction import LinkTask
 
 if TYPE_CHECKING:
     from espalier.graph.networks.base import MessageBlock
     from espalier.graph.parts.partition_folder import Part
-    from espalier.graph.run import GraphRun
     from espalier.graph.sampling.subgraphs import View
     from espalier.recipe import Recipe
     from espalier.recipe.cost import Work

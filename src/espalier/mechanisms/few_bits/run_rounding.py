@@ -15,7 +15,7 @@ from torch.nn.utils import parametrize
 from espalier.graph.data.graph import Signs
 from espalier.graph.networks.gnn import Gnn
 from espalier.graph.parts import partition_folder
-from espalier.graph.run import Rounding
+from espalier.graph.run import GraphRun, Rounding
 from espalier.graph.sampling.subgraphs import infer
 from espalier.graph.tasks import answers
 from espalier.graph.tasks.graph_classification import GraphTask
@@ -29,7 +29,6 @@ from espalier.recipe.cost import VALUE_BYTES, Work
 
 if TYPE_CHECKING:
     from espalier.graph.networks.layer_work import Reach
-    from espalier.graph.run import GraphRun
     from espalier.graph.sampling.subgraphs import SubgraphBatch
     from espalier.store.artifacts import Artifact
 

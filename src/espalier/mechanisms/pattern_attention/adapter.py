@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from espalier import recipe as config
-from espalier.graph.run import NetworkAdapter
+from espalier.graph.run import GraphRun, NetworkAdapter
 from espalier.graph.tasks.graph_classification import GraphTask
 from espalier.graph.tasks.link_prediction import LinkTask
 from espalier.graph.tasks.node_classification import NodeTask
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
     from espalier.graph.data.graph import Graph
     from espalier.graph.networks.layer_work import Reach
-    from espalier.graph.run import GraphRun
     from espalier.graph.sampling.subgraphs import SubgraphBatch
     from espalier.recipe import Recipe
 

@@ -51,7 +51,6 @@ class Stats(NamedTuple):
     csr_bytes: int
     depth: int
     branches: int
-    largest_branch: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -176,9 +175,8 @@ class CBM:
         if self.deltas is None:
             assert self.plain is not None
             size = self.plain.binary().bytes()
-            return Stats("csr", self.entries, self.entries, 0, 1.0, size, size, 0, 0, 0)
+            return Stats("csr", self.entries, self.entries, 0, 1.0, size, size, 0, 0)
         deltas = self.deltas
-        branches = deltas.branches()
         return Stats(
             form="cbm",
             entries=self.entries,
@@ -188,8 +186,7 @@ class CBM:
             bytes=deltas.bytes(),
             csr_bytes=self.pattern().bytes(),
             depth=deltas.depth(),
-            branches=len(branches),
-            largest_branch=int(branches.max()) if len(branches) else 0,
+            branches=len(deltas.branches()),
         )
 
 
