@@ -17,7 +17,7 @@ from espalier import recipe as config
 from espalier.graph import lookup
 from espalier.graph.data import kept_graph, sources
 from espalier.graph.data.column_scales import with_scales
-from espalier.graph.data.graph import Graph, Signs, divided, scaled, seen_in_training
+from espalier.graph.data.graph import Graph, Signs, scaled, seen_in_training
 from espalier.graph.data.kept_graph import OtherNodes
 from espalier.graph.networks import graph_plan
 from espalier.graph.networks.layer_work import Reach
@@ -268,11 +268,7 @@ def open_graph(
     if run_graph is not None:
         graph = kept_graph.mapped(graph, run_graph)
     if asked.task != "link":
-        graph = (
-            kept_graph.divided(graph, run_graph, asked.shares, seed)
-            if run_graph
-            else divided(graph, asked.shares, seed)
-        )
+        graph = kept_graph.divided(graph, run_graph, asked.shares, seed)
     if asked.standardise and run_graph is None and graph.partition is None:
         graph = with_scales(graph)
     sentences = []

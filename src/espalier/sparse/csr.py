@@ -233,8 +233,7 @@ class CSR:
         """A·X, differentiable: see `espalier.sparse.matmul`."""
         return matmul(self, x)
 
-    def __matmul__(self, x: Tensor) -> Tensor:
-        return self.matmul(x)
+    __matmul__ = matmul
 
     def _need_square(self, purpose: str) -> None:
         if self.shape[0] != self.shape[1]:

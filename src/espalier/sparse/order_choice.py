@@ -85,7 +85,7 @@ def order(graph: Any, for_: str = "spmm") -> NodeOrder:
     before = _count(pattern, np.arange(pattern.nodes, dtype=np.uint32), purpose)
     traversal = trace(pattern)
     share = traversal.width / max(1, pattern.nodes)
-    method = "rcm++"
+    method: Literal["rcm++", "clusters"] = "rcm++"
     permutation = np.ascontiguousarray(traversal.permutation)
     after = _count(pattern, permutation, purpose)
     why = f"the widest level of a traversal holds {share:.1%} of the nodes"
@@ -102,8 +102,7 @@ def order(graph: Any, for_: str = "spmm") -> NodeOrder:
     counts = f"{before:,} {purpose.unit} become {after:,}, predicted gain {gain:.2f}"
     if gain < LEAST_GAIN:
         return NodeOrder("none", None, f"{why}; {counts} is below {LEAST_GAIN}", 1.0, before, before, purpose.unit)
-    named: Literal["rcm++", "clusters"] = "clusters" if method == "clusters" else "rcm++"
-    return NodeOrder(named, like(permutation, indices), f"{why}; {counts}", gain, before, after, purpose.unit)
+    return NodeOrder(method, like(permutation, indices), f"{why}; {counts}", gain, before, after, purpose.unit)
 
 
 def predicted(pattern: SparsityPattern, before: int, after: int, for_: str) -> float:

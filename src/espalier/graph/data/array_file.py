@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zipfile
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -11,41 +12,15 @@ import numpy as np
 
 from espalier.graph.data.graph import Array, DataSplit, Graph
 from espalier.machine.resource_limits import refuse_large
+from espalier.recipe.data_table import data_table
 from espalier.recipe.errors import UserError
 from espalier.recipe.foreign_files import Fields, FieldUse, parsing, printable, unused
 from espalier.recipe.units import show_size
 
-_WORDS = {
-    "edge_index": ("edge_index",),
-    "sources": ("sources",),
-    "targets": ("targets",),
-    "x": ("x", "features", "feat", "node_feat"),
-    "y": ("y", "labels", "label", "node_label"),
-    "edge_weight": ("edge_weight", "weights", "weight"),
-    "edge_attr": ("edge_attr", "edge_features", "edge_feat"),
-    "train_mask": ("train_mask",),
-    "val_mask": ("val_mask", "valid_mask", "validation_mask"),
-    "test_mask": ("test_mask",),
-    "num_nodes": ("num_nodes",),
-    "names": ("node_names",),
-}
+_TABLE = data_table(__file__)
+_WORDS: dict[str, list[str]] = _TABLE["words"]
 MASKS = ("train_mask", "val_mask", "test_mask")
-_MANY = "save a list of graphs, each of its own nodes and edges"
-_SPLIT = 'leave it out: graph.task = "link" divides the links by graph.split'
-_KINDS = "leave one kind in the graph, and this key out"
-KEYS = Fields(
-    "key",
-    frozenset(word for words in _WORDS.values() for word in words),
-    {
-        **dict.fromkeys(("batch", "ptr", "num_graphs"), _MANY),
-        **dict.fromkeys(("edge_type", "node_type", "edge_reltype"), _KINDS),
-        **dict.fromkeys(("edge_label", "edge_label_index", "pos_edge_label_index", "neg_edge_label_index"), _SPLIT),
-        **dict.fromkeys(
-            ("train_idx", "val_idx", "valid_idx", "test_idx"), "give masks: train_mask, val_mask, test_mask"
-        ),
-    },
-    "graph",
-)
+KEYS = Fields("key", frozenset(chain.from_iterable(_WORDS.values())), _TABLE["refused"], "graph")
 """Keys of graphs, and those that change what the others mean."""
 _MATRIX = Fields("key", frozenset({"format", "shape", "data", "indptr", "indices", "row", "col"}))
 """Keys of SciPy's sparse matrices."""

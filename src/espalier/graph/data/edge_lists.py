@@ -87,14 +87,15 @@ def _nodes_beside(file: Path) -> Path | None:
 
 
 def _graph(file: Path, nodes: NodeTable | None, table: EdgeTable, undirected: bool, target: str | None) -> Graph:
-    ids = None if nodes is None else nodes.ids
+    about = nodes or NodeTable(table.table)
+    ids = about.ids
     by = ids if table.nodes is None else None  # a matrix has its own numbers: its rows are those of the table
     sources, targets = (_numbered(ends, by, file) for ends in (table.sources, table.targets))
     count = _count(file, nodes, table, sources, targets)
-    notes = [*(() if nodes is None else nodes.notes), *table.notes]
+    notes = [*about.notes, *table.notes]
     if nodes is None and len(sources) and min(sources.min(), targets.min()) == 1:
         notes.append(f"no edge of {file.name} names node 0, which is in the graph: nodes are numbered from 0")
-    columns = {} if nodes is None else nodes.features
+    columns = about.features
     if nodes is not None and not columns:
         notes.append("no column of nodes is a feature: each has 1 and log(1 + degree)")
     return Graph.from_edges(
@@ -102,10 +103,10 @@ def _graph(file: Path, nodes: NodeTable | None, table: EdgeTable, undirected: bo
         targets,
         features=np.stack([*columns.values()], 1) if columns else degree_features((sources, targets), count),
         undirected=_both_ways(table, undirected, notes),
-        labels=None if nodes is None else nodes.labels,
-        label_columns=() if nodes is None else nodes.label_columns,
+        labels=about.labels,
+        label_columns=about.label_columns,
         target=target,
-        parts=None if nodes is None else nodes.parts,
+        parts=about.parts,
         weights=table.weights,
         edge_features=np.stack([*table.features.values()], 1) if table.features else None,
         names=() if ids is None else as_words(ids),

@@ -33,8 +33,7 @@ SplitShares = tuple[float, float, float]
 """Of all items: those that train, validate and test."""
 
 
-@dataclass(frozen=True)
-class DataSplit:
+class DataSplit(NamedTuple):
     """Which nodes (or graphs) train, validate and test: ascending int64 ids. They may leave nodes out."""
 
     train: Array
@@ -51,7 +50,7 @@ class DataSplit:
 
     def named(self) -> tuple[tuple[str, Array], ...]:
         """The three with their names."""
-        return (("train", self.train), ("validation", self.validation), ("test", self.test))
+        return tuple(self._asdict().items())
 
 
 class Examples:
@@ -215,9 +214,7 @@ class Graph:
             return _mixed(self.identity, self.numbers)
         digest = xxhash.xxh3_128()
         arrays = [self.indptr, self.indices, self.features, self.labels, self.weights, self.edge_features, self.starts]
-        if self.parts is not None:
-            arrays += [self.parts.train, self.parts.validation, self.parts.test]
-        arrays += [keys for _, keys in self.link_parts.named()] if self.link_parts is not None else []
+        arrays += [*(self.parts or ()), *(self.link_parts or ())]
         for array in arrays:
             digest.update(b"none" if array is None else f"{array.dtype}{array.shape}".encode())
             if array is not None:
@@ -247,9 +244,11 @@ class Graph:
         for name, ids in zip(("sources", "targets"), ends, strict=True):
             _refuse_strangers(ids, count, name)
         values = {name: known.pop(name, None) for name in ("weights", "edge_features")}
-        values = {name: None if rows is None else _floats(rows, name) for name, rows in values.items()}
-        for name, rows in values.items():
-            if rows is not None and len(rows) != len(ends[0]):
+        for name, given in values.items():
+            if given is None:
+                continue
+            values[name] = rows = _floats(given, name)
+            if len(rows) != len(ends[0]):
                 raise UserError(
                     f"The graph has {len(rows)} rows of {name} for {len(ends[0])} edges.", do="give each edge a row"
                 )
@@ -403,7 +402,7 @@ def checked(graph: Graph) -> Graph:
     for name, ids in graph.parts.named() if graph.parts else ():
         _refuse_strangers(ids, graph.items, f"the {name} part")
     if graph.parts is not None:
-        joined = np.concatenate([ids for _, ids in graph.parts.named()])
+        joined = np.concatenate(graph.parts)
         if len(np.unique(joined)) != len(joined):
             raise UserError(
                 "The split has nodes in two parts at once.",
@@ -524,8 +523,7 @@ def parted(ids: Array, shares: SplitShares, seed: int) -> DataSplit:
     """`ids` dealt out by `shares`, seeded; each part ascending."""
     order = np.random.default_rng([seed, 0x5B11]).permutation(ids)
     cuts = [round(len(ids) * shares[0]), round(len(ids) * (shares[0] + shares[1]))]
-    train, validation, test = (np.sort(part) for part in np.split(order, cuts))
-    return DataSplit(train, validation, test)
+    return DataSplit(*map(np.sort, np.split(order, cuts)))
 
 
 def _mixed(identity: str, array: Any) -> str:
@@ -554,20 +552,18 @@ def relabelled(graph: Graph, permutation: Array) -> Graph:
     targets = inverse[graph.targets()]
     sources = inverse[graph.indices]
     order = np.argsort(targets * np.int64(nodes) + sources)
-    labels = graph.labels
     parts = graph.parts
-    numbers = graph.numbers
     return replace(
         graph,
         indptr=offsets_of(np.bincount(targets, minlength=nodes)),
         indices=sources[order].astype(graph.indices.dtype),
         features=np.ascontiguousarray(graph.features[permutation]),
-        labels=None if labels is None else np.ascontiguousarray(labels[permutation]),
-        parts=None if parts is None else DataSplit(*(np.sort(inverse[ids]) for _, ids in parts.named())),
+        labels=selected(graph.labels, permutation),
+        parts=None if parts is None else DataSplit(*(np.sort(inverse[ids]) for ids in parts)),
         weights=selected(graph.weights, order),
         edge_features=selected(graph.edge_features, order),
         names=[graph.names[at] for at in permutation] if len(graph.names) else (),
-        numbers=np.asarray(permutation, np.int64) if numbers is None else numbers[permutation],
+        numbers=np.asarray(permutation, np.int64) if graph.numbers is None else graph.numbers[permutation],
         cut=selected(graph.cut, permutation),
         link_parts=None if graph.link_parts is None else _moved_links(graph.link_parts, inverse),
     )
@@ -576,7 +572,7 @@ def relabelled(graph: Graph, permutation: Array) -> Graph:
 def _moved_links(parts: DataSplit, inverse: Array) -> DataSplit:
     """The links `parts` where node `v` has become `inverse[v]`."""
     nodes = np.int64(len(inverse))
-    ends = [(inverse[keys // nodes], inverse[keys % nodes]) for _, keys in parts.named()]
+    ends = [(inverse[keys // nodes], inverse[keys % nodes]) for keys in parts]
     return DataSplit(*(np.sort(np.minimum(a, b) * nodes + np.maximum(a, b)) for a, b in ends))
 
 

@@ -114,7 +114,7 @@ def read(folder: Path) -> KeptGraph:
 
 
 def _parts(arrays: dict[str, Array], prefix: str) -> DataSplit | None:
-    each = [arrays.get(f"{prefix}_{name}") for name in ("train", "validation", "test")]
+    each = [arrays.get(f"{prefix}_{name}") for name in DataSplit._fields]
     return None if each[0] is None else DataSplit(*(np.asarray(ids) for ids in each))
 
 
@@ -206,13 +206,15 @@ def _listed(names: Sequence[str], count: int) -> str:
     return f"{shown}, … ({len(names)})" if len(names) > 12 else shown
 
 
-def divided(graph: Graph, run_graph: KeptGraph, shares: SplitShares, seed: int) -> Graph:
+def divided(graph: Graph, run_graph: KeptGraph | None, shares: SplitShares, seed: int) -> Graph:
     """`graph` with the split of the run for what it knows, by name or number; the rest is dealt out by `shares`."""
     fresh = graphs.divided(graph, shares, seed)
-    before = run_graph.graph.parts
-    if graph.parts is not None or before is None or fresh.parts is None:
+    if run_graph is None or graph.parts is not None or fresh.parts is None:
         return fresh
-    labelled = np.sort(np.concatenate([ids for _, ids in fresh.parts.named()]))
+    before = run_graph.graph.parts
+    if before is None:
+        return fresh
+    labelled = np.sort(np.concatenate(fresh.parts))
     place = places(graph, run_graph.graph, items=True)[labelled]
     return replace(graph, parts=_dealt(labelled, place, before, shares, seed))
 
@@ -232,14 +234,12 @@ def split(graph: Graph, run_graph: KeptGraph, shares: SplitShares, seed: int) ->
 
 def _dealt(ids: Array, place: Array, before: DataSplit, shares: SplitShares, seed: int) -> DataSplit:
     """`ids` in the part where `before` has their `place` (-1: it has none), the rest by `shares`."""
-    part = np.full(
-        1 + max(int(place.max(initial=-1)), *(int(members.max(initial=-1)) for _, members in before.named())) + 1, -1
-    )
-    for number, (_, members) in enumerate(before.named()):
+    part = np.full(1 + max(int(members.max(initial=-1)) for members in (place, *before)) + 1, -1)
+    for number, members in enumerate(before):
         part[members] = number
     of = part[place]  # the last entry stands for -1
     fresh = parted(ids[of < 0], shares, seed)
-    return DataSplit(*(np.sort(np.concatenate([ids[of == at], new])) for at, (_, new) in enumerate(fresh.named())))
+    return DataSplit(*(np.sort(np.concatenate([ids[of == at], new])) for at, new in enumerate(fresh)))
 
 
 def places(graph: Graph, before: Graph, items: bool = False) -> Array:

@@ -53,7 +53,7 @@ def load(folder: Path, *, undirected: bool, task: str = "node", target: str | No
         ends = ends + np.repeat(starts[:-1], per_graph)
     nodes = int(sizes.sum())
     name = "graph-label" if many else "node-label"
-    labels = _table(raw, name, np.float64) if _file(raw, name).exists() else None
+    labels = _optional(raw, name, np.float64)
     if labels is None and task != "link":
         raise UserError(
             f"{printable(folder)} has no labels ({name}.csv.gz).",
@@ -62,16 +62,16 @@ def load(folder: Path, *, undirected: bool, task: str = "node", target: str | No
         )
     if labels is None:
         ends, link_parts = _links(folder, ends, nodes, notes)
-    features = _file(raw, "node-feat")
     refuse_far_ids(nodes, ends.shape[1], folder)
-    edge_features = _table(raw, "edge-feat", np.float32) if _file(raw, "edge-feat").exists() else None
+    features = _optional(raw, "node-feat", np.float32)
+    edge_features = _optional(raw, "edge-feat", np.float32)
     if edge_features is not None and ends.shape[1] > len(edge_features):
         notes.append(unused("file", "edge-feat.csv.gz", "links held out have none"))
         edge_features = None
     return Graph.from_edges(
         ends[0],
         ends[1],
-        features=_table(raw, "node-feat", np.float32) if features.exists() else np.ones((nodes, 1), np.float32),
+        features=np.ones((nodes, 1), np.float32) if features is None else features,
         undirected=undirected,
         labels=labels[:, 0] if labels is not None and labels.shape[1] == 1 else labels,
         target=target,
@@ -84,13 +84,14 @@ def load(folder: Path, *, undirected: bool, task: str = "node", target: str | No
     )
 
 
-def _file(raw: Path, name: str) -> Path:
-    return raw / f"{name}.csv.gz"
+def _optional(raw: Path, name: str, kind: Any) -> Array | None:
+    """As `_table`; None where there is no such file."""
+    return _table(raw, name, kind) if (raw / f"{name}.csv.gz").exists() else None
 
 
 def _table(raw: Path, name: str, kind: Any) -> Array:
     """[rows, columns] of a compressed table of numbers."""
-    file = _file(raw, name)
+    file = raw / f"{name}.csv.gz"
     with parsing(file, _DO):
         separated_text.check_size(file)
         return np.loadtxt(file, dtype=kind, delimiter=",", ndmin=2)

@@ -133,7 +133,7 @@ def to_pyg(graph: Graph) -> Any:
         if array is not None:
             data[name] = torch.from_numpy(np.array(array))
     if graph.parts is not None and graph.starts is None:
-        for (_, ids), name in zip(graph.parts.named(), MASKS, strict=True):
+        for ids, name in zip(graph.parts, MASKS, strict=True):
             mask = torch.zeros(graph.nodes, dtype=torch.bool)
             mask[torch.from_numpy(ids)] = True
             setattr(data, name, mask)

@@ -28,8 +28,6 @@ from espalier.recipe.units import plural
 ENDINGS = (".csv", ".tsv", ".txt", ".edges", ".edgelist", ".el")
 """Of separated text, each also with `.gz` after it, in any case."""
 NUMBER = re.compile(r"[-+]?(\d+(?:\.\d*)?(e[-+]?\d+)?|\.\d+(e[-+]?\d+)?|nan|inf(inity)?)", re.IGNORECASE | re.ASCII)
-EMPTY = MISSING
-"""Cells without a value."""
 _SEPARATORS = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "vertical bars", "": "white space"}
 _DECIMAL = re.compile(r"[-+]?\d+,\d+")
 _PADDED = re.compile(r"\s*[-+]?0\d")
@@ -241,10 +239,10 @@ def _text(cells: tuple[str, ...]) -> Array:
 
 def _as_numbers(cells: Array) -> Array:
     """float64 where all cells are numbers, NaN where one is empty; else the cells."""
-    if cells[0] not in EMPTY and not is_number(cells[0]):
+    if cells[0] not in MISSING and not is_number(cells[0]):
         return cells
     values = cells
-    missing = np.isin(cells.astype(str), EMPTY) if cells.dtype.kind == "U" else np.zeros(len(cells), bool)
+    missing = np.isin(cells.astype(str), MISSING) if cells.dtype.kind == "U" else np.zeros(len(cells), bool)
     if missing.all():
         return cells
     if missing.any():

@@ -24,12 +24,14 @@ INSTALLED = "python:imports"
 """The graph of what is installed here."""
 
 KNOWN = (
-    *(INSTALLED, "pyg:Planetoid/Cora", "rmat:scale=16", "planted:nodes=10000", "a .pt file"),
-    *(
-        "an edge list (.csv, .tsv, .txt, .mtx, .npz, .parquet, .json, .graphml, .metis)",
-        "a Planetoid folder",
-        "an OGB folder",
-    ),
+    INSTALLED,
+    "pyg:Planetoid/Cora",
+    "rmat:scale=16",
+    "planted:nodes=10000",
+    "a .pt file",
+    "an edge list (.csv, .tsv, .txt, .mtx, .npz, .parquet, .json, .graphml, .metis)",
+    "a Planetoid folder",
+    "an OGB folder",
 )
 
 
@@ -134,8 +136,6 @@ def _folder(place: Path, options: config.GraphOptions) -> Graph:
 def _missing(path: str) -> UserError:
     if _SCHEME.match(path):
         near = nearest(path, [INSTALLED])
-        return UserError(
-            f"data.path = {path!r}: unknown kind of source.",
-            do=f"did you mean {near}? known: {'; '.join(KNOWN)}" if near else f"known: {'; '.join(KNOWN)}",
-        )
+        meant = f"did you mean {near}? " if near else ""
+        return UserError(f"data.path = {path!r}: unknown kind of source.", do=f"{meant}known: {'; '.join(KNOWN)}")
     return data_path.missing(path, INSTALLED)

@@ -15,8 +15,8 @@ import numpy as np
 
 from espalier.graph.data import separated_text
 from espalier.graph.data.graph import Array, DataSplit
-from espalier.graph.data.separated_text import EMPTY, is_number
-from espalier.graph.data.targets import EXACT, WHOLE, as_words
+from espalier.graph.data.separated_text import is_number
+from espalier.graph.data.targets import EXACT, MISSING, WHOLE, as_words
 from espalier.machine.resource_limits import refuse_large
 from espalier.recipe.errors import UserError, missing_extra
 from espalier.recipe.foreign_files import Fields, FieldUse, parsing, printable, unused
@@ -70,6 +70,10 @@ class Table:
     @property
     def rows(self) -> int:
         return len(next(iter(self.columns.values()), ()))
+
+    def unused(self, name: str, why: str) -> str:
+        """The note on a column that is not used."""
+        return unused("column", name, f"of {self.path.name}, {why}")
 
 
 @dataclass(frozen=True)
@@ -221,9 +225,15 @@ def _drop_kinds(table: Table, columns: dict[str, Array]) -> list[str]:
     kinds = [name for name in columns if _is(name, _KINDS)]
     refused = {name: do for name in kinds if table.rows < 2 or len(set(as_words(columns[name]))) > 1}
     FieldUse(Fields("column", frozenset(), refused), table.path.name).count(refused)
-    return [
-        unused("column", name, f"of {table.path.name}, always {printable(columns.pop(name)[0])!r}") for name in kinds
-    ]
+    return [table.unused(name, f"always {printable(columns.pop(name)[0])!r}") for name in kinds]
+
+
+def _drop(table: Table, columns: dict[str, Array], names: Iterable[str], why: str) -> list[str]:
+    """Takes the columns `names` out of `columns`, and names them."""
+    notes = [table.unused(name, why) for name in names]
+    for name in names:
+        del columns[name]
+    return notes
 
 
 def _is(name: str, names: str) -> bool:
@@ -251,20 +261,17 @@ def nodes_of(table: Table) -> NodeTable:
     notes = list(table.notes)
     notes += _drop_kinds(table, left)
     roles = {}
-    if (name := _names_of_nodes(left)) is not None:
-        notes.append(unused("column", name, f"of {table.path.name}, a name for each node"))
-        left.pop(name)
+    notes += _drop(table, left, _names_of_nodes(left), "a name for each node")
     labels = _LABELS if _names_any(left, "x") else f"{_LABELS}|y"  # y may be a coordinate
     for role, names in (("id", _IDS), ("label", labels), ("part", _PARTS)):
         if (column := _sole(table, left, names, role)) is not None:
             roles[role] = column
-    taken = {role: left.pop(name) for role, name in roles.items()}
+    taken = _taken(table, left, roles, notes)
     label_columns = [roles["label"]] if "label" in roles else []
     if not label_columns and (several := _columns_of_labels(table, left, notes)):
         taken["label"] = np.stack([*several.values()], 1)
         label_columns = list(several)
     masks = {name: left.pop(name) for name in _mask_names(left)}
-    notes += _choices(table, roles)
     notes += [f"column {name!r} of {table.path.name} is the mask of a part" for name in masks if not _is_mask(name)]
     maybe = None
     if "id" not in taken:
@@ -272,9 +279,7 @@ def nodes_of(table: Table) -> NodeTable:
         candidates += [name for name in left if _ENDS_IN_ID.fullmatch(name)]
         maybe = next(iter((*candidates, *table.columns)))
         maybe = maybe if maybe in left else None
-    for name in [name for name in left if _is(name, _INDEX) and name != maybe]:
-        notes.append(unused("column", name, f"of {table.path.name}, an index"))
-        left.pop(name)
+    notes += _drop(table, left, [name for name in left if _is(name, _INDEX) and name != maybe], "an index")
     return NodeTable(
         table,
         taken.get("id"),
@@ -303,7 +308,7 @@ def _labels(table: Table, column: Array | None, notes: list[str]) -> Array | Non
     if column is not None and column.dtype.kind == "O" and any(isinstance(cell, np.ndarray) for cell in column):
         return np.stack(list(column))
     words = [] if column is None or column.dtype.kind not in "OU" else as_words(column)
-    filled = [word for word in words if word not in EMPTY]
+    filled = [word for word in words if word not in MISSING]
     if not any("," in word for word in filled) or not all(map(_DECIMAL.fullmatch, filled)):
         return column
     notes.append(f"the labels of {table.path.name} have decimal commas")
@@ -324,12 +329,12 @@ def _is_mask(name: str) -> bool:
     return _plain(name).endswith("mask")
 
 
-def _names_of_nodes(columns: Columns) -> str | None:
+def _names_of_nodes(columns: Columns) -> list[str]:
     """Gephi's `Label` beside its `Id`: a name for each node and no class."""
     if not {"Id", "Label"} <= set(columns) or columns["Label"].dtype.kind not in "OUS":
-        return None
-    words = [word for word in as_words(columns["Label"]) if word not in EMPTY]
-    return "Label" if len(set(words)) == len(words) else None
+        return []
+    words = [word for word in as_words(columns["Label"]) if word not in MISSING]
+    return ["Label"] if len(set(words)) == len(words) else []
 
 
 def _sole(table: Table, columns: Collection[str], names: str, role: str) -> str | None:
@@ -344,10 +349,12 @@ def _sole(table: Table, columns: Collection[str], names: str, role: str) -> str 
     return several[0] if several else None
 
 
-def _choices(table: Table, roles: Mapping[str, str]) -> list[str]:
-    """What columns were taken for, where a name is not ours."""
+def _taken(table: Table, columns: dict[str, Array], roles: Mapping[str, str], notes: list[str]) -> dict[str, Array]:
+    """The columns of `roles`, taken out of `columns`. Where a name is not ours, `notes` say what it was taken for."""
     foreign = [f"{printable(name)!r} is the {role}" for role, name in roles.items() if name != role]
-    return [f"columns of {table.path.name}: {', '.join(foreign)}"] if foreign and table.header else []
+    if foreign and table.header:
+        notes.append(f"columns of {table.path.name}: {', '.join(foreign)}")
+    return {role: columns.pop(name) for role, name in roles.items()}
 
 
 def settled(nodes: NodeTable, sources: Array, targets: Array) -> NodeTable:
@@ -382,7 +389,7 @@ def settled(nodes: NodeTable, sources: Array, targets: Array) -> NodeTable:
             notes.append(f"columns of {origin}: {printable(name)!r} is the id")
         elif counts or (called and numbers):
             nodes = replace(nodes, features=rest)
-            notes.append(unused("column", name, f"of {origin}, {'it counts' if counts else 'edges name'} the rows"))
+            notes.append(nodes.table.unused(name, f"{'it counts' if counts else 'edges name'} the rows"))
         elif distinct and numbers:
             notes.append(f"column {printable(name)!r} of {origin} is a feature: edges name the rows")
     return replace(
@@ -399,31 +406,25 @@ def _parts(table: Table, column: Array | None, masks: Columns) -> DataSplit | No
         raise UserError(f"{table.shown} has a column of parts and masks.", do="drop the one or the other")
     if masks:
         chosen = [_sole(table, masks, names, "mask of a part") for names in _MASKS]
-        each = [np.zeros(table.rows, bool) if name is None else _truth(table, name, masks[name]) for name in chosen]
+        truths = _TRUTH | {"": 0.0}
+        do = "true or false for each node"
+        each = [np.zeros(0) if name is None else _meant(table, (name, masks[name]), truths, do) for name in chosen]
         return DataSplit(*map(np.flatnonzero, each))
     if column is None:
         return None
-    words = [word.lower() for word in as_words(column)]
-    none = {word.lower() for word in (*EMPTY, "-1")}
-    strange = set(words) - set(PART_WORDS) - none
-    if strange:
-        raise UserError(
-            f"{table.shown}: part = {printable(min(strange))!r} is not possible.",
-            do="train, validation, test, or empty",
-        )
-    named = np.array([PART_WORDS.get(word, "") for word in words])
-    return DataSplit(*(np.flatnonzero(named == name) for name in ("train", "validation", "test")))
+    none = dict.fromkeys((word.lower() for word in (*MISSING, "-1")), "")
+    named = _meant(table, ("part", column), none | PART_WORDS, "train, validation, test, or empty")
+    return DataSplit(*(np.flatnonzero(named == name) for name in DataSplit._fields))
 
 
-def _truth(table: Table, name: str, column: Array) -> Array:
-    words = [word.lower() for word in as_words(column)]
-    strange = set(words) - set(_TRUTH) - {""}
+def _meant(table: Table, column: tuple[str, Array], meanings: Mapping[str, object], do: str) -> Array:
+    """What each cell of a column, given with its name, stands for. Raises UserError where one is none of `meanings`."""
+    name, cells = column
+    words = [word.lower() for word in as_words(cells)]
+    strange = set(words) - set(meanings)
     if strange:
-        raise UserError(
-            f"{table.shown}: {printable(name)} = {printable(min(strange))!r} is not possible.",
-            do="true or false for each node",
-        )
-    return np.array([_TRUTH.get(word, 0.0) for word in words]) > 0
+        raise UserError(f"{table.shown}: {printable(name)} = {printable(min(strange))!r} is not possible.", do=do)
+    return np.array([meanings[word] for word in words])
 
 
 # --- edges -----------------------------------------------------------------------------------------------------------
@@ -435,15 +436,12 @@ def edges_of(table: Table) -> EdgeTable:
     notes = list(table.notes)
     notes += _drop_kinds(table, left)
     ends = _ends(table, left)
-    for name in list(left):
-        if name not in ends and table.header and _is(name, f"{_IDS}|edgeid|{_INDEX}"):
-            notes.append(unused("column", name, f"of {table.path.name}, a number for each edge"))
-            left.pop(name)
+    numbers = [name for name in left if name not in ends and table.header and _is(name, f"{_IDS}|edgeid|{_INDEX}")]
+    notes += _drop(table, left, numbers, "a number for each edge")
     roles = {"source": ends[0], "target": ends[1]}
     if (weight := _sole(table, left, _WEIGHTS, "weight")) is not None:
         roles["weight"] = weight
-    taken = {role: left.pop(name) for role, name in roles.items()}
-    notes += _choices(table, roles)
+    taken = _taken(table, left, roles, notes)
     types = _types(left)
     weights = taken.get("weight")
     if weights is not None:
@@ -467,15 +465,14 @@ def edges_of(table: Table) -> EdgeTable:
 
 def _ends(table: Table, columns: Columns) -> tuple[str, str]:
     """The columns of both ends: by their names, else the first two."""
-    source, target = (
-        _sole(table, columns, names, role) for names, role in ((_SOURCES, "source"), (_TARGETS, "target"))
-    )
-    if source is not None and target is not None:
-        return source, target
-    if source is not None or target is not None:
-        missing = "target" if target is None else "source"
+    ends = {role: _sole(table, columns, names, role) for role, names in (("source", _SOURCES), ("target", _TARGETS))}
+    given = [name for name in ends.values() if name is not None]
+    if len(given) > 1:
+        return given[0], given[1]
+    if given:
+        missing = next(role for role, name in ends.items() if name is None)
         raise UserError(
-            f"{table.shown} has a column {source or target!r} and none for the other end of edges.",
+            f"{table.shown} has a column {given[0]!r} and none for the other end of edges.",
             why=f"it has {printable(', '.join(columns))}",
             do=f"call the other column {missing}",
         )
@@ -518,7 +515,7 @@ def _numeric(table: Table, columns: Columns, what: str, notes: list[str]) -> dic
     for name, column in columns.items():
         values, reason = _as_float(column, f"{table.shown}: {what.format(repr(printable(name)))}")
         if values is None:
-            notes.append(unused("column", name, f"of {table.path.name}, {reason}"))
+            notes.append(table.unused(name, reason))
         else:
             numbers[name] = values
             notes += [f"column {printable(name)!r} of {table.path.name} has decimal commas"] if reason else []
@@ -532,17 +529,17 @@ def _as_float(column: Array, what: str) -> tuple[Array | None, str]:
         return (None, "no values") if len(values) and np.isnan(values).all() else (values, "")
     if column.dtype.kind not in "OUS":
         return None, f"values of {column.dtype}"
-    words = as_words(column.astype(str) if column.dtype.kind == "S" else column)
-    filled = [word for word in words if word not in EMPTY]
-    lower = {word.lower() for word in filled}
+    words = as_words(column)
+    filled = [word for word in words if word not in MISSING]
     if not filled:
         return None, "no values"
-    if len(filled) == len(words) and lower <= {"true", "false"}:
+    lacks_none = filled == words
+    if lacks_none and {word.lower() for word in words} <= {"true", "false"}:
         return np.array([_TRUTH[word.lower()] for word in words]), ""
     flags = [is_number(word) for word in filled]
-    if all(flags) and len(filled) == len(words):
+    if lacks_none and all(flags):
         return np.array(words).astype(np.float64), ""
-    if len(filled) == len(words) and all(map(_DECIMAL.fullmatch, words)):
+    if lacks_none and all(map(_DECIMAL.fullmatch, words)):
         return _decimal_commas(words, what), "decimal commas"
     if not any(flags):
         return None, f"words, such as {printable(filled[0], 40)!r}"

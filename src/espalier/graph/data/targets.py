@@ -84,8 +84,12 @@ def read(values: Any, origin: str, kind: str | None = None) -> Targets:
     numbers = array.astype(np.int64 if np.can_cast(array.dtype, np.int64) else np.float64)
     _refuse_not_finite(numbers, origin)
     chosen = kind or _looks_like(numbers, origin)
-    makers = {"classes": _classes, "tasks": _tasks, "values": _values}
-    return makers[chosen](numbers, origin)
+    if chosen == "classes":
+        return _classes(numbers, origin)
+    matrix = numbers.reshape(len(numbers), -1).astype(np.float64)
+    if chosen == "tasks":
+        return _tasks(matrix, origin)
+    return Targets(matrix, (), "values", (f"targets: {_columns(matrix)} of values, a regression",))
 
 
 def as_array(values: Any) -> Array:
@@ -122,7 +126,7 @@ def of_graphs(rows: Sequence[Any], nodes: Sequence[int], origin: str) -> Array:
 
 def as_words(column: Array) -> list[str]:
     """A column as text: whole numbers without a point (39, not 39.0), nothing where a value is missing."""
-    cells = column.tolist()
+    cells = (column.astype(str) if column.dtype.kind == "S" else column).tolist()
     missing = [cell is None or (isinstance(cell, float) and math.isnan(cell)) for cell in cells]
     words = ["" if gone else str(cell).strip() for cell, gone in zip(cells, missing, strict=True)]
     return [_POINTLESS.sub(r"\1", word) if _POINTLESS.fullmatch(word) else word for word in words]
@@ -132,7 +136,7 @@ def _words(array: Array, origin: str) -> list[str]:
     """A column as text, also without the words that stand for no value."""
     if array.ndim == 2 and array.shape[1] > 1:
         raise UserError(f"{origin}: the labels are {array.shape[1]} columns of words.", do="one column of classes")
-    words = as_words((array.astype(str) if array.dtype.kind == "S" else array).reshape(-1))
+    words = as_words(array.reshape(-1))
     return ["" if word in MISSING else word for word in words]
 
 
@@ -163,7 +167,7 @@ def _named(words: Sequence[str], origin: str) -> Targets:
     classes = sorted(distinct, key=lambda word: (int(word) if numbers else 0, word))
     place = {word: at for at, word in enumerate(classes)}
     labels = np.array([place.get(word, IGNORED) for word in words], np.int64)
-    return Targets(labels, tuple(classes), "classes", _counts(labels, origin) if numbers else ())
+    return Targets(labels, tuple(classes), "classes", _counts(labels) if numbers else ())
 
 
 # --- numbers -----------------------------------------------------------------------------------------------------
@@ -229,7 +233,7 @@ def _classes(numbers: Array, origin: str) -> Targets:
     if (least := int(labels.min(initial=IGNORED))) < IGNORED:
         raise _below(least, origin)
     labels = labels.astype(np.int64)
-    return Targets(labels, (), "classes", _counts(labels, origin))
+    return Targets(labels, (), "classes", _counts(labels))
 
 
 def _below(least: int, origin: str) -> UserError:
@@ -240,7 +244,7 @@ def _below(least: int, origin: str) -> UserError:
     )
 
 
-def _counts(labels: Array, origin: str) -> tuple[str, ...]:
+def _counts(labels: Array) -> tuple[str, ...]:
     """Says so where classes look like counts: hardly any label is given twice."""
     known = labels[labels >= 0]
     distinct = len(np.unique(known))
@@ -249,8 +253,7 @@ def _counts(labels: Array, origin: str) -> tuple[str, ...]:
     return (f"targets: {len(known):,} whole numbers, taken as {distinct:,} classes ({_REGRESSION})",)
 
 
-def _tasks(numbers: Array, origin: str) -> Targets:
-    matrix = numbers.reshape(len(numbers), -1).astype(np.float64)
+def _tasks(matrix: Array, origin: str) -> Targets:
     known = _known(matrix)
     if _is_answer(known):
         matrix = np.where(matrix == IGNORED, np.nan, matrix)
@@ -264,11 +267,6 @@ def _tasks(numbers: Array, origin: str) -> Targets:
         )
     note = f"targets: {_columns(matrix)} of probabilities, trained as yes-or-no tasks ({_REGRESSION})"
     return Targets(matrix.astype(np.float32), (), "tasks", (note,))
-
-
-def _values(numbers: Array, origin: str) -> Targets:
-    matrix = numbers.reshape(len(numbers), -1).astype(np.float64)
-    return Targets(matrix, (), "values", (f"targets: {_columns(matrix)} of values, a regression",))
 
 
 def _columns(matrix: Array) -> str:

@@ -127,16 +127,19 @@ def dense(rows: Rows) -> Tensor:
     return rows.dense() if isinstance(rows, Kept) else rows
 
 
+def each(rows: Rows, change: Callable[[Tensor], Tensor]) -> Rows:
+    """What `change` makes of `rows`; of kept rows, of their values and of their columns."""
+    if isinstance(rows, Kept):
+        return Kept(change(rows.values), change(rows.columns), rows.width)
+    return change(rows)
+
+
 def joined(pieces: Sequence[Rows]) -> Rows:
     """One behind the other."""
     first = pieces[0]
     if isinstance(first, Kept):
-        sparse_rows = [piece for piece in pieces if isinstance(piece, Kept)]
-        return Kept(
-            torch.cat([piece.values for piece in sparse_rows]),
-            torch.cat([piece.columns for piece in sparse_rows]),
-            first.width,
-        )
+        values, columns, _ = zip(*pieces, strict=True)
+        return Kept(torch.cat(values), torch.cat(columns), first.width)
     return torch.cat([dense(piece) for piece in pieces])
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from espalier.graph.networks import base
 from espalier.graph.networks.base import Kept, MessageBlock, Rows
-from espalier.graph.networks.gnn import Gnn, Layer
+from espalier.graph.networks.gnn import Gnn
 from espalier.kernels import rtopk
 from espalier.kernels.dropout import activated
 from espalier.kernels.tall_matmul import tall_product
@@ -26,7 +26,6 @@ def equip(model: nn.Module) -> nn.Module:
     """`model` with the kernels in the fields of its seam; foreign modules are left alone."""
     if isinstance(model, Gnn):
         for layer in model.layers:
-            assert isinstance(layer, Layer)
             layer.aggregate = aggregate
             layer.attend = attend
             layer.project = project

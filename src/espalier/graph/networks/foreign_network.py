@@ -26,6 +26,7 @@ from torch.overrides import TorchFunctionMode
 
 from espalier.comm.base import Traffic, traffic
 from espalier.graph.data import pyg
+from espalier.graph.data.graph import selected
 from espalier.graph.networks import layer_work
 from espalier.graph.networks.base import Forms, MessageBlock
 from espalier.graph.networks.network import QUANTIZED
@@ -33,6 +34,7 @@ from espalier.graph.parts import halo, partition_folder
 from espalier.graph.parts.halo import ForeignRows, edges_into
 from espalier.graph.run import GraphRun, NetworkAdapter
 from espalier.graph.sampling.subgraphs import MESSAGES, forward
+from espalier.parallel.workload import to_device
 from espalier.recipe import MessagesModel as Options
 from espalier.recipe.errors import UserError
 from espalier.recipe.import_function import keep_sources
@@ -203,8 +205,9 @@ class Deep:
 def deepened(halo: Halo, whole: MessageBlock, wide: bool = False) -> Deep:
     """The part of `halo` in the graph `whole`, with the edges into its halo nodes; `wide`: also with those out of them,
     where each edge runs both ways."""
-    indptr = whole.indptr.cpu().numpy()
-    indices = whole.indices.cpu().numpy()
+    whole = to_device(whole, torch.device("cpu"))
+    indptr = whole.indptr.numpy()
+    indices = whole.indices.numpy()
     near = halo.nodes.cpu().numpy()
     outer = halo.outer.cpu().numpy()
     ends, more = edges_into(indptr, outer)
@@ -230,8 +233,8 @@ def deepened(halo: Halo, whole: MessageBlock, wide: bool = False) -> Deep:
     return Deep(
         torch.from_numpy(nodes),
         made._replace(
-            weights=None if whole.weights is None else whole.weights.cpu()[at],
-            features=None if whole.features is None else whole.features.cpu()[at],
+            weights=selected(whole.weights, at),
+            features=selected(whole.features, at),
         ),
     )
 
@@ -280,8 +283,13 @@ def _symmetric(whole: MessageBlock) -> bool:
 
 
 _DROPOUT = (
-    *("dropout", "dropout1d", "dropout2d", "dropout3d"),
-    *("alpha_dropout", "feature_dropout", "feature_alpha_dropout"),
+    "dropout",
+    "dropout1d",
+    "dropout2d",
+    "dropout3d",
+    "alpha_dropout",
+    "feature_dropout",
+    "feature_alpha_dropout",
 )
 """Functions of torch."""
 

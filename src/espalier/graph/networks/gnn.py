@@ -8,7 +8,7 @@ narrower side is aggregated, and rows of which only k values are kept are aggreg
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import ClassVar
+from typing import ClassVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +27,7 @@ from espalier.graph.networks.base import (
     alone,
     attend,
     dense,
+    each,
     project,
 )
 from espalier.graph.networks.network import GraphNetwork
@@ -103,7 +104,7 @@ class Mean(Layer):
     def forward(self, block: MessageBlock, rows: Rows) -> Tensor:
         """The node itself and the mean of its neighbours (zero where it has none)."""
         block = self.begun(block, rows)
-        target_rows = self.project(_first(rows, block.targets), self.own.weight, self.own.bias)
+        target_rows = self.project(each(rows, lambda part: part[: block.targets]), self.own.weight, self.own.bias)
         return self.mapped(block, rows, self.weight.weight, target_rows)
 
 
@@ -125,7 +126,7 @@ class Isomorphism(Layer):
     def forward(self, block: MessageBlock, rows: Rows) -> Tensor:
         """The perceptron of the sum; its first matrix before the sum where that is narrower."""
         block = self.begun(block, rows)
-        target_rows = self.project(_first(rows, block.targets), self.first.weight)
+        target_rows = self.project(each(rows, lambda part: part[: block.targets]), self.first.weight)
         sums = self.mapped(block, rows, self.first.weight)
         hidden = self.norm(sums + (1 + self.epsilon) * target_rows + self.first.bias)
         return self.second(hidden if self.linear else F.relu(hidden))
@@ -173,12 +174,6 @@ def _by_head(vectors: Tensor) -> Tensor:
     return (heads[:, :, None] * vectors).flatten(1)
 
 
-def _first(rows: Rows, count: int) -> Rows:
-    if isinstance(rows, Kept):
-        return Kept(rows.values[:count], rows.columns[:count], rows.width)
-    return rows[:count]
-
-
 # --- networks ----------------------------------------------------------------------------------------------------
 
 
@@ -200,9 +195,8 @@ class Gnn(GraphNetwork):
         self.options = options
         sizes = [inputs, *[options.width] * (options.depth - 1), outputs]
         last = options.depth - 1
-        self.layers = nn.ModuleList(
-            _layer(options, sizes[i], sizes[i + 1], i == last, values) for i in range(options.depth)
-        )
+        layers = (_layer(options, sizes[i], sizes[i + 1], i == last, values) for i in range(options.depth))
+        self.layers = cast("Sequence[Layer]", nn.ModuleList(layers))
         self.norms = nn.ModuleList(nn.LayerNorm(options.width) for _ in range(last if options.norm else 0))
         self.activate: Callable[[Tensor, str, float], Tensor] = activated.reference.run
         self.largest: Callable[[Tensor, int], tuple[Tensor, Tensor]] = largest
@@ -215,8 +209,7 @@ class Gnn(GraphNetwork):
     @property
     def aggregates_once(self) -> bool:
         """Whether the first layer aggregates rows that are the same at every step, where the graph is too."""
-        first = self.layers[0]
-        return not self.drops_features and isinstance(first, Layer) and first.aggregated_first(torch.empty(0))
+        return not self.drops_features and self.layers[0].aggregated_first(torch.empty(0))
 
     def forward(self, features: Tensor, blocks: Sequence[MessageBlock]) -> Tensor:
         """One block for each layer, the one that reads `features` first."""

@@ -48,7 +48,7 @@ class GnnAdapter(NetworkAdapter):
         """The format of the edges, which is chosen now, and what each layer aggregates."""
         model = run.bare()
         assert isinstance(model, Gnn)
-        layers = _layers(model)
+        layers = model.layers
         k = model.options.k if model.options.activation == "maxk" else None
         if not run.batching.stands:
             return (*sentences, *bits, *graph_plan.passes(layers, k, once=False))
@@ -94,15 +94,11 @@ class GnnAdapter(NetworkAdapter):
     def formatted(self, model: Any, block: MessageBlock) -> None:
         """For kernels of processors."""
         if next(model.parameters()).device.type == "cpu":
-            self._format_of(block, _layers(model))
+            self._format_of(block, model.layers)
 
 
 def takes_sums(network: Gnn) -> bool:
     """See `NetworkAdapter.takes_sums`."""
-    kinds = all(isinstance(layer, Layer) and not isinstance(layer, GraphAttention) for layer in network.layers)
+    attends = any(isinstance(layer, GraphAttention) for layer in network.layers)
     plain = network.options.activation != "maxk" and not network.drops_features
-    return kinds and plain and quantizers_of(network) is None
-
-
-def _layers(model: Gnn) -> list[Layer]:
-    return [layer for layer in model.layers if isinstance(layer, Layer)]
+    return not attends and plain and quantizers_of(network) is None

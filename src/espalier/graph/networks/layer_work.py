@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from espalier.graph.networks.gnn import Gnn, GraphAttention, Isomorphism, Layer, Mean
+from espalier.graph.networks.gnn import Gnn, GraphAttention, Isomorphism, Mean
 from espalier.recipe.cost import VALUE_BYTES, Number, Product, Work
 
 ATTENDED = 128
@@ -41,8 +41,7 @@ def layer_work(network: Gnn, reach: Sequence[Reach], micro_batch: Any, precision
     back = 0.0
     saved = 0.0
     drawn = 0.0
-    layers = [layer for layer in network.layers if isinstance(layer, Layer)]
-    for at, (layer, layer_reach) in enumerate(zip(layers, reach, strict=True)):
+    for at, (layer, layer_reach) in enumerate(zip(network.layers, reach, strict=True)):
         sources = layer_reach.sources * times
         targets = layer_reach.targets * times
         edges = layer_reach.edges * times

@@ -17,7 +17,7 @@ from espalier.comm import plain_collectives
 from espalier.graph.parts import halo, partial_sums, partition_folder
 from espalier.graph.sampling.neighbor_sampler import whole
 from espalier.recipe import terminal
-from espalier.recipe.cache_dir import cache_folder, hashed, write_atomic
+from espalier.recipe.cache_dir import cache_folder, hashed, keep_made
 from espalier.recipe.errors import UserError
 from espalier.sparse.partition import clusters_of, library
 from espalier.sparse.rcmpp.pattern import SparsityPattern
@@ -78,9 +78,7 @@ class Cutting:
             f"Cutting a graph of {graph.nodes:,} nodes into {len(shares)} parts (once).", file=sys.stderr, flush=True
         )
         made = self._made(shares)
-        with suppress(OSError):  # a full disk: it is cut again
-            file.parent.mkdir(parents=True, exist_ok=True)
-            write_atomic(file, made.tobytes())
+        keep_made(file, made.tofile)  # on a full disk it is cut again
         return made
 
     def _made(self, shares: Sequence[int]) -> Array:

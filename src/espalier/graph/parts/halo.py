@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from espalier.comm.base import Traffic, traffic
 from espalier.graph.data.graph import selected
 from espalier.graph.networks.base import Aggregate, Forms, GraphAttend, Kept, MessageBlock, MessageBlocks, Rows, dense
-from espalier.graph.networks.gnn import Gnn, GraphAttention, Layer
+from espalier.graph.networks.gnn import Gnn, GraphAttention
 from espalier.graph.networks.network import quantizers_of
 from espalier.graph.parts.coded_rows import Coding, RowSize
 from espalier.kernels import row_widths
@@ -520,7 +520,6 @@ def equip(model: nn.Module) -> nn.Module:
     """`model` with layers that exchange rows before they aggregate, where their block is cut over ranks."""
     if isinstance(model, Gnn):
         for layer in model.layers:
-            assert isinstance(layer, Layer)
             inner = getattr(layer, "quantized", None)  # rows are quantized before they cross
             if inner is None:
                 layer.aggregate, layer.attend = _aggregating(layer.aggregate), _attending(layer.attend)
@@ -567,7 +566,6 @@ def row_bytes(network: Gnn | ForeignRows, at: int, size: int) -> tuple[int, int]
     if isinstance(network, ForeignRows):
         return (same := size * network.widths[at]), same
     layer = network.layers[at]
-    assert isinstance(layer, Layer)
     if isinstance(layer, GraphAttention):
         return (both := size * layer.heads * (layer.columns + 1)), both
     if network.options.activation == "maxk":

@@ -43,7 +43,6 @@ from espalier.track.progress import Waiting
 MANIFEST = "manifest.json"
 FORMAT = 4
 NODES = "nodes.safetensors"
-SPLIT = ("train", "validation", "test")
 SCALES = ("weights", "left", "right", "features")
 """Of a block."""
 MATRIX = ("data", "indices", "indptr")
@@ -199,16 +198,11 @@ def _nodes(graph: Graph) -> dict[str, Tensor]:
     tensors = {"degrees": torch.from_numpy(graph.degrees()), "root": torch.from_numpy(symmetric_root(graph))}
     if (has := signed(graph.features)) is not None:
         tensors["signed"] = torch.tensor(has)
-    if graph.labels is not None:
-        tensors["labels"] = torch.from_numpy(np.array(graph.labels))
-    if graph.column_scales is not None:
-        tensors["column scales"] = torch.from_numpy(graph.column_scales)
-    if graph.numbers is not None:
-        tensors["numbers"] = torch.from_numpy(np.array(graph.numbers, np.int64))
+    arrays = {"labels": graph.labels, "column scales": graph.column_scales, "numbers": graph.numbers}
+    arrays |= graph.parts._asdict() if graph.parts is not None else {}
+    tensors |= {name: torch.from_numpy(np.array(array)) for name, array in arrays.items() if array is not None}
     for name, each in (("names", graph.names), ("columns", graph.columns), ("edge columns", graph.edge_columns)):
         tensors |= _joined(name, each) if len(each) else {}
-    if graph.parts is not None:
-        tensors |= {name: torch.from_numpy(np.array(ids)) for name, ids in graph.parts.named()}
     return tensors
 
 
@@ -220,11 +214,11 @@ def _joined(name: str, names: Sequence[str]) -> dict[str, Tensor]:
     return {name: torch.from_numpy(joined), f"{name} ends": torch.from_numpy(ends)}
 
 
-def _names(nodes: Mapping[str, Tensor], name: str) -> list[str]:
+def _names(nodes: Mapping[str, np.ndarray], name: str) -> list[str]:
     """What `_joined` was given under `name`; none where the graph has none."""
     if name not in nodes:
         return []
-    joined = nodes[name].numpy().tobytes()
+    joined = nodes[name].tobytes()
     ends = nodes[f"{name} ends"].tolist()
     return [joined[at:end].decode("utf-8", "surrogatepass") for at, end in itertools.pairwise([0, *ends])]
 
@@ -243,29 +237,29 @@ def outlined(folder: Path) -> tuple[Graph, Style]:
     """The graph whose parts are in `folder`, with names, labels and split, but without edges, and with features that
     are zeros without memory; and the style of the networks that it was cut for. Raises UserError as `read`."""
     manifest, _ = _manifest(folder)
-    nodes = _load(folder / NODES, manifest.nodes_checksum)
-    split = [nodes[name].numpy() for name in SPLIT if name in nodes]
+    nodes = {name: tensor.numpy() for name, tensor in _load(folder / NODES, manifest.nodes_checksum).items()}
+    split = [nodes[name] for name in DataSplit._fields if name in nodes]
     graph = Graph(
         indptr=np.zeros(manifest.nodes + 1, np.int64),
         indices=np.zeros(0, np.int32),
         features=np.broadcast_to(np.float32(0), (manifest.nodes, manifest.width)),
-        labels=nodes["labels"].numpy() if "labels" in nodes else None,
+        labels=nodes.get("labels"),
         parts=DataSplit(*split) if split else None,
         classes=manifest.classes,
         names=_names(nodes, "names"),
         columns=tuple(_names(nodes, "columns")),
         edge_columns=tuple(_names(nodes, "edge columns")),
-        numbers=nodes["numbers"].numpy() if "numbers" in nodes else None,
+        numbers=nodes.get("numbers"),
         origin=manifest.origin,
         identity=manifest.graph,
-        column_scales=nodes["column scales"].numpy() if "column scales" in nodes else None,
+        column_scales=nodes.get("column scales"),
         values=manifest.values,
         partition=Partition(
             folder,
             len(manifest.checksums),
             manifest.edges,
-            nodes["degrees"].numpy(),
-            nodes["root"].numpy(),
+            nodes["degrees"],
+            nodes["root"],
             bool(nodes["signed"]) if "signed" in nodes else None,
         ),
     )

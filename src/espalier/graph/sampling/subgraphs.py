@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,11 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from espalier.graph.data.graph import Array, Graph
-from espalier.graph.networks.base import Kept, MessageBlock, MessageBlocks, Rows, dense, joined, placement
-from espalier.graph.networks.gnn import Gnn, Layer
+from espalier.graph.networks.base import MessageBlock, MessageBlocks, Rows, dense, each, joined, placement
+from espalier.graph.networks.gnn import Gnn
 from espalier.graph.networks.network import GraphNetwork, quantizers_of
 from espalier.graph.sampling import neighbor_sampler
 from espalier.graph.sampling.neighbor_sampler import ALL, Drawn, NeighborSampling, Sampler, Style
+from espalier.parallel.workload import to_device
 from espalier.recipe.errors import UserError
 
 MOST = 1 << 31
@@ -154,15 +156,13 @@ def infer(model: nn.Module, view: View, layers: int | None = None) -> Tensor:
         if isinstance(model, Gnn):
             return part_inference.infer_parts(model, *where, layers)
         features, block = part_inference.gathered(*where)
-        return forward(model, features.to(**placed), (_placed(block, placed),))
+        return forward(model, *to_device((features, (block,)), **placed))
     if not isinstance(model, Gnn):
-        features, blocks = view.whole()
-        return forward(model, features.to(**placed), tuple(_placed(block, placed) for block in blocks[:1]))
+        return forward(model, *to_device((view.features, (view.block,)), **placed))
     rows: Rows = view.features
-    for at, layer in enumerate(list(model.layers)[:layers]):
-        assert isinstance(layer, Layer)
+    for at, layer in enumerate(model.layers[:layers]):
         if view.graph.edges * max(layer.inputs, layer.outputs) * 4 <= MOST:
-            rows = model.step(at, _placed(view.block, placed), _to(rows, placed))
+            rows = model.step(at, *to_device((view.block, rows), **placed))
         else:
             rows = _in_pieces(model, at, view, rows)
     return dense(rows)
@@ -170,7 +170,6 @@ def infer(model: nn.Module, view: View, layers: int | None = None) -> Tensor:
 
 def _in_pieces(model: Gnn, at: int, view: View, rows: Rows) -> Rows:
     layer = model.layers[at]
-    assert isinstance(layer, Layer)
     placed = placement(model)
     if (quantizers := quantizers_of(model)) is not None:
         quantizers.pack(layer, rows, placed)
@@ -181,26 +180,7 @@ def _in_pieces(model: Gnn, at: int, view: View, rows: Rows) -> Rows:
     while start < view.graph.nodes:
         stop = max(start + 1, int(np.searchsorted(indptr, indptr[start] + room, side="right")) - 1)
         drawn = view.sampler.draw(np.arange(start, min(stop, view.graph.nodes)), (ALL,))
-        taken = _to(_taken(rows, torch.from_numpy(drawn.nodes)), placed)
-        made.append(model.step(at, _placed(drawn.blocks[0], placed), taken))
+        taken = each(rows, itemgetter(torch.from_numpy(drawn.nodes)))
+        made.append(model.step(at, *to_device((drawn.blocks[0], taken), **placed)))
         start = stop
     return joined(made)
-
-
-def _taken(rows: Rows, ids: Tensor) -> Rows:
-    if isinstance(rows, Kept):
-        ids = ids.to(rows.values.device)
-        return Kept(rows.values[ids], rows.columns[ids], rows.width)
-    return rows[ids.to(rows.device)]
-
-
-def _to(rows: Rows, placed: dict[str, Any]) -> Rows:
-    if isinstance(rows, Kept):
-        return Kept(rows.values.to(**placed), rows.columns.to(placed["device"]), rows.width)
-    return rows.to(**placed)
-
-
-def _placed(block: MessageBlock, placed: dict[str, Any]) -> MessageBlock:
-    from espalier.parallel.workload import to_device
-
-    return to_device(block, placed["device"], placed["dtype"])

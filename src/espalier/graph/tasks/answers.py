@@ -11,10 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from espalier.graph.data.graph import Array, Examples, Graph
+from espalier.graph.data.graph import Array, Examples, Graph, scaled
 from espalier.graph.tasks import metrics
 from espalier.kernels.cross_entropy import cross_entropy
 from espalier.parallel.workload import Averages, Shard, SummedLoss
+from espalier.recipe.errors import UserError
 from espalier.store.artifacts import Artifact, Table
 
 Answers = list[dict[str, Any]]
@@ -34,9 +35,16 @@ class LabelledTask(Examples):
         inference: of a model, what it gives for any items: int64 ids -> their logits, on the CPU.
     """
 
-    graph: Graph
-    labels: Tensor
     inference: Callable[[nn.Module], Callable[[Array], Tensor]]
+
+    def __init__(self, graph: Graph, item: str) -> None:
+        assert graph.parts is not None
+        super().__init__(graph.parts)
+        if not self.items:
+            raise UserError(f"{graph.origin} has no {item} to train on.", do="graph.split = [0.6, 0.2, 0.2]")
+        self.graph = scaled(graph)
+        self.labels = trained_labels(self.graph)
+        self.outputs = graph.outputs
 
     def evaluate(self, model: nn.Module, shard: Shard) -> metrics.Sums:
         """Figures of the shard's validation items, and of as large a share of the test items under `test_`."""

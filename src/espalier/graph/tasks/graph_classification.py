@@ -12,11 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from espalier.graph.data.graph import Array, Graph, scaled, selected
+from espalier.graph.data.graph import Array, Graph, selected
 from espalier.graph.sampling import neighbor_sampler
 from espalier.graph.sampling.neighbor_sampler import Style
 from espalier.graph.sampling.subgraphs import SubgraphBatch, forward
-from espalier.graph.tasks.answers import LabelledTask, loss_of, trained_labels
+from espalier.graph.tasks.answers import LabelledTask, loss_of
 from espalier.parallel.workload import SummedLoss, to_device
 from espalier.recipe.errors import UserError
 from espalier.recipe.offsets import offsets_of
@@ -37,16 +37,10 @@ class GraphTask(LabelledTask):
                 f"{graph.origin} {lacks}, and graph.task is 'graph'.",
                 do="a list of PyG Data with y, an OGB folder of many graphs, or graph.task = 'node'",
             )
-        assert graph.parts is not None
-        self.graph = scaled(graph)
+        super().__init__(graph, "graph")
         self.style = style
         self.depth = depth
         self.summed = summed
-        super().__init__(graph.parts)
-        if not self.items:
-            raise UserError(f"{graph.origin} has no graph to train on.", do="graph.split = [0.6, 0.2, 0.2]")
-        self.labels = trained_labels(self.graph)
-        self.outputs = graph.outputs
         self.inference = lambda model: lambda ids: self.infer(model, ids)
 
     def batch(self, ids: Array, step: int) -> SubgraphBatch:

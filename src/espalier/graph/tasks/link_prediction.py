@@ -54,7 +54,7 @@ def split(graph: Graph, shares: SplitShares, seed: int) -> Links:
     pairs = np.stack([links // graph.nodes, links % graph.nodes])
     if graph.link_parts is None:
         return cut(graph, pairs, parted(np.arange(len(links)), shares, seed))
-    return cut(graph, pairs, DataSplit(*(np.flatnonzero(np.isin(links, keys)) for _, keys in graph.link_parts.named())))
+    return cut(graph, pairs, DataSplit(*(np.flatnonzero(np.isin(links, keys)) for keys in graph.link_parts)))
 
 
 def cut(graph: Graph, pairs: Array, parts: DataSplit) -> Links:

@@ -47,12 +47,11 @@ class LossSpeed:
 
     def state_dict(self) -> StateDict:
         """All that decisions follow from."""
-        return {name: getattr(self, name) for name in ("steps", "average", "speeds")}
+        return vars(self).copy()
 
     def load_state_dict(self, state: StateDict) -> None:
         """Takes back what `state_dict` gave; of a checkpoint without it, nothing."""
-        for name in ("steps", "average", "speeds"):
-            setattr(self, name, state.get(name, getattr(self, name)))
+        vars(self).update({name: state[name] for name in vars(self) if name in state})
 
 
 class LossTuner:

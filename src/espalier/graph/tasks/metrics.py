@@ -119,8 +119,8 @@ def summary(totals: Averages) -> dict[str, float]:
     mean; NaN (nothing to count) is left out."""
     figures = {name: value for name, value in totals.items() if "count/" not in name}
     for prefix in ("", "test_"):
-        figures |= {f"{prefix}{name}": value for name, value in _macro_f1(totals, prefix).items()}
-        figures |= {f"{prefix}{name}": value for name, value in _by_column(totals, prefix).items()}
+        made = {**_macro_f1(totals, prefix), **_by_column(totals, prefix)}
+        figures |= {f"{prefix}{name}": value for name, value in made.items()}
     return {name: figures[name] for name in sorted(figures, key=_place) if not math.isnan(figures[name])}
 
 

@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from espalier.graph.data.graph import Array, Graph, scaled
+from espalier.graph.data.graph import Array
 from espalier.graph.sampling.neighbor_sampler import ALL
 from espalier.graph.sampling.subgraphs import SubgraphBatch, View, forward, infer
-from espalier.graph.tasks.answers import LabelledTask, loss_of, trained_labels
+from espalier.graph.tasks.answers import LabelledTask, loss_of
 from espalier.parallel.workload import SummedLoss
 from espalier.recipe.errors import UserError
 
@@ -28,19 +28,13 @@ class NodeTask(LabelledTask):
         self.view = view
         self.fanout = tuple(fanout)
         self.seed = seed
-        graph = scaled(view.graph)
+        graph = view.graph
         if graph.labels is None:
             raise UserError(
                 f"{graph.origin} has no labels, and graph.task is 'node'.",
                 do="give labels (y), or graph.task = 'link', which needs none",
             )
-        assert graph.parts is not None
-        super().__init__(graph.parts)
-        if not self.items:
-            raise UserError(f"{graph.origin} has no node to train on.", do="graph.split = [0.6, 0.2, 0.2]")
-        self.graph: Graph = graph
-        self.labels = trained_labels(graph)
-        self.outputs = graph.outputs
+        super().__init__(graph, "node")
         self._fixed: dict[tuple[int, ...], SubgraphBatch] = {}
         self.every_node = False
         """Whether each step passes over all nodes, as something is learned of those that no label hears from."""

@@ -8,7 +8,7 @@ rectangular; the plain format stays inside where compression would not pay.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
@@ -51,7 +51,6 @@ class Stats(NamedTuple):
     csr_bytes: int
     depth: int
     branches: int
-    largest_branch: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,6 +74,8 @@ class CBM:
     """Whether A is its own transpose: then the transpose is this very tree with its scales exchanged."""
     automatic: bool = False
     """Whether X with few columns is multiplied by the entries, which are restored then, where that is faster."""
+    entries: int = 0
+    """Of A."""
 
     @classmethod
     def from_csr(
@@ -118,14 +119,12 @@ class CBM:
         pattern = matrix.binary()
         deltas = compress(pattern, 0 if alpha == "auto" else alpha, search)
         if alpha == "auto" and not pays(pattern.entries, deltas.additions, matrix.shape[0], _MANY):
-            return cls(matrix.shape, None, matrix, scale, matrix.symmetric)
-        compressed = cls(matrix.shape, deltas, None, scale, matrix.symmetric, alpha == "auto")
-        compressed.__dict__["_entries"] = pattern.entries
-        return compressed
+            return cls(matrix.shape, None, matrix, scale, matrix.symmetric, entries=pattern.entries)
+        return cls(matrix.shape, deltas, None, scale, matrix.symmetric, alpha == "auto", pattern.entries)
 
     @property
     def device(self) -> torch.device:
-        return self.plain.device if self.deltas is None and self.plain is not None else torch.device("cpu")
+        return torch.device("cpu") if self.plain is None else self.plain.device
 
     def matmul(self, x: Tensor) -> Tensor:
         """M·X for X [columns] or [columns, ...]; differentiable, by the transposed matrix. See `sparse.matmul`."""
@@ -136,42 +135,32 @@ class CBM:
         if self.plain is not None:
             return self.plain.matmul(x)
         dense = as_columns(x)
-        if self.automatic and not self._pays(dense.shape[1]):
+        assert self.deltas is not None
+        if self.automatic and not pays(self.entries, self.deltas.additions, self.shape[0], dense.shape[1]):
             return self._restored.matmul(x)
         return shaped_as(x, cbm_matmul(self, dense))
-
-    def _pays(self, width: int) -> bool:
-        assert self.deltas is not None
-        return pays(self._entries, self.deltas.additions, self.shape[0], width)
-
-    @cached_property
-    def _entries(self) -> int:
-        return self.pattern().entries
 
     @cached_property
     def _restored(self) -> CSR:
         return self.to_csr()
 
-    def __matmul__(self, x: Tensor) -> Tensor:
-        return self.matmul(x)
+    __matmul__ = matmul
 
     @cached_property
     def transposed(self) -> CBM:
         """The transposed matrix: of a symmetric A the same tree, else the columns compressed by the same rule."""
         shape = (self.shape[1], self.shape[0])
         scale = DiagonalScale(self.scale.right, self.scale.left)
-        if self.deltas is None and self.plain is not None:
-            return CBM(shape, None, self.plain.transposed, scale, self.symmetric)
+        if self.plain is not None:
+            return replace(self, shape=shape, plain=self.plain.transposed, scale=scale)
         if self.symmetric:
-            transposed = CBM(shape, self.deltas, None, scale, True, self.automatic)
-            transposed.__dict__["_entries"] = self._entries
-            return transposed
+            return replace(self, shape=shape, scale=scale)
         pattern = self.pattern().transposed
         return CBM.of(pattern if scale == (None, None) else pattern.scaled(scale))
 
     def pattern(self) -> CSR:
         """The binary A."""
-        if self.deltas is None and self.plain is not None:
+        if self.plain is not None:
             return self.plain.binary()
         assert self.deltas is not None
         return restored(self.deltas, self.shape)
@@ -185,23 +174,19 @@ class CBM:
         """Sizes, additions and shape of the tree."""
         if self.deltas is None:
             assert self.plain is not None
-            entries = self.plain.entries
             size = self.plain.binary().bytes()
-            return Stats("csr", entries, entries, 0, 1.0, size, size, 0, 0, 0)
+            return Stats("csr", self.entries, self.entries, 0, 1.0, size, size, 0, 0)
         deltas = self.deltas
-        entries = self.pattern().entries
-        branches = deltas.branches()
         return Stats(
             form="cbm",
-            entries=entries,
+            entries=self.entries,
             differences=deltas.differences,
             tree_edges=deltas.edges,
-            ratio=entries / max(1, deltas.additions),
+            ratio=self.entries / max(1, deltas.additions),
             bytes=deltas.bytes(),
             csr_bytes=self.pattern().bytes(),
             depth=deltas.depth(),
-            branches=len(branches),
-            largest_branch=int(branches.max()) if len(branches) else 0,
+            branches=len(deltas.branches()),
         )
 
 

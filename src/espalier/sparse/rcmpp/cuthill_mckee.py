@@ -164,7 +164,7 @@ def _check(finder: str, restarts: int) -> None:
         raise UserError(
             f"finder={finder!r} is not known.",
             why=f"there are {', '.join(FINDERS)}",
-            do=f"finder={near or FINDERS[0]!r}" if near is None else f"finder={near!r}",
+            do=f"finder={near or FINDERS[0]!r}",
         )
     if isinstance(restarts, bool) or not isinstance(restarts, int) or restarts < 1:
         raise UserError(f"restarts={restarts!r} is not a number of walks.", do="restarts=1, or more")
