@@ -67,7 +67,7 @@ def guarded(monkeypatch: pytest.MonkeyPatch) -> Guarded:
 def proved(line: socket.socket, token: str, who: str = "visitor") -> bytes:
     """An answer to the challenge that comes on `line`."""
     challenge, own = line.recv(32, socket.MSG_WAITALL), secrets.token_bytes(32)
-    return own + store_gate._proof(token, who, challenge + own)
+    return own + store_gate.code(token, f"gate: {who}", challenge + own)
 
 
 def chatters(guarded: Guarded, line: socket.socket) -> None:

@@ -8,6 +8,8 @@ import os
 import sys
 from collections.abc import Iterable, Iterator
 from functools import partial
+from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
 
 import torch
@@ -116,22 +118,13 @@ def _workers(given: int | None) -> int:
 def _show(updates: Iterator[Update], as_json: bool) -> int:
     """Progress of each checkpoint on standard error once it takes two seconds; results on standard output."""
     code = 0
-    step = -1
-    bar = None
-    try:
-        for update in updates:
-            if update.step != step or bar is None:
-                if bar is not None:
-                    bar.close()
-                step = update.step
-                bar = Waiting(f"Evaluating step {update.step}", total=100, out=sys.stderr)
-            code |= update.bad
-            _tell(update, as_json)
-            if update.share:
-                bar.advance(round(100 * update.share) - bar.done)
-    finally:
-        if bar is not None:
-            bar.close()
+    for step, updates_of_step in groupby(updates, attrgetter("step")):
+        with Waiting(f"Evaluating step {step}", total=100, out=sys.stderr) as bar:
+            for update in updates_of_step:
+                code |= update.bad
+                _tell(update, as_json)
+                if update.share:
+                    bar.advance(round(100 * update.share) - bar.done)
     return code
 
 

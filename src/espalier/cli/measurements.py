@@ -21,6 +21,7 @@ from espalier.plan import base as plans
 from espalier.plan.calibration import DATASHEET, Calibration, Measurement, calibrate, own_stack
 from espalier.plan.layouts import of_view
 from espalier.recipe import Recipe, cache_dir, defaults, units
+from espalier.recipe.data_table import data_table
 from espalier.recipe.errors import UserError
 from espalier.recipe.terminal import rows, say, say_progress
 from espalier.track import events
@@ -175,31 +176,12 @@ def _tell(table: MeasuredTable, scores: Scores, calibration: Calibration) -> Non
 
 
 def _lines(scores: Scores) -> list[tuple[str, str, str]]:
-    lines = [
-        ("MAPE of step times", _share(scores.mape), f"{scores.timed} rows with a time"),
-        ("median error", _share(scores.bias, "+"), "above 0: predicted too long"),
-        ("within their bands", _share(scores.covered), "of the measured times"),
-        (
-            "Spearman correlation",
-            "-" if scores.spearman is None else f"{scores.spearman:.4f}",
-            "1: ordered as measured",
-        ),
-        ("mean regret", _share(scores.mean_regret), f"{scores.groups} groups of one model, batch and devices"),
-        ("largest regret", _share(scores.largest_regret), ""),
-    ]
-    if scores.regret_interval is not None:
-        low, high = scores.regret_interval
-        groups = f"{scores.groups_of_three} groups of at least three; 95 % interval {low:.1%} to {high:.1%}"
-        lines.append(("mean regret", _share(scores.regret_of_three), groups))
-    if scores.memory_rows:
-        lines.append(("MAPE of peak memory", _share(scores.memory_mape), f"{scores.memory_rows} rows with a peak"))
-    if scores.labelled:
-        rows = f"{scores.labelled} rows that ran or ran out of memory"
-        lines.append(('false "fits"', str(scores.false_fits), rows))
-        lines.append(('false "does not fit"', str(scores.false_misfits), ""))
-        lines.append(("chosen, but out of memory", str(scores.chosen_out_of_memory), "groups"))
+    known = msgspec.structs.asdict(scores)
+    lines = []
+    for row in data_table(__file__)["scores"]:
+        value = known[row["value"]]
+        if known.get(row.get("where"), True):
+            lines.append(
+                (row["score"], "-" if value is None else row["shown"].format(value), row["of"].format_map(known))
+            )
     return lines
-
-
-def _share(value: float | None, sign: str = "") -> str:
-    return "-" if value is None else f"{value:{sign}.2%}"

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import re
 import signal
@@ -24,11 +23,13 @@ from typing import Any
 from espalier.cli.input_check import train_command
 from espalier.comm import rendezvous_wait
 from espalier.comm.rendezvous_wait import Deadline
-from espalier.launch.ranks import child_process
-from espalier.recipe import Recipe, errors, recipe_file, units, value_ranges
-from espalier.recipe.errors import EspalierError, Interrupted, RunFailed, UserError, missing_extra
+from espalier.launch.ranks import rank_process
+from espalier.recipe import Recipe, recipe_file, units, value_ranges
+from espalier.recipe.errors import Interrupted, RunFailed, UserError, missing_extra
 from espalier.recipe.terminal import say
 from espalier.train import run_folder as runs
+from espalier.train.rank_spec import RankSpec
+from espalier.train.signal_handling import handling
 
 ROOM = 60.0
 """Seconds that Ray may take for starting again an actor that was lost."""
@@ -69,19 +70,22 @@ def run(arguments: argparse.Namespace) -> int:
     recipe = recipe_file.load(arguments.recipe, arguments.overrides)
     value_ranges.check(recipe)
     job = _job(arguments, recipe)
-    read, write = os.pipe()
-    pid = child_process.fork(lambda: _child(arguments.ray, job, read, write), b"ray-driver")
-    os.close(write)
-    outcome = _heard(pid, read)
-    if outcome is None:
+    driver = rank_process.fork(lambda place: drive(arguments.ray, job), RankSpec())
+
+    def pass_on(number: int, frame: object) -> None:
+        driver.signal(signal.SIGINT)
+
+    with handling(pass_on, signal.SIGINT, signal.SIGTERM):
+        driver.reap()
+    if driver.error is not None:
+        raise driver.error
+    if driver.failed:
         raise RunFailed(
             f"Ray's head was lost ({arguments.ray}).",
             why="Ray ended this run's driver, as it does where the head does not answer",
             do="start Ray's head again, then the same command: the run goes on from its newest checkpoint",
         )
-    if "error" in outcome:
-        raise errors.from_words(outcome["error"])
-    return int(outcome["code"])
+    return int(driver.returned)
 
 
 def _job(arguments: argparse.Namespace, recipe: Recipe) -> RayJob:
@@ -95,35 +99,6 @@ def _job(arguments: argparse.Namespace, recipe: Recipe) -> RayJob:
         AUTO if restarts == "auto" else restarts + 1,
         units.seconds(recipe.comm.timeout, "comm.timeout"),
     )
-
-
-def _heard(pid: int, read: int) -> dict[str, Any] | None:
-    """What the driver says at its end; None: it ended without a word. Ctrl-C and SIGTERM reach it through here."""
-    before = signal.signal(signal.SIGTERM, lambda number, frame: os.kill(pid, signal.SIGINT))
-    try:
-        with open(read, encoding="utf-8") as pipe:
-            while True:
-                try:
-                    text = pipe.read()
-                    break
-                except KeyboardInterrupt:
-                    os.kill(pid, signal.SIGINT)
-        os.waitpid(pid, 0)
-    finally:
-        signal.signal(signal.SIGTERM, before)
-    return json.loads(text) if text else None
-
-
-def _child(address: str, job: RayJob, read: int, write: int) -> int:
-    os.close(read)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        outcome: dict[str, Any] = {"code": drive(address, job)}
-    except EspalierError as error:
-        outcome = {"error": errors.words_of(error)}
-    with open(write, "w", encoding="utf-8") as pipe:
-        json.dump(outcome, pipe)
-    return 0
 
 
 # --- the driver --------------------------------------------------------------------------------------------------

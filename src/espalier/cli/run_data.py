@@ -61,8 +61,8 @@ class DataHashes:
         record = DataRecord(self.hashes, tuple(notes))
         cache_dir.replace(folder.data, json.dumps(msgspec.to_builtins(record), indent=1))
         if self.changed:
-            with events.Log(folder.events) as log:
-                log.write("data", changed=list(self.changed), action="accepted, as faults.changed_data says")
+            changed = list(self.changed)
+            events.write(folder.events, "data", changed=changed, action="accepted, as faults.changed_data says")
 
 
 def data_of(folder: RunFolder, recipe: Recipe, workload: Workload) -> DataHashes:

@@ -25,7 +25,7 @@ from espalier.plan import base as plans
 from espalier.recipe import recipe_file
 from espalier.recipe.cache_dir import unwritable
 from espalier.recipe.errors import UserError
-from espalier.track.events import Log
+from espalier.track import events
 from espalier.train import run_folder as runs
 from espalier.train.run_folder import RunFolder
 
@@ -74,8 +74,7 @@ def fork(arguments: argparse.Namespace) -> None:
             raise unwritable(path, error) from error
         _refuse_other(path, parent.run)  # another rank of the same command has made it
         return
-    with Log(source.events) as log:
-        log.write("fork", step=step, run=msgspec.to_builtins(stamp), folder=str(path.absolute()))
+    events.write(source.events, "fork", step=step, run=msgspec.to_builtins(stamp), folder=str(path.absolute()))
 
 
 def _refuse_other(path: Path, parent: RunStamp) -> None:

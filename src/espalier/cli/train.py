@@ -32,6 +32,7 @@ from espalier.plan import checkpoint_cost
 from espalier.recipe import Recipe, recipe_file, units
 from espalier.recipe.errors import EspalierError, Interrupted
 from espalier.recipe.terminal import say, say_progress
+from espalier.track import events
 from espalier.track.events import Log
 from espalier.track.progress import Forgiving, Progress, trouble, waiting
 from espalier.track.startup import STARTUP
@@ -239,7 +240,7 @@ def _live(place: RankSpec, started: Sequence[str], job: RunStart, hosts: Sequenc
     if place.rank == 0 and (again := torchrun.restarts()):
         what = "Ranks were lost; whoever started them has started them again."
         action = "go on from the newest checkpoint"
-        Log(job.folder.events).write("incident", kind="lost", what=what, attempt=again, action=action)
+        events.write(job.folder.events, "incident", kind="lost", what=what, attempt=again, action=action)
     try:
         life(job)(place)
     except Exception as error:
@@ -250,7 +251,7 @@ def _live(place: RankSpec, started: Sequence[str], job: RunStart, hosts: Sequenc
             raise failure from None
         if not isinstance(failure, Interrupted):
             fields = {"kind": type(failure).__name__, "what": failure.what, "why": failure.why}
-            Log(job.folder.events).write("incident", **fields, action="stop")
+            events.write(job.folder.events, "incident", **fields, action="stop")
         raise failure from error
     return True
 
@@ -288,8 +289,8 @@ def phased(job: RunStart) -> Iterator[RunStart]:
     while True:
         (phase,) = job.workload.phases()
         if len(whole.phases()) > 1:
-            with Log(folder.events) as log:
-                log.write("phase", name=phase.name, step=phase.start, steps=phase.stop, parameters=job.parameters)
+            about = {"name": phase.name, "step": phase.start, "steps": phase.stop, "parameters": job.parameters}
+            events.write(folder.events, "phase", **about)
         yield job
         if phase.stop >= (resolved.recipe.train.steps or 0):
             return
@@ -329,9 +330,8 @@ def _salvage(job: RunStart, copies: Sequence[SharedMemory]) -> None:
 
 
 def _tell(job: RunStart, event: str, **fields: Any) -> None:
-    """Into the run log, and to whoever watches. Opened each time: a rank killed while writing may have torn a line."""
-    with Log(job.folder.events) as log:
-        entry = log.write(event, **fields)
+    """Into the run log, and to whoever watches."""
+    entry = events.write(job.folder.events, event, **fields)
     if not job.quiet and not entry.get("action", "").startswith("stop"):  # what ends the run is its error, said once
         say_progress(trouble(entry))
 
@@ -368,8 +368,8 @@ def life(job: RunStart, forked: bool = False, stop_after: int | None = None) -> 
 def _ended(job: RunStart, error: EspalierError | None, **fields: Any) -> float:
     """Writes how the run ended; the seconds from when it was entered."""
     reason = "interrupted" if isinstance(error, Interrupted) else "failed" if error else "finished"
-    with Log(job.folder.events) as log:
-        entry = log.write("end", reason=reason, seconds=time.time() - STARTUP.entered, **fields)
+    seconds = time.time() - STARTUP.entered
+    entry = events.write(job.folder.events, "end", reason=reason, seconds=seconds, **fields)
     return float(entry["time"]) - STARTUP.entered
 
 

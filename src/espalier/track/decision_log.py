@@ -56,8 +56,8 @@ class Decisions:
     def __init__(self, now: Controller, signal: str, logs: Sequence[str | Path] = ()) -> None:
         self.now, self.signal, self.logs = now, signal, tuple(logs)
         self.recorded: Mapping[str, Sequence[Recorded]] = {}
-        self.tell: Decided = _unheard
-        self.replayed: Callable[[], None] = _nothing
+        self.tell: Decided = lambda rule, step, value: None
+        self.replayed: Callable[[], None] = lambda: None
 
     def heard(self, signals: Iterable[float]) -> None:
         self.now = self.now.heard(signals)
@@ -80,14 +80,6 @@ class Decisions:
         alike, after the state was restored."""
         self.recorded = recorded
         self.replayed()
-
-
-def _nothing() -> None:
-    pass
-
-
-def _unheard(rule: str, step: int, value: int) -> None:
-    pass
 
 
 def recorded(log: str | Path, name: str) -> Recorded:

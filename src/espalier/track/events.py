@@ -113,6 +113,13 @@ class Log(Resource):
             self._file = -1
 
 
+def write(path: Path, event: str, **fields: Any) -> Event:
+    """Appends one event to the log at `path`, which is opened for it: whoever wrote there may have been killed within a
+    line. Returns it."""
+    with Log(path) as log:
+        return log.write(event, **fields)
+
+
 def append(path: str | Path, event: str, **fields: Any) -> Event:
     """Appends one event to the log of a run that another process may be writing, and returns it.
 

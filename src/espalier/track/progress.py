@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
 from espalier.recipe.resource import Resource
-from espalier.recipe.terminal import visible
+from espalier.recipe.terminal import say, visible
 from espalier.recipe.units import plural, show_count, show_seconds, show_size
 from espalier.track.events import Event
 from espalier.track.startup import STARTUP
@@ -180,8 +180,7 @@ class Progress:
         if self._bar:
             self._bar.say(text)
         else:
-            self._out.write(visible(text) + "\n")
-            self._out.flush()
+            say(text, file=self._out, flush=True)
 
 
 class _Bar:
@@ -249,7 +248,7 @@ class Waiting(Resource):
             self._draw()
         elif self._said is None or now - self._said >= _EVERY:
             self._said = now
-            self._write(f"{self.what}: {self._so_far(now - self._began)}")
+            say(f"{self.what}: {self._so_far(now - self._began)}", file=self._out, flush=True)
 
     def close(self) -> None:
         """Takes the bar away; says how long it took if it was long."""
@@ -258,7 +257,7 @@ class Waiting(Resource):
             self._bars[0].stop()
         if self._bars or self._said is not None:
             self._bars, self._said = None, None
-            self._write(f"{self.what}: {self._in_all(took)}")
+            say(f"{self.what}: {self._in_all(took)}", file=self._out, flush=True)
 
     def _so_far(self, took: float) -> str:
         share = f"{self.done / self.total:.0%} of " if self.total else ""
@@ -280,10 +279,6 @@ class Waiting(Resource):
             self._bars = _bars(self._out, columns, self.total, transient=True, what=visible(self.what))
         bars, task = self._bars
         bars.update(task, completed=self.done, total=self.total or None)
-
-    def _write(self, text: str) -> None:
-        self._out.write(visible(text) + "\n")
-        self._out.flush()
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
@@ -12,7 +13,7 @@ from espalier.recipe.errors import UserError
 from espalier.recipe.resource import Resource
 
 if TYPE_CHECKING:
-    from torch.profiler import profile, record_function
+    from torch.profiler import profile
 
 
 class StepProfiler(Resource):
@@ -29,14 +30,14 @@ class StepProfiler(Resource):
         self.first, self.last, self.path = from_step, to_step, Path(path)
         self.done = first_step
         self._profiler: profile | None = None
-        self._mark: record_function | None = None
+        self._mark = ExitStack()
 
     def __enter__(self) -> Self:
         self._begin()
         return self
 
     def step(self) -> None:
-        self._end()
+        self._mark.close()
         self.done += 1
         self._begin()
 
@@ -50,17 +51,11 @@ class StepProfiler(Resource):
 
         if self._profiler is None:
             self._profiler = _started()
-        self._mark = record_function(f"step {coming}")
-        self._mark.__enter__()
-
-    def _end(self) -> None:
-        if self._mark is not None:
-            self._mark.__exit__(None, None, None)
-            self._mark = None
+        self._mark.enter_context(record_function(f"step {coming}"))
 
     def close(self) -> None:
         """Ends a trace under way and writes it; otherwise does nothing."""
-        self._end()
+        self._mark.close()
         if self._profiler is None:
             return
         profiler, self._profiler = self._profiler, None

@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from espalier.parallel.mesh import ProcessMesh
     from espalier.parallel.schedule import Schedule
     from espalier.parallel.sharding import Sharding
-    from espalier.plan.base import Plan
-    from espalier.recipe import Recipe
     from espalier.train.rank_setup import RankSetup
 
 DTYPES = dict.fromkeys(get_args(Precision), torch.float32) | {"fp64": torch.float64}
@@ -78,26 +76,18 @@ class BuildModel(Mechanism):
 
     claim = MODEL
 
-    def __init__(self, precision: str) -> None:
-        self.precision = precision
-
     def wrap(self, context: Build) -> None:
         """Makes it; weights under adapters wait in host memory until they are sharded, where they are."""
         workload = context.workload
         device = context.device
         adapted = device.type != "cpu" and isinstance(context.recipe.tune, Adapters)
         shards = adapted and (context.weights or any(len(unit.params) > 1 for unit in context.plan.units))
-        model = workload.build(torch.device("cpu") if shards else device, DTYPES[self.precision])
+        model = workload.build(torch.device("cpu") if shards else device, DTYPES[context.plan.precision])
         member = Membership(model, workload.blocks(model))
         for tensor in (*model.parameters(), *model.buffers()) if shards else ():
             waits = isinstance(tensor, nn.Parameter) and not tensor.requires_grad and member.of(tensor) is not None
             tensor.data = tensor.data if waits else tensor.data.to(device)
         context.model = model
-
-
-def choose_model(recipe: Recipe, plan: Plan) -> Mechanism:
-    """The workload's own model, in the plan's precision."""
-    return BuildModel(plan.precision)
 
 
 class ModelSkeleton(Mechanism):
@@ -128,11 +118,6 @@ class Recompute(Mechanism):
     def wrap(self, context: Build) -> None:
         assert context.model is not None
         context.workload.recompute(context.model, self.mode)
-
-
-def choose_recompute(recipe: Recipe, plan: Plan) -> Mechanism | None:
-    """Recomputation, where the plan has it."""
-    return Recompute(plan.recompute) if plan.recompute != "none" else None
 
 
 class Autocast(Mechanism):
@@ -177,11 +162,6 @@ PRECISIONS: Mapping[str, type[Mechanism]] = {"bf16": Autocast, "fp16": Fp16, "tf
 """What else than dtypes makes a precision."""
 
 
-def choose_precision(recipe: Recipe, plan: Plan) -> Mechanism | None:
-    """What makes the plan's precision besides dtypes."""
-    return PRECISIONS[plan.precision]() if plan.precision in PRECISIONS else None
-
-
 class Compile(Mechanism):
     """Each block's forward goes through `torch.compile`."""
 
@@ -190,11 +170,6 @@ class Compile(Mechanism):
     def wrap(self, context: Build) -> None:
         assert context.model is not None
         compile_blocks(context.workload.blocks(context.model))
-
-
-def choose_compile(recipe: Recipe, plan: Plan) -> Mechanism | None:
-    """Compilation of blocks, where the plan has it."""
-    return Compile() if plan.compile else None
 
 
 def compile_blocks(blocks: Sequence[nn.Module]) -> None:

@@ -6,7 +6,7 @@ import math
 import time
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -18,10 +18,6 @@ from espalier.parallel.workload import Outcome
 from espalier.plan.base import task_totals
 from espalier.plan.compose import Claim
 from espalier.train.mechanism import Build, Mechanism
-
-if TYPE_CHECKING:
-    from espalier.plan.base import Plan
-    from espalier.recipe import Recipe
 
 CLAIM = Claim(
     "every_step",
@@ -158,8 +154,3 @@ class DataParallel(Mechanism):
 
     def wrap(self, context: Build) -> None:
         context.agreement = agreement(context)
-
-
-def choose(recipe: Recipe, plan: Plan) -> Mechanism | None:
-    """The plain agreement."""
-    return DataParallel()

@@ -109,17 +109,20 @@ class RestartBudget:
 
     Args:
         restarts: of one cause without progress; None: as the kind of cause deserves (`Kind`), 0: never.
+
+    Attributes:
+        furthest: the most steps ever done when something failed; -1: nothing has.
     """
 
     def __init__(self, restarts: int | None = None) -> None:
         self._restarts = restarts
         self._spent: dict[str, int] = {}
-        self._furthest = -1
+        self.furthest = -1
 
     def decide(self, failure: Failure) -> RestartDecision:
         """What to do after `failure`; counts it."""
-        if failure.step > self._furthest:
-            self._furthest = failure.step
+        if failure.step > self.furthest:
+            self.furthest = failure.step
             self._spent.clear()
         limit, allowed = self._allowed(failure)
         spent = self._spent.get(failure.cause, 0)
@@ -137,19 +140,14 @@ class RestartBudget:
 
     def permits(self, failure: Failure) -> bool:
         """Whether `decide` would start again, as far as is known before the diagnosis; counts nothing."""
-        spent = 0 if failure.step > self._furthest else self._spent.get(failure.cause, 0)
+        spent = 0 if failure.step > self.furthest else self._spent.get(failure.cause, 0)
         return spent < self._allowed(failure)[1]
-
-    @property
-    def furthest(self) -> int:
-        """The most steps ever done when something failed; -1: nothing has."""
-        return self._furthest
 
     def _allowed(self, failure: Failure) -> tuple[int, int]:
         """Restarts that the cause deserves, and those that the user grants it."""
         limit = _ALLOWED.get(failure.kind, _OTHERWISE)
         if failure.raised and failure.ground == "retry":
             limit = _OTHERWISE  # the machine's fault, whatever the exception's class
-        elif failure.raised and failure.ground == "stop" and max(failure.step, self._furthest) <= 0:
+        elif failure.raised and failure.ground == "stop" and max(failure.step, self.furthest) <= 0:
             limit = 0  # code that has made steps has proved itself; what has not is not helped by a second start
         return limit, limit if self._restarts is None or not limit else self._restarts

@@ -8,18 +8,20 @@ a machine. No torch.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import mmap
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Literal, get_args
+from dataclasses import astuple, dataclass
+from typing import Any, Literal, get_args
 
 Doing = Literal["starting", "stepping", "validating", "elsewhere", "saving", "storing", "leaving", "standing"]
 """elsewhere: it waits for data · validating: and sampling · saving: and restoring, in a folder · storing: the same
 across a network."""
 _DOING: tuple[Doing, ...] = get_args(Doing)
-_BEAT, _MOVED, _DOES, _USUAL, _STEP, _RESUMED, _FIRST, _ASKED, _MEMORY, _WAITED = range(10)
+_BEAT, _MOVED, _DOES, _USUAL, _STEP, _RESUMED, _FIRST, _ASKED, _MEMORY, _WAITED = range(10)  # as in `Sign`
+_TIMES = (_BEAT, _MOVED, _USUAL, _FIRST, _ASKED, _WAITED)
 _CELLS = 16  # of 8 bytes: cache lines of its own for each rank
 
 _KEPT = 0.9
@@ -51,60 +53,52 @@ class Sign:
 
 
 class Pulse:
-    """One rank's signs of life. Has state: its cells, and a thread that beats. Without cells it does nothing.
+    """One rank's signs of life. Has state: its cells, and a thread that beats.
 
     Args:
         cells: numbers of eight bytes that the launcher reads too.
-        every: seconds between two beats.
+        every: seconds between two beats; 0: it does not beat.
     """
 
-    def __init__(self, cells: memoryview | None = None, every: float = 1.0) -> None:
+    def __init__(self, cells: memoryview, every: float) -> None:
         self._cells = cells
         self._every = every
 
     def beat(self) -> None:
         """Begins to beat, from a thread, to the end of the process."""
-        if self._cells is None:
-            return
         self._cells[_BEAT] = self._cells[_MOVED] = time.monotonic_ns()
-        threading.Thread(target=self._beat, args=(self._cells,), name="pulse", daemon=True).start()
+        if self._every:
+            threading.Thread(target=self._beat, name="pulse", daemon=True).start()
 
-    def _beat(self, cells: memoryview) -> None:
+    def _beat(self) -> None:
         while True:
             time.sleep(self._every)
-            cells[_BEAT] = time.monotonic_ns()
+            self._cells[_BEAT] = time.monotonic_ns()
 
     def stands(self) -> None:
         """This rank has lost another, and waits to begin anew with all of them."""
-        if self._cells is not None:
-            _begin(self._cells, "standing", time.monotonic_ns())
+        _begin(self._cells, "standing", time.monotonic_ns())
 
     def reconnects(self) -> None:
         """A peer of this rank is not heard, and waited for under a deadline of its own: that is no hang."""
-        if self._cells is not None:
-            self._cells[_MOVED] = time.monotonic_ns()
+        self._cells[_MOVED] = time.monotonic_ns()
 
     def starts(self) -> None:
         """This rank begins anew."""
-        if self._cells is not None:
-            _begin(self._cells, "starting", time.monotonic_ns())
+        _begin(self._cells, "starting", time.monotonic_ns())
 
     def leaves(self) -> None:
         """This rank has done its part; it waits for nobody any more."""
-        if self._cells is not None:
-            self._cells[_DOES] = _DOING.index("leaving")
+        self._cells[_DOES] = _DOING.index("leaving")
 
     def begins(self, step: int, memory: bool = False) -> None:
         """The state of `step` steps was taken up, from a copy in memory or from the disk."""
-        if self._cells is not None:
-            self._cells[_MEMORY] = memory
-            self._cells[_STEP] = self._cells[_RESUMED] = step
-            self._cells[_MOVED] = time.monotonic_ns()
+        self._cells[_MEMORY] = memory
+        self._cells[_STEP] = self._cells[_RESUMED] = step
+        self._cells[_MOVED] = time.monotonic_ns()
 
     def stepped(self, step: int, waited: float = 0.0) -> None:
         """The run has done `step` steps; in the last one this rank waited for others for `waited` seconds."""
-        if self._cells is None:
-            return
         now = time.monotonic_ns()
         cells = self._cells
         if cells[_FIRST]:
@@ -118,9 +112,6 @@ class Pulse:
     @contextlib.contextmanager
     def elsewhere(self, doing: Doing = "elsewhere") -> Iterator[None]:
         """What is done inside (waiting for data, where nothing else is said) makes no steps."""
-        if self._cells is None:
-            yield
-            return
         before = self._cells[_DOES]
         self._cells[_DOES], self._cells[_MOVED] = _DOING.index(doing), time.monotonic_ns()
         yield
@@ -128,11 +119,11 @@ class Pulse:
 
     def asked(self) -> None:
         """Somebody asked this rank to stop."""
-        if self._cells is not None and not self._cells[_ASKED]:
+        if not self._cells[_ASKED]:
             self._cells[_ASKED] = time.monotonic_ns()
 
 
-SILENT = Pulse()
+SILENT = Pulse(memoryview(bytearray(8 * _CELLS)).cast("q"), 0.0)
 """Of ranks that nobody watches."""
 
 
@@ -151,7 +142,7 @@ class Pulses:
 
     def read(self) -> list[Sign]:
         """What each rank showed last."""
-        return [self._sign(cells.tolist()) for cells in self._ranks]
+        return [Sign(*itertools.starmap(_shown, enumerate(cells[: _WAITED + 1]))) for cells in self._ranks]
 
     def begin(self, now: float) -> None:
         """An attempt does at `now`, of ranks that are new and of ranks that stay."""
@@ -161,29 +152,15 @@ class Pulses:
     def show(self, rank: int, sign: Sign) -> None:
         """What `rank` showed elsewhere, its times by the clock here."""
         cells = self._ranks[rank]
-        for cell, seconds in (
-            (_BEAT, sign.beat), (_MOVED, sign.moved), (_USUAL, sign.usual), (_FIRST, sign.first), (_ASKED, sign.asked),
-            (_WAITED, sign.waited),
-        ):  # fmt: skip
-            cells[cell] = round(1e9 * seconds)
-        cells[_DOES] = _DOING.index(sign.doing)
-        cells[_STEP] = sign.step
-        cells[_RESUMED] = sign.resumed
-        cells[_MEMORY] = sign.memory
+        for cell, value in enumerate(astuple(sign)):
+            cells[cell] = round(1e9 * value) if cell in _TIMES else value if cell != _DOES else _DOING.index(value)
 
-    def _sign(self, cells: list[int]) -> Sign:
-        return Sign(
-            beat=cells[_BEAT] / 1e9,
-            moved=cells[_MOVED] / 1e9,
-            doing=_DOING[cells[_DOES]],
-            usual=cells[_USUAL] / 1e9,
-            step=cells[_STEP],
-            resumed=cells[_RESUMED],
-            first=cells[_FIRST] / 1e9,
-            asked=cells[_ASKED] / 1e9,
-            memory=bool(cells[_MEMORY]),
-            waited=cells[_WAITED] / 1e9,
-        )
+
+def _shown(cell: int, number: int) -> Any:
+    """What a cell says, as `Sign` has it."""
+    if cell == _DOES:
+        return _DOING[number]
+    return number / 1e9 if cell in _TIMES else bool(number) if cell == _MEMORY else number
 
 
 def _begin(cells: memoryview, doing: Doing, now: int) -> None:

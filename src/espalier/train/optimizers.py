@@ -6,18 +6,19 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 
 from espalier.optim import adamw, muon
 from espalier.optim.base import OptimizerGroup, Owned, names_of, owned_by
 from espalier.parallel.model_cut import Slab
 from espalier.plan.compose import Claim
-from espalier.recipe import Adamw, Muon, Recipe
+from espalier.recipe import Adamw, Muon
 from espalier.recipe.errors import UserError
 from espalier.train.mechanism import Build, Mechanism
 
 if TYPE_CHECKING:
     from espalier.optim.cut_matrices import MatrixCut
-    from espalier.plan.base import Plan
+    from espalier.parallel.workload import Workload
 
 ADAMW = Claim(
     "adamw",
@@ -41,18 +42,11 @@ class AdamwOnAll(Mechanism):
 
     claim = ADAMW
 
-    def __init__(self, options: Adamw) -> None:
-        self.options = options
-
     def wrap(self, context: Build) -> None:
         assert context.sharding is not None
-        context.optimizer = adamw.build(self.options, context.sharding.owned, context.group or OptimizerGroup)
-
-
-def choose_adamw(recipe: Recipe, plan: Plan) -> Mechanism | None:
-    """AdamW, where the recipe asks for it."""
-    options = recipe.train.optimizer
-    return AdamwOnAll(options) if isinstance(options, Adamw) else None
+        options = context.recipe.train.optimizer
+        assert isinstance(options, Adamw)
+        context.optimizer = adamw.build(options, context.sharding.owned, context.group or OptimizerGroup)
 
 
 class HiddenMatrices(Mechanism):
@@ -63,7 +57,7 @@ class HiddenMatrices(Mechanism):
     def wrap(self, context: Build) -> None:
         """Adds them to the context's."""
         assert context.model is not None
-        tables = tables_of(context)
+        tables = tables_of(context.workload, context.model)
         context.matrices |= {part.name for part in owned_by(context.model) if muon.moves(part, tables)}
 
 
@@ -72,16 +66,16 @@ class MuonOnMatrices(Mechanism):
 
     claim = MUON
 
-    def __init__(self, options: Muon) -> None:
-        self.options = options
-
     def wrap(self, context: Build) -> None:
+        assert context.model is not None
         assert context.sharding is not None
+        options = context.recipe.train.optimizer
+        assert isinstance(options, Muon)
         owned = context.sharding.owned
         group = context.group or OptimizerGroup
-        tables = tables_of(context)
+        tables = tables_of(context.workload, context.model)
         cuts = cuts_of(context, [part for part in owned if muon.moves(part, tables)])
-        context.optimizer = muon.build(self.options, owned, tables, group, cuts)
+        context.optimizer = muon.build(options, owned, tables, group, cuts)
 
 
 def cuts_of(context: Build, matrices: Sequence[Owned]) -> dict[str, MatrixCut]:
@@ -118,20 +112,7 @@ def cuts_of(context: Build, matrices: Sequence[Owned]) -> dict[str, MatrixCut]:
     return cuts
 
 
-def tables_of(context: Build) -> frozenset[str]:
+def tables_of(workload: Workload, model: nn.Module) -> frozenset[str]:
     """Names of the model's tables and heads."""
-    assert context.model is not None
-    names = names_of(context.model)
-    tables = context.workload.embeddings(context.model)
-    return frozenset(names[parameter] for parameter in tables if parameter in names)
-
-
-def choose_muon(recipe: Recipe, plan: Plan) -> Mechanism | None:
-    """Muon, where the recipe asks for it."""
-    options = recipe.train.optimizer
-    return MuonOnMatrices(options) if isinstance(options, Muon) else None
-
-
-def choose_matrices(recipe: Recipe, plan: Plan) -> Mechanism | None:
-    """The matrices it moves."""
-    return HiddenMatrices() if isinstance(recipe.train.optimizer, Muon) else None
+    names = names_of(model)
+    return frozenset(names[parameter] for parameter in workload.embeddings(model) if parameter in names)

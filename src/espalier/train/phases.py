@@ -16,11 +16,12 @@ from torch import Tensor, nn
 from espalier.checkpoint import run_identity
 from espalier.checkpoint.save_and_restore import CheckpointInfo, Checkpoints
 from espalier.optim import adamw, muon
-from espalier.optim.base import Optimizer, names_of, owned_by
+from espalier.optim.base import Optimizer, owned_by
 from espalier.parallel.workload import Phase, Workload
 from espalier.recipe import Muon, Recipe
 from espalier.recipe.errors import UserError
 from espalier.train.build import DTYPES
+from espalier.train.optimizers import tables_of
 from espalier.train.run_folder import RunFolder
 
 
@@ -90,11 +91,9 @@ def _made(recipe: Recipe, workload: Workload) -> tuple[nn.Module, Optimizer]:
     """The phase's model as built, and its optimizer, on one rank."""
     model = workload.build(torch.device("cpu"), DTYPES[recipe.train.precision])
     options = recipe.train.optimizer
-    names = names_of(model)
     if not isinstance(options, Muon):
         return model, adamw.build(options, owned_by(model))
-    tables = frozenset(names[parameter] for parameter in workload.embeddings(model) if parameter in names)
-    return model, muon.build(options, owned_by(model), tables)
+    return model, muon.build(options, owned_by(model), tables_of(workload, model))
 
 
 def _same_shapes(given: Any, expected: Any) -> dict[str, Tensor]:

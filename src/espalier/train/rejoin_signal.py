@@ -72,9 +72,9 @@ class Recall:
         self._release = release
         self.look = look
 
-    def goes_on(self, seconds: float = PATIENCE) -> bool:
+    def goes_on(self) -> bool:
         """Whether this rank, which has just lost another, goes on without it to the end of a round."""
-        return self._file >= 0 and self.called.wait(seconds) and self._call is not None and self._call.later
+        return self._file >= 0 and self.called.wait(PATIENCE) and self._call is not None and self._call.later
 
     def answer(self, seconds: float = PATIENCE) -> Call | None:
         """The call, waiting for it as long; None where there was none."""

@@ -17,7 +17,8 @@ from espalier.parallel.schedule import PIPELINE
 from espalier.plan import compose
 from espalier.plan.axes import placement_plan
 from espalier.plan.compose import Claim
-from espalier.recipe import decoder_shapes, units
+from espalier.recipe import Adamw, Muon, decoder_shapes, units
+from espalier.recipe.data_table import data_table
 from espalier.train import build, every_step, optimizers, whole_model
 from espalier.train.mechanism import Choose, Mechanism
 
@@ -27,41 +28,7 @@ if TYPE_CHECKING:
 
 # --- what a plan says of itself, for others to need or forbid ------------------------------------------------------
 
-ENCODED = Claim("codecs", question="codec", changes={"sums are encoded"})
-NCCL = Claim("nccl", question="transport", changes={"waits cannot be ended", "computes on GPUs"})
-ROLES = Claim("roles", question="roles", changes={"ranks of other roles"})
-SINGLES = Claim("single_ranks", question="replicas", changes={"replicas of one rank"})
-MACHINES = Claim("machines", question="machines", changes={"several machines"})
-CUT_MATRICES = Claim(
-    "cut_matrices",
-    question="tensor",
-    needs={"products of cut matrices"},
-    changes={"the model is cut"},
-)
-CUT_SEQUENCES = Claim(
-    "cut_sequences",
-    question="sequence",
-    needs={"attention over cut sequences"},
-    changes={"the model is cut"},
-)
-CUT_LAYERS = Claim(
-    "cut_layers",
-    question="layers",
-    needs={"a schedule of stages"},
-    changes={"the model is cut"},
-)
-SPREAD_EXPERTS = Claim(
-    "spread_experts",
-    question="experts",
-    needs={"tokens reach their experts"},
-    changes={"experts are spread"},
-)
-LIMITED = Claim("limited_attention", question="attention", forbids={"attention over cut sequences"})
-"""Windows, caps and scales of attention, which rings over ranks do not have."""
-WHOLE_NORMS = Claim("norms_of_all_heads", question="norms", forbids={"matrices are cut"})
-"""Norms of queries and keys over all heads, of which a rank would have some."""
-COPIES = Claim("faults.memory", question="copies", changes={"states are copied"})
-ROLLBACK = Claim("faults.rollback", question="rollback", changes={"steps are taken back"})
+CLAIMS = {name: Claim(name, **claim) for name, claim in data_table(__file__).items()}
 SUMMED = ("gradients", "outer_step")
 """Classes of traffic whose codecs keep back what they lose."""
 HERE = {"device"}
@@ -78,24 +45,25 @@ class Property(Mechanism):
 def properties(recipe: Recipe, plan: Plan) -> list[Claim]:
     """Of a run, besides those that its mechanisms bring."""
     memory = recipe.faults.memory
+    asked = 0 if memory == "auto" else units.size(memory, "faults.memory")
     sums = [exchange for exchange in plan.exchanges if exchange.traffic in SUMMED]
     holds = {
-        ENCODED: any(exchange.codec != "exact" for exchange in sums),
-        NCCL: any(rank.device != "cpu" for rank in plan.ranks),
-        ROLES: len(plan.trainers) < len(plan.ranks),
-        MACHINES: len({rank.node for rank in plan.ranks}) > 1,
-        SINGLES: {len(ranks) for ranks in plan.replicas} == {1},
-        CUT_MATRICES: _cut_matrices(recipe, plan),
-        CUT_SEQUENCES: any(stage.sequence > 1 for stage in plan.stages),
-        SPREAD_EXPERTS: _experts(recipe, plan),
-        CUT_LAYERS: _stages(recipe, plan) or _waves(recipe, plan),
+        "codecs": any(exchange.codec != "exact" for exchange in sums),
+        "nccl": any(rank.device != "cpu" for rank in plan.ranks),
+        "roles": len(plan.trainers) < len(plan.ranks),
+        "machines": len({rank.node for rank in plan.ranks}) > 1,
+        "single_ranks": {len(ranks) for ranks in plan.replicas} == {1},
+        "cut_matrices": _cut_matrices(recipe, plan),
+        "cut_sequences": any(stage.sequence > 1 for stage in plan.stages),
+        "spread_experts": _experts(recipe, plan),
+        "cut_layers": _stages(recipe, plan) or _waves(recipe, plan),
         # States that wait elsewhere are copied only where that is asked for.
-        COPIES: set(astuple(plan.offload)) == HERE if memory == "auto" else units.size(memory, "faults.memory") > 0,
-        LIMITED: decoder_shapes.limited(recipe.model),
-        WHOLE_NORMS: getattr(recipe.model, "family", None) in decoder_shapes.WHOLE_NORMS,
-        ROLLBACK: recipe.faults.rollback != "never",
+        "faults.memory": set(astuple(plan.offload)) == HERE if memory == "auto" else asked > 0,
+        "limited_attention": decoder_shapes.limited(recipe.model),
+        "norms_of_all_heads": getattr(recipe.model, "family", None) in decoder_shapes.WHOLE_NORMS,
+        "faults.rollback": recipe.faults.rollback != "never",
     }
-    return [claim for claim, true in holds.items() if true]
+    return [CLAIMS[name] for name, true in holds.items() if true]
 
 
 # --- the table -----------------------------------------------------------------------------------------------------
@@ -155,27 +123,23 @@ def _node(recipe: Recipe, plan: Plan) -> bool:
     return bool(plan.optimizer_nodes)
 
 
-def _frozen_away(recipe: Recipe, plan: Plan) -> bool:
-    return plan.offload.frozen != "device"
-
-
 def _parameters_away(recipe: Recipe, plan: Plan) -> bool:
     return plan.offload.parameters in ("host", "disk")
 
 
 TABLE: tuple[Choose, ...] = (
-    build.choose_recompute,
-    build.choose_precision,
-    build.choose_compile,
+    lambda recipe, plan: build.Recompute(plan.recompute) if plan.recompute != "none" else None,
+    lambda recipe, plan: build.PRECISIONS[plan.precision]() if plan.precision in build.PRECISIONS else None,
+    lambda recipe, plan: build.Compile() if plan.compile else None,
     MechanismRow("token_chunks.mechanism", _chunks, "choose_loss"),
     MechanismRow("token_chunks.mechanism", _chunks),
     MechanismRow("tensor_parallel.mechanism", _cut_matrices),
-    optimizers.choose_matrices,
+    lambda recipe, plan: optimizers.HiddenMatrices() if isinstance(recipe.train.optimizer, Muon) else None,
     MechanismRow("pipeline.mechanism", _stages, "choose_stages"),
     MechanismRow("pipeline.mechanism", _stages),
     MechanismRow("task_waves.wave_schedule", _waves, "choose_towers"),
     MechanismRow("task_waves.wave_schedule", _waves),
-    optimizers.choose_muon,
+    lambda recipe, plan: optimizers.MuonOnMatrices() if isinstance(recipe.train.optimizer, Muon) else None,
     MechanismRow("local_rounds.outer_rounds", lambda recipe, plan: plan.replicas),
     MechanismRow("sequence_parallel.attention_2d", _sequences),
     MechanismRow("expert_parallel.mechanism", _experts),
@@ -193,7 +157,7 @@ AWAY: tuple[Choose, ...] = (
         "pipeline.layerwise_schedule",
         lambda recipe, plan: _node(recipe, plan) or _parameters_away(recipe, plan),
     ),
-    MechanismRow("offload.mechanism", _frozen_away, "choose_frozen"),
+    MechanismRow("offload.mechanism", lambda recipe, plan: plan.offload.frozen != "device", "choose_frozen"),
     MechanismRow("offload.mechanism", _parameters_away, "choose_parameters"),
     MechanismRow(
         "offload.mechanism",
@@ -204,11 +168,11 @@ AWAY: tuple[Choose, ...] = (
 )
 """Rows for plans in which something waits elsewhere than on the device of its rank."""
 PLAIN: tuple[Choose, ...] = (
-    build.choose_model,
+    lambda recipe, plan: build.BuildModel(),
     MechanismRow("sharding.mechanism", lambda recipe, plan: True),
-    optimizers.choose_adamw,
-    whole_model.choose,
-    every_step.choose,
+    lambda recipe, plan: optimizers.AdamwOnAll() if isinstance(recipe.train.optimizer, Adamw) else None,
+    lambda recipe, plan: whole_model.WholeModel(),
+    lambda recipe, plan: every_step.DataParallel(),
 )
 """Rows for questions that none of the others answers."""
 
@@ -252,43 +216,7 @@ def ordered(recipe: Recipe, plan: Plan, table: Sequence[Choose] = TABLE) -> tupl
 
 # --- what a run may do beside it -----------------------------------------------------------------------------------
 
-STAY_ALIKE = Claim(
-    "stay_alike",
-    question="recovery",
-    forbids={
-        "states are cut",
-        "states are on disk",
-        "frozen weights wait in host memory",
-        "the model is cut",
-        "experts are spread",
-        "sums are encoded",
-        "replicas differ between rounds",
-        "rows outlive a step",
-        "ranks of other roles",
-        "waits cannot be ended",
-    },
-)
-"""After a failure the surviving ranks go on from their own state, which the replacement copies: all hold the same."""
-STAY_BY_ROUNDS = Claim(
-    "stay_by_rounds",
-    question="recovery",
-    needs={"replicas of one rank"},
-    forbids={"states are on disk", "states on nodes", "waits cannot be ended"},
-)
-"""Surviving replicas finish their round without the lost one, and let its replacement in at the next."""
-APPLIED = Claim(
-    "apply",
-    question="caller",
-    forbids={
-        "recomputes activations",
-        "compiles blocks",
-        "ranks of other roles",
-        "a schedule of stages",
-        "attention over cut sequences",
-        "the loss is scaled",
-    },
-)
-"""Somebody's own loop round a model whose blocks only its author knows (`espalier.apply`)."""
+APPLIED = CLAIMS["apply"]
 
 
 def refusal(recipe: Recipe, plan: Plan, *others: Claim) -> compose.Refusal | None:
@@ -307,7 +235,7 @@ def require_beside(recipe: Recipe, plan: Plan, claim: Claim) -> None:
 
 
 def recovery(recipe: Recipe, plan: Plan) -> Literal["", "alike", "rounds"]:
-    """How ranks that are left after a failure go on: see the claims above; empty: they start again."""
-    if refusal(recipe, plan, STAY_ALIKE) is None:
+    """How ranks that are left after a failure go on: see `stay_alike` and `stay_by_rounds`; empty: they start again."""
+    if refusal(recipe, plan, CLAIMS["stay_alike"]) is None:
         return "alike"
-    return "rounds" if refusal(recipe, plan, STAY_BY_ROUNDS) is None else ""
+    return "rounds" if refusal(recipe, plan, CLAIMS["stay_by_rounds"]) is None else ""

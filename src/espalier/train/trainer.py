@@ -419,15 +419,14 @@ def ahead(
     """
 
     def all_of_them(pool: ThreadPoolExecutor) -> Iterator[tuple[Any, float]]:
-        number = next(numbers, None)
-        under_way = None if number is None else pool.submit(make, number)
+        coming = (pool.submit(make, number) for number in numbers)
+        under_way = next(coming, None)
         while under_way is not None:
             begun = time.perf_counter()
             with waiting():
                 made = finish(under_way.result())
             waited = time.perf_counter() - begun
-            number = next(numbers, None)
-            under_way = None if number is None else pool.submit(make, number)
+            under_way = next(coming, None)
             yield made, waited
 
     with ThreadPoolExecutor(1, thread_name_prefix="feed") as pool:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, ClassVar
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -15,30 +16,19 @@ from espalier.parallel.workload import Outcome, Tagged
 from espalier.plan.compose import Claim
 from espalier.train.mechanism import Build, Mechanism
 
-if TYPE_CHECKING:
-    from espalier.plan.base import Plan
-    from espalier.recipe import Recipe
-
 CLAIM = Claim("whole", question="stages", needs={"gradients are summed"})
 
 
+@dataclass(eq=False)
 class WholeSchedule:
     """Forward and backward of each micro-batch in turn; gradients add up in `.grad`. `shares`: how much the losses of
     each task count; `loss_scale`: see `train.mechanism.Build`."""
 
-    def __init__(
-        self,
-        nominal_weight: float,
-        accumulate: Accumulate,
-        context: Callable[[], AbstractContextManager[Any]],
-        shares: Sequence[float] = (1.0,),
-        loss_scale: LossScale | None = None,
-    ) -> None:
-        self.nominal_weight = nominal_weight
-        self.accumulate = accumulate
-        self.context = context
-        self.shares = tuple(shares)
-        self.loss_scale = loss_scale
+    nominal_weight: float
+    accumulate: Accumulate
+    context: Callable[[], AbstractContextManager[Any]]
+    shares: Sequence[float] = (1.0,)
+    loss_scale: LossScale | None = None
 
     def run(self, model: nn.Module, batches: Sequence[Any], loss: Loss) -> Outcome:
         """See `Schedule.run`. `context` (autocast, say) holds round the forward pass only."""
@@ -94,8 +84,3 @@ class WholeModel(Mechanism):
         nominal_weight = context.workload.nominal_weight
         accumulate = context.sharding.accumulate
         context.schedule = self.schedule(nominal_weight, accumulate, context.forward, shares, context.loss_scale)
-
-
-def choose(recipe: Recipe, plan: Plan) -> Mechanism | None:
-    """The plain schedule."""
-    return WholeModel()

@@ -13,10 +13,6 @@ from espalier.recipe.base import Derivation
 from espalier.recipe.cost import Profile
 
 
-def _silently(done: int, total: int) -> None:
-    """Tells nobody how far reading is."""
-
-
 @dataclass(frozen=True)
 class Opening:
     """What a workload is opened with.
@@ -31,7 +27,7 @@ class Opening:
     """
 
     folder: Path | None = None
-    progress: Progress = _silently
+    progress: Progress = lambda done, total: None
     data: Any = None
     frozen: Path | None = None
     reads: bool = True

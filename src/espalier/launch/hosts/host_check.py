@@ -16,7 +16,7 @@ from espalier.launch.hosts.host_map import HostMap
 from espalier.launch.ranks import rank_process as ranks
 from espalier.launch.ranks.agent import Signals
 from espalier.launch.ranks.rank_process import Child
-from espalier.ops import faulty_host_search
+from espalier.ops import faulty_host_search as search
 from espalier.ops.faulty_host_search import Located
 from espalier.train.rank_spec import RankSpec
 
@@ -29,13 +29,17 @@ _POLL = 0.02
 
 def takes_part(team: HostMap, number: int) -> Child:
     """A process that does this host's part of test `number` of the run, until it is ended."""
-    return ranks.fork(_follow, _place(team, number))
+    return ranks.fork(lambda place: search.follow(_store(place), place.rank, SECONDS), _place(team, number))
 
 
 def hosts(team: HostMap, number: int, signals: Signals) -> Located | None:
     """Tests all hosts of `team`, whose other supervisors were told to take part in test `number`. None where somebody
     asked to stop meanwhile, or the test itself failed."""
-    children = [takes_part(team, number), ranks.fork(_lead, _place(team, number))]
+
+    def lead(place: RankSpec) -> tuple[Any, ...]:
+        return dataclasses.astuple(search.lead(_store(place), range(place.world), SECONDS + _TOLD))
+
+    children = [takes_part(team, number), ranks.fork(lead, _place(team, number))]
     try:
         while children[1].status is None and not signals.seen:
             children[1].reap(block=False)
@@ -66,14 +70,6 @@ def _place(team: HostMap, number: int) -> RankSpec:
     line = team.line
     job = f"-{line.topic}-test"
     return RankSpec(rank=line.host, world=line.hosts, attempt=number, job=job, host=line.address, port=line.port)
-
-
-def _follow(place: RankSpec) -> None:
-    faulty_host_search.follow(_store(place), place.rank, SECONDS)
-
-
-def _lead(place: RankSpec) -> tuple[Any, ...]:
-    return dataclasses.astuple(faulty_host_search.lead(_store(place), range(place.world), SECONDS + _TOLD))
 
 
 def _store(place: RankSpec) -> object:

@@ -19,15 +19,15 @@ def token() -> str:
 
 def seal(token: str, key: str, message: bytes) -> bytes:
     """`message` as it stands at `key` of the store."""
-    return _code(token, key, message) + message
+    return code(token, key, message) + message
 
 
 def unseal(token: str, key: str, data: bytes) -> bytes | None:
     """The message in `data`, which stood at `key`; None where nobody wrote it there who knows the token."""
-    code = data[:_SIZE]
     message = data[_SIZE:]
-    return message if hmac.compare_digest(code, _code(token, key, message)) else None
+    return message if hmac.compare_digest(data[:_SIZE], code(token, key, message)) else None
 
 
-def _code(token: str, key: str, message: bytes) -> bytes:
+def code(token: str, key: str, message: bytes) -> bytes:
+    """What only who knows the token can say of `message` at `key`."""
     return hmac.digest(token.encode(), key.encode() + b"\0" + message, "sha256")

@@ -19,6 +19,8 @@ from asyncio import StreamReader, StreamWriter
 from collections.abc import Awaitable, Callable
 from typing import NoReturn
 
+from espalier.launch.hosts.message_auth import code
+
 SECONDS = 5.0
 """How long a visitor may take to prove that he knows the token."""
 STRANGERS = 256
@@ -64,9 +66,9 @@ async def _admits(reader: StreamReader, writer: StreamWriter, token: str) -> boo
     writer.write(challenge)
     answer = await asyncio.wait_for(reader.readexactly(2 * _SIZE), SECONDS)
     both = challenge + answer[:_SIZE]
-    if not hmac.compare_digest(answer[_SIZE:], _proof(token, "visitor", both)):
+    if not hmac.compare_digest(answer[_SIZE:], code(token, "gate: visitor", both)):
         return False
-    writer.write(_proof(token, "gate", both))
+    writer.write(code(token, "gate: gate", both))
     return True
 
 
@@ -74,13 +76,9 @@ async def _enters(reader: StreamReader, writer: StreamWriter, token: str) -> boo
     """Proves to the gate at the other end that this side knows the token; whether the gate does."""
     challenge = await asyncio.wait_for(reader.readexactly(_SIZE), _OPENING)
     nonce = secrets.token_bytes(_SIZE)
-    writer.write(nonce + _proof(token, "visitor", challenge + nonce))
+    writer.write(nonce + code(token, "gate: visitor", challenge + nonce))
     answer = await asyncio.wait_for(reader.readexactly(_SIZE), SECONDS)
-    return hmac.compare_digest(answer, _proof(token, "gate", challenge + nonce))
-
-
-def _proof(token: str, who: str, challenges: bytes) -> bytes:
-    return hmac.digest(token.encode(), f"gate: {who}".encode() + b"\0" + challenges, "sha256")
+    return hmac.compare_digest(answer, code(token, "gate: gate", challenge + nonce))
 
 
 def _each(door: socket.socket, receive: Receive) -> NoReturn:

@@ -13,7 +13,6 @@ from espalier.launch.ranks import rank_process as ranks
 from espalier.launch.ranks.rank_process import Child
 from espalier.recipe.errors import EspalierError, Interrupted, PeerLost
 from espalier.train.failure import Failure, kind_of
-from espalier.train.rank_spec import RankSpec
 
 if TYPE_CHECKING:
     from espalier.launch.resilience.restart_advice import Ruling
@@ -70,9 +69,10 @@ def dumps(children: Sequence[Child]) -> dict[int, str]:
     """What each living rank writes of where its threads are."""
     before = {}
     for child in children:
-        file = _stacks_of(child.place)
+        place = child.place
+        file = place.log if place.stacks < 0 else Path(f"/proc/self/fd/{place.stacks}")
         if child.status is None and file is not None:
-            before[child.place.rank] = (file, size(file))
+            before[place.rank] = (file, size(file))
             child.signal(ranks.STACKS)
     time.sleep(_STACKS_SECONDS)
     return {rank: _from(file, size) for rank, (file, size) in before.items()}
@@ -83,10 +83,6 @@ def write(stacks: Mapping[int, str]) -> None:
     for rank, text in stacks.items():
         sys.stderr.write(f"Rank {rank} was here:\n{text}\n")
     sys.stderr.flush()
-
-
-def _stacks_of(place: RankSpec) -> Path | None:
-    return place.log if place.stacks < 0 else Path(f"/proc/self/fd/{place.stacks}")
 
 
 def size(file: Path | None) -> int:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from espalier.launch.resilience.straggler import LEAST, leveled, slow_ranks
 
@@ -38,14 +37,6 @@ class Evidence:
     link: bool
 
 
-class _Look(NamedTuple):
-    slow: frozenset[int]
-    link: bool
-    busy: tuple[float, ...]
-    step: float
-    wait: float
-
-
 class Slowness:
     """Has state: the comparisons since something else was found.
 
@@ -57,14 +48,14 @@ class Slowness:
     def __init__(self, planned: float | None = None, work: Sequence[float] = ()) -> None:
         self._planned = planned
         self._work = work
-        self._row: list[_Look] = []
+        self._row: list[Evidence] = []
 
     def take(self, usual: Sequence[float], waited: Sequence[float]) -> Evidence | None:
         """One comparison: seconds of a step, and of waiting in it, by rank. What has stayed so, each time that it has;
         then it is counted anew."""
         look = self._look(usual, waited)
         self._row.append(look)
-        slow = frozenset.intersection(*(comparison.slow for comparison in self._row))
+        slow = set(look.slow).intersection(*(comparison.slow for comparison in self._row))
         link = all(comparison.link for comparison in self._row)
         if not slow and not link:
             self._row = [look] if look.slow or look.link else []
@@ -77,10 +68,10 @@ class Slowness:
         step, wait = (statistics.median(getattr(comparison, name) for comparison in row) for name in ("step", "wait"))
         return Evidence(seconds, step, wait, tuple(sorted(slow)), link)
 
-    def _look(self, usual: Sequence[float], waited: Sequence[float]) -> _Look:
+    def _look(self, usual: Sequence[float], waited: Sequence[float]) -> Evidence:
         seconds = tuple(max(0.0, step - wait) for step, wait in zip(usual, waited, strict=True))
         step = max(usual)
         wait = min(waited)
-        slow = slow_ranks(leveled(seconds, self._work))
+        slow = tuple(sorted(slow_ranks(leveled(seconds, self._work))))
         link = self._planned is not None and wait >= max(LINK * self._planned, SHARE * step, LEAST)
-        return _Look(slow, link, seconds, step, wait)
+        return Evidence(seconds, step, wait, slow, link)
