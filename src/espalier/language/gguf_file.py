@@ -138,7 +138,7 @@ def _values(file: Path, place: TensorPlace, content: NDArray[np.uint8], library:
             raise UserError(f"{file} is cut off: {printable(place.name)} ends after it.", do=AGAIN)
         stored = content[place.start : end].reshape(math.prod(place.shape[:-1]), -1)
         value = library.quants.dequantize(stored, kind)
-    except (NotImplementedError, ValueError):  # a type that is not known, or without a reader
+    except (RuntimeError, ValueError):  # a type that is not known, or without a reader
         raise UserError(
             f"{file} holds tensors of type {getattr(kind, 'name', kind)}, which is not read.",
             why=f"{printable(place.name)} is one of them",
