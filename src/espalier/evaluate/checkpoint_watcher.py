@@ -177,7 +177,7 @@ class CheckpointWatcher(Resource):
         """Says which checkpoints were committed since the watch began, and deleted before it could take them."""
         there = {step_of(name) for source in (self._saved, self._held) for name in source.place.names()}
         missed = self.history.saved - self._seen - there
-        self._seen = self._seen | self.history.saved
+        self._seen |= self.history.saved
         for step in sorted(missed):
             yield self._left_out(step, "training deleted it before it was seen; set checkpoint.keep higher")
 

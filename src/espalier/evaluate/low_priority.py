@@ -33,8 +33,15 @@ def step_back(niceness: int = LOWEST) -> None:
         os.setpriority(os.PRIO_PROCESS, 0, niceness)
     with contextlib.suppress(OSError, AttributeError, psutil.Error):
         psutil.Process().ionice(psutil.IOPRIO_CLASS_IDLE)
-    if os.getsid(0) == os.getpid():
-        _lower_session(niceness)
+    for _ in range(TRIES if os.getsid(0) == os.getpid() else 0):
+        try:
+            Path("/proc/self/autogroup").write_text(str(niceness))
+        except BlockingIOError:  # the kernel lets one session in 0.1 s have another weight
+            time.sleep(random.uniform(0.1, 0.2))
+        except OSError:
+            return
+        else:
+            return
 
 
 def is_beside_training(run: Path, waits: bool = False) -> bool:
@@ -46,15 +53,3 @@ def is_beside_training(run: Path, waits: bool = False) -> bool:
     except OSError:
         trains = False
     return trains or (waits and EvalHistory(run / events.NAME).ended != "finished")
-
-
-def _lower_session(niceness: int) -> None:
-    for _ in range(TRIES):
-        try:
-            Path("/proc/self/autogroup").write_text(str(niceness))
-        except BlockingIOError:  # the kernel lets one session in 0.1 s have another weight
-            time.sleep(random.uniform(0.1, 0.2))
-        except OSError:
-            return
-        else:
-            return

@@ -70,18 +70,21 @@ def _question(row: Row, path: Path, number: int) -> Question:
         question = msgspec.convert(given, Question)
     except (msgspec.ValidationError, ValueError) as error:
         raise _bad(path, number, printable(error)) from None
-    fault = row_files.encoding_fault("".join([question.question, question.context, *question.choices]))
-    if fault:
-        raise _bad(path, number, f"it {fault}")
-    if not (question.question or question.context):
-        raise _bad(path, number, f"it has {printable(', '.join(row))}, and neither question nor context")
-    if len(question.choices) < 2 or not all(question.choices):
-        raise _bad(path, number, "it needs two choices at least, none of them empty")
-    if isinstance(question.answer, str):
-        if question.answer not in question.choices:
-            raise _bad(path, number, f"the answer {question.answer!r} is none of its choices")
-    elif not 0 <= question.answer < len(question.choices):
-        raise _bad(path, number, f"the answer {question.answer} is not within 0 to {len(question.choices) - 1}")
+    choices = question.choices
+    answer = question.answer
+    why = ""
+    if fault := row_files.encoding_fault("".join([question.question, question.context, *choices])):
+        why = f"it {fault}"
+    elif not (question.question or question.context):
+        why = f"it has {printable(', '.join(row))}, and neither question nor context"
+    elif len(choices) < 2 or not all(choices):
+        why = "it needs two choices at least, none of them empty"
+    elif isinstance(answer, str) and answer not in choices:
+        why = f"the answer {answer!r} is none of its choices"
+    elif isinstance(answer, int) and not 0 <= answer < len(choices):
+        why = f"the answer {answer} is not within 0 to {len(choices) - 1}"
+    if why:
+        raise _bad(path, number, why)
     return question
 
 
@@ -110,7 +113,7 @@ class MultipleChoice:
     def evaluate(self, model: gpt.GPT, record: int) -> Sums:
         """Whether the likeliest choice is the right one, by length and without regard to it."""
         question = self._questions[record]
-        before = "\n".join(part for part in (question.context, question.question) if part)
+        before = "\n".join(filter(None, (question.context, question.question)))
         space = "" if before[-1:].isspace() else " "
         continued = [choice if choice[:1].isspace() else space + choice for choice in question.choices]
         head = [self._tokenizer.boundary, *tokens_of(before, self._tokenizer)]

@@ -150,7 +150,7 @@ class Workers(Resource):
             busy = {number for number, _ in running.values()}
             for number in [number for number in range(len(self)) if number not in busy][: len(waiting)]:
                 part = waiting.popleft()
-                running[self._submit(number, part, model)] = number, part
+                running[self._workers[number].submit(_evaluate, part, model)] = number, part
             for future in wait(running, TICK, FIRST_COMPLETED).done:
                 number, part = running.pop(future)
                 if isinstance(future.exception(), BrokenExecutor):
@@ -169,14 +169,6 @@ class Workers(Resource):
             for number, _ in running.values():
                 self._workers[number].end_if_silent(self._silent)
             yield None
-
-    def _submit(self, number: int, part: RecordRange, model: Source) -> Future[Scored]:
-        try:
-            return self._workers[number].submit(_evaluate, part, model)
-        except BrokenExecutor as error:  # it died while it had nothing to do
-            failed: Future[Scored] = Future()
-            failed.set_exception(error)
-            return failed
 
     def _start(self, number: int) -> _Worker:
         device = self._devices[number % len(self._devices)]
@@ -197,10 +189,15 @@ class _Worker:
         self._since = time.monotonic()
 
     def submit(self, call: Callable[..., T], *arguments: Any) -> Future[T]:
-        """Has it call that. Raises BrokenExecutor when it is dead."""
+        """Has it call that; when it is dead, a future that has failed."""
         self._used = -1.0
         self._since = time.monotonic()
-        return self._pool.submit(call, *arguments)
+        try:
+            return self._pool.submit(call, *arguments)
+        except BrokenExecutor as error:  # it died while it had nothing to do
+            failed: Future[T] = Future()
+            failed.set_exception(error)
+            return failed
 
     def end_if_silent(self, seconds: float) -> None:
         """Kills it when it and its children have used no processor time for so long: it was stopped, or waits."""
@@ -263,7 +260,7 @@ def evaluate(
     """
     by_name = {task.name: task for task in tasks}
     failed = set[str]()
-    sums: dict[str, dict[int, Sequence[Sums]]] = {task.name: {} for task in tasks}
+    sums: dict[str, dict[int, Sequence[Sums]]] = {name: {} for name in by_name}
     took = dict.fromkeys(by_name, 0.0)
     records = sum(task.records for task in tasks)
     done = 0

@@ -100,6 +100,11 @@ def capped(x: Float[Tensor, "*batch"], cap: float | None) -> Float[Tensor, "*bat
     return x if cap is None else cap * torch.tanh(x / cap)
 
 
+def wide(x: Float[Tensor, "*batch"]) -> Float[Tensor, "*batch"]:
+    """`x` in at least fp32."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
 def geglu(gate: Float[Tensor, "*batch inner"], up: Float[Tensor, "*batch inner"]) -> Float[Tensor, "*batch inner"]:
     """gelu(gate) * up, GELU by its approximation with tanh, as Gemma has it."""
     return F.gelu(gate, approximate="tanh") * up

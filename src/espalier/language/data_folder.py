@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -77,11 +77,7 @@ def select(root: Path, entries: Sequence[SourceFile], split: str) -> Selection:
         )
     others = [unused("split", name, plural(count, "file")) for name, count in splits.items() if name != split]
     rest = [*about, *(entry.name for entry in entries if entry.name not in by_name and entry.name not in about)]
-    return Selection(chosen, (*others, *_unused_files(name for name in rest if name not in used)))
-
-
-def _unused_files(names: Iterable[str]) -> Iterator[str]:
-    yield from (unused("file", name) for name in names)
+    return Selection(chosen, (*others, *(unused("file", name) for name in rest if name not in used)))
 
 
 def split_of(name: str) -> str:
@@ -105,8 +101,8 @@ def _configs(root: Path) -> list[JsonObject]:
     with parsing(root / README, "repair its first lines, or name the data files by a glob"):
         table = yaml.safe_load(front[1])
     configs = table.get("configs") if isinstance(table, dict) else None
-    rows = [row for row in configs if isinstance(row, dict)] if isinstance(configs, list) else []
-    return [row for row in rows if row.get("data_files") or row.get("data_dir")]
+    rows = configs if isinstance(configs, list) else []
+    return [row for row in rows if isinstance(row, dict) and (row.get("data_files") or row.get("data_dir"))]
 
 
 def _configured(root: Path, configs: Sequence[JsonObject]) -> dict[str, str]:
@@ -156,12 +152,15 @@ def tables_of(root: Path) -> dict[str, JsonObject]:
 
 def _tabled(entries: Sequence[SourceFile], tables: Tables) -> Selection:
     chosen = {name: table for entry in entries for name, table in tables.items() if _within(entry.name, name)}
-    files = tuple(entry for entry in entries if any(_within(entry.name, name) for name in chosen))
-    if not files:
+    by_file: dict[str, JsonObject] = {}
+    for entry in entries:
+        for name in (name for name in chosen if _within(entry.name, name)):
+            by_file.setdefault(entry.name, chosen[name])
+    if not by_file:
         return Selection(tuple(entries))
-    by_file = {entry.name: next(row for name, row in chosen.items() if _within(entry.name, name)) for entry in files}
-    rest = [entry.name for entry in entries if entry.name not in by_file and entry.name != INFO]
-    return Selection(files, (*unused_keys(chosen), *_unused_files(rest)), by_file)
+    files = tuple(entry for entry in entries if entry.name in by_file)
+    rest = [unused("file", entry.name) for entry in entries if entry.name not in by_file and entry.name != INFO]
+    return Selection(files, (*unused_keys(chosen), *rest), by_file)
 
 
 def unused_keys(tables: Tables) -> Iterator[str]:

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
+from espalier.kernels.linear_cross_entropy import IGNORED
 from espalier.language import gpt
 from espalier.language.operation_counts import DecoderLoad
 from espalier.language.tokenizer import Tokenizer
 from espalier.parallel.attend import Where
 from espalier.parallel.sequence_slots import SequenceSlots, shares_of
-from espalier.parallel.workload import Averages, Pieces, Plain, Role, Shard, Skeleton
+from espalier.parallel.workload import Averages, Pieces, Plain, Role, Shard, Skeleton, Sums, to_device
 from espalier.recipe import Decoder, Gpt, Moe, Recipe
 from espalier.recipe.cost import Anatomy, Work
 from espalier.recipe.decoder_shapes import sizes
@@ -49,7 +52,10 @@ class RowBatch(NamedTuple):
 
 
 class DecoderWorkload(Plain):
-    """The answers of the Workload Protocol that know of the model only. `recipe` is resolved."""
+    """The answers of the Workload Protocol that know of the model only. `recipe` is resolved. `measured`: names of what
+    `evaluate` gives."""
+
+    measured: Sequence[str] = ("loss", "nats_per_byte")
 
     def __init__(self, recipe: Recipe, tokenizer: Tokenizer) -> None:
         assert isinstance(recipe.model, Decoder)
@@ -62,6 +68,7 @@ class DecoderWorkload(Plain):
         self.global_batch = recipe.train.batch_tokens // self.sequence
         self.nominal_weight = float(self.global_batch * self.sequence)
         self.tokenizer = tokenizer
+        self._byte_lengths = torch.from_numpy(tokenizer.byte_lengths.astype(np.float64))
         rows = self.options.vocabulary
         if rows is not None and tokenizer.vocabulary > rows:
             raise UserError(
@@ -96,8 +103,8 @@ class DecoderWorkload(Plain):
 
     def skeleton(self) -> Skeleton:
         """The decoder on the meta device but for its positions, and its weights one by one."""
-        model = new_model(self.options, self.recipe.train.seed, torch.device("meta"))
         seed = self.recipe.train.seed
+        model = new_model(self.options, seed, torch.device("meta"))
         model.rotation.to_empty(device="cpu")
         if self.options.initial is not None:
             from espalier.language import hf
@@ -138,6 +145,25 @@ class DecoderWorkload(Plain):
     def embeddings(self, model: gpt.GPT) -> Sequence[nn.Parameter]:
         """The token table and the head."""
         return embeddings(model)
+
+    @abstractmethod
+    def _held_out(self, start: int, stop: int, shard: Shard) -> TokenWindows:
+        """Held-out samples `[start, stop)`, what `shard` takes of them."""
+
+    def evaluate(self, model: gpt.GPT, shard: Shard) -> Sums:
+        """`loss` in nats per token, and `nats_per_byte`: the same sum over the bytes those tokens stand for."""
+        device = next(model.parameters()).device
+        sums = dict.fromkeys(self.measured, (0.0, 0.0))
+        for start, stop in shard.cuts:
+            batch = to_device(self._held_out(start, stop, shard), device)
+            for name, (total, weight) in self._figures(model, batch).items():
+                sums[name] = (sums[name][0] + total, sums[name][1] + weight)
+        return sums
+
+    def _figures(self, model: gpt.GPT, batch: TokenWindows) -> Sums:
+        nats = float(model.loss_sum(*batch))
+        targets = batch.targets[batch.targets != IGNORED].cpu()
+        return {"loss": (nats, float(len(targets))), "nats_per_byte": (nats, float(self._byte_lengths[targets].sum()))}
 
     def recompute(self, model: gpt.GPT, mode: str) -> None:
         """Activation checkpointing of the layers."""

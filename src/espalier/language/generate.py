@@ -82,7 +82,7 @@ class Decoding:
         for number, (token, _) in tokens.items():
             self.rows[number].append(token)
             if len(self.rows[number]) > context:
-                self.rows[number] = after_forgetting(self.rows[number], context)
+                self.rows[number] = self.rows[number][-max(1, context // 2) :]  # its newer half
                 self._cache = None
         self._unread = torch.tensor([[token] for token, _ in tokens.values()], device=device)
         return tokens
@@ -224,11 +224,6 @@ def _score(tokenizer: Tokenizer, token: int, logits: Tensor, likeliest: int) -> 
 # --- what cannot be generated -----------------------------------------------------------------------------------
 
 
-def after_forgetting(window: list[int], context: int) -> list[int]:
-    """What is still read of a window that has outgrown the context: its newer half."""
-    return window[-max(1, context // 2) :]
-
-
 def _check_prompt(model: GPT, ids: Sequence[int]) -> None:
     if not ids:
         raise UserError("The prompt is empty.", do="give at least one token")
@@ -241,14 +236,15 @@ def _check_prompt(model: GPT, ids: Sequence[int]) -> None:
 
 
 def _check(sampling: Sampling) -> None:
-    tokens, temperature, top_k, seed = sampling.tokens, sampling.temperature, sampling.top_k, sampling.seed
-    if tokens < 1:
-        raise UserError(f"tokens = {tokens} is not possible.", do="1 or more")
-    if not -(2**63) <= seed < 2**63:
-        raise UserError(f"seed = {seed} is not possible.", why="it has to fit into 64 bits", do="a smaller number")
-    if not 0.0 <= temperature < float("inf"):
-        raise UserError(
-            f"temperature = {temperature} is not possible.", do="0 for the likeliest token, about 0.8 to sample"
-        )
-    if top_k is not None and top_k < 1:
-        raise UserError(f"top_k = {top_k} is not possible.", do="1 or more, or leave it out")
+    why = ""
+    if sampling.tokens < 1:
+        name, do = "tokens", "1 or more"
+    elif not -(2**63) <= sampling.seed < 2**63:
+        name, why, do = "seed", "it has to fit into 64 bits", "a smaller number"
+    elif not 0.0 <= sampling.temperature < float("inf"):
+        name, do = "temperature", "0 for the likeliest token, about 0.8 to sample"
+    elif sampling.top_k is not None and sampling.top_k < 1:
+        name, do = "top_k", "1 or more, or leave it out"
+    else:
+        return
+    raise UserError(f"{name} = {getattr(sampling, name)} is not possible.", why=why, do=do)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -97,10 +96,8 @@ def _stretched_otherwise(size: DecoderSizes) -> bool:
     rope = size.rope
     if size.family == "ministral3":  # whose file is always of YaRN, that sharpens nothing
         return rope is None or (rope.kind, rope.attention, rope.high or FAST, rope.low) != ("yarn", 1.0, FAST, SLOW)
-    if rope is None:
-        return False
-    if rope.kind == "llama3":
-        return architecture(size) != "llama"
+    if rope is None or rope.kind == "llama3":
+        return rope is not None and architecture(size) != "llama"
     usual = 0.1 * math.log(rope.factor) + 1
     attention = usual if rope.attention is None else rope.attention
     return rope.query != 0 or abs(attention - usual) > 1e-6 or (rope.high or FAST, rope.low) != (FAST, SLOW)
@@ -205,7 +202,8 @@ def _write(
     if size.query_width != size.width or size.blocks.gemma:
         writer.add_key_length(size.head_size)
         writer.add_value_length(size.head_size)
-    _write_positions(writer, size.rope)
+    if size.rope is not None:
+        _write_positions(writer, size.rope)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(words["split"])
     missing = size.vocabulary - len(words["tokens"])
@@ -224,16 +222,11 @@ def _write(
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    os.chmod(file, 0o644)
 
 
-def _write_positions(writer: Any, rope: Rope | None) -> None:
-    import gguf
-
-    if rope is None:
-        return
+def _write_positions(writer: Any, rope: Rope) -> None:
     if rope.kind != "llama3":  # whose rates are a tensor
-        writer.add_rope_scaling_type(gguf.RopeScalingType(rope.kind))
+        writer.add_string(f"{writer.arch}.rope.scaling.type", rope.kind)
         writer.add_rope_scaling_factor(rope.factor)
     if rope.original is not None:
         writer.add_rope_scaling_orig_ctx_len(rope.original)

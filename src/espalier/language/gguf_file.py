@@ -7,7 +7,6 @@ of Llama's queries and keys are permuted. The conventions are those of llama.cpp
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -24,7 +23,7 @@ from espalier.language import gguf_header, hf_config
 from espalier.language.gguf_header import AGAIN, Array, GgufFields, TensorPlace
 from espalier.language.hf_config import Real, Whole
 from espalier.language.tokenizer import prefix_processor
-from espalier.language.tokenizer_files import EOS, GENERATION
+from espalier.language.tokenizer_files import CONFIG, EOS, GENERATION, TOKENIZER, formatted
 from espalier.machine.resource_limits import refuse_large
 from espalier.recipe import cache_dir
 from espalier.recipe.data_table import data_table
@@ -105,12 +104,12 @@ def _convert(file: Path, folder: Path) -> None:
     with parsing(file, AGAIN):
         fields, tensors = opened(file)
         config, notes = _config(fields, file, dict(tensors))
-        _tokenizer(GgufFields(file, fields, "tokenizer"), file, folder)
+        files = _tokenizer(GgufFields(file, fields, "tokenizer"), file)
         order = Order(config["model_type"], config["num_attention_heads"], config["num_key_value_heads"])
         split = {name: value for given, stored in tensors for name, value in order.split(given, stored, file)}
     save_file(split, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / NOTES).write_text(json.dumps(notes), encoding="utf-8")
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    for name, content in {**files, NOTES: notes, "config.json": config}.items():
+        (folder / name).write_bytes(content if isinstance(content, bytes) else formatted(content))
 
 
 def opened(file: Path) -> tuple[JsonObject, list[tuple[str, Array]]]:
@@ -131,21 +130,17 @@ def _stored_size(place: TensorPlace, library: Any) -> int:
 
 
 def _values(file: Path, place: TensorPlace, content: NDArray[np.uint8], library: Any) -> Array:
-    kinds = {int(kind): kind for kind in library.GGMLQuantizationType}
-    kind = kinds.get(place.kind)
+    kind: Any = place.kind
     try:
-        if kind is None:
-            raise RuntimeError("of no known type")
-        rows = math.prod(place.shape[:-1])
-        columns = place.shape[-1]
-        wanted = _stored_size(place, library)
-        if columns % library.GGML_QUANT_SIZES[kind][0] or place.start + wanted > len(content):
+        kind = library.GGMLQuantizationType(kind)
+        end = place.start + _stored_size(place, library)
+        if place.shape[-1] % library.GGML_QUANT_SIZES[kind][0] or end > len(content):
             raise UserError(f"{file} is cut off: {printable(place.name)} ends after it.", do=AGAIN)
-        stored = content[place.start : place.start + wanted].reshape(rows, -1)
+        stored = content[place.start : end].reshape(math.prod(place.shape[:-1]), -1)
         value = library.quants.dequantize(stored, kind)
-    except RuntimeError:  # a type without a reader
+    except (RuntimeError, ValueError):  # a type that is not known, or without a reader
         raise UserError(
-            f"{file} holds tensors of type {kind.name if kind else place.kind}, which is not read.",
+            f"{file} holds tensors of type {getattr(kind, 'name', kind)}, which is not read.",
             why=f"{printable(place.name)} is one of them",
             do="a file of F32, F16, BF16, Q8_0, Q4_0 or a K type",
         ) from None
@@ -262,18 +257,11 @@ def _scaling(metadata: GgufFields) -> dict[str, Any]:
     if kind == "none":
         return {}
     scaling = {"rope_type": kind, "factor": metadata.get("rope.scaling.factor", Real)}
-    for field, (key, value_kind) in _SCALING.items():
-        if field in metadata:
-            scaling[key] = metadata.get(field, value_kind)
-    if "llama_4_scaling_beta" in scaling:
-        scaling |= {"llama_4_scaling_beta": _short(scaling["llama_4_scaling_beta"]), "attention_factor": 1.0}
+    if (field := "rope.scaling.original_context_length") in metadata:
+        scaling["original_max_position_embeddings"] = metadata.get(field, Whole)
+    if (field := "attention.temperature_scale") in metadata:
+        scaling |= {"llama_4_scaling_beta": _short(metadata.get(field, Real)), "attention_factor": 1.0}
     return {"rope_scaling": scaling}
-
-
-_SCALING: Mapping[str, tuple[str, Any]] = {
-    "rope.scaling.original_context_length": ("original_max_position_embeddings", Whole),
-    "attention.temperature_scale": ("llama_4_scaling_beta", Real),
-}
 
 
 def _llama3(table: Array, metadata: GgufFields, config: JsonObject, file: Path) -> dict[str, Any]:
@@ -319,9 +307,9 @@ class Order(NamedTuple):
         return both if ARCHITECTURES[self.kind].permuted else {}
 
     @property
-    def norm_offset(self) -> float:
+    def norm_offset(self) -> np.float32:
         """What norms have more in a file."""
-        return 1.0 if self.kind.startswith("gemma") else 0.0
+        return np.float32(self.kind.startswith("gemma"))
 
     def split(self, name: str, value: Array, file: Path) -> list[tuple[str, Tensor]]:
         """The tensors, by Hugging Face's names, that are `name` in `file`. Raises UserError for one without a place."""
@@ -342,7 +330,7 @@ class Order(NamedTuple):
         if parent in self.permuted:
             value = interleaved(value, self.permuted[parent], back=True)
         if parent.endswith("norm") and self.norm_offset:
-            value = value - np.float32(self.norm_offset)
+            value = value - self.norm_offset
         if pattern == _SHARED_GATE:
             value = value.reshape(1, -1)
         return [(theirs.format(*layer), torch.from_numpy(np.ascontiguousarray(value)))]
@@ -365,7 +353,7 @@ class Order(NamedTuple):
             if parent in self.permuted:
                 joined[name] = interleaved(value, self.permuted[parent])
             elif parent.endswith("norm") and self.norm_offset:
-                joined[name] = value + np.float32(self.norm_offset)
+                joined[name] = value + self.norm_offset
             else:
                 joined[name] = value.reshape(-1) if _pattern(name) == _SHARED_GATE else value
         return joined | {name: np.stack(parts) for name, parts in stacks.items()}
@@ -397,24 +385,27 @@ _ADDS_BOS = ("llama-bpe",)
 """Kinds of splits for which llama.cpp puts the first token before a text where the file does not say."""
 
 
-def _tokenizer(fields: GgufFields, file: Path, folder: Path) -> None:
-    """Writes the tokenizer of the file, or the one beside it where the file's own is not read."""
-    tokenizer_file = file.with_name("tokenizer.json")
+def _tokenizer(fields: GgufFields, file: Path) -> dict[str, Any]:
+    """Name and content of the files of the tokenizer: that of `file`, or where it is not read the one beside it."""
+    tokenizer_file = file.with_name(TOKENIZER)
     model = fields.get("ggml.model", str)
     split = fields.get("ggml.pre", str, "default")
     tokens = fields.get("ggml.tokens", list[str])
-    ids = _special_ids(fields, file, len(tokens))
+    ids: dict[str, int] = {}
+    for role, name in SPECIAL.items():
+        if name in fields.fields:
+            ids[role] = fields.get(name.removeprefix(fields.prefix), Annotated[int, msgspec.Meta(ge=0)])
+            if ids[role] >= len(tokens):
+                raise UserError(f"{file} says {name} = {ids[role]}, and it has {len(tokens)} tokens.", do=AGAIN)
     stated: dict[str, Any] = {f"{role}_token": tokens[number] for role, number in ids.items() if role not in MORE_ENDS}
     ends = [number for role, number in ids.items() if role in ("eos", *MORE_ENDS)]
-    if len(ends) > 1:
-        (folder / GENERATION).write_text(json.dumps({EOS: ends}), encoding="utf-8")
+    files: dict[str, Any] = {GENERATION: {EOS: ends}} if len(ends) > 1 else {}
     if model == "gpt2" and split in SPLITS:
-        table = _table(fields, SPLITS[split])
+        files[TOKENIZER] = table = _table(fields, SPLITS[split])
         if "bos_token" in stated and fields.get("ggml.add_bos_token", bool, split in _ADDS_BOS):
             table["post_processor"] = prefix_processor(stated["bos_token"], tokens.index(stated["bos_token"]))
-        (folder / "tokenizer.json").write_text(json.dumps(table, ensure_ascii=False), encoding="utf-8")
     elif tokenizer_file.is_file():
-        (folder / "tokenizer.json").write_bytes(tokenizer_file.read_bytes())
+        files[TOKENIZER] = tokenizer_file.read_bytes()
     else:
         raise UserError(
             f"{file} has a tokenizer of the kind {printable(model)} ({printable(split)}), which is not read.",
@@ -422,19 +413,7 @@ def _tokenizer(fields: GgufFields, file: Path, folder: Path) -> None:
         )
     if "chat_template" in fields:
         stated["chat_template"] = fields.get("chat_template", str)
-    stated["tokenizer_class"] = "PreTrainedTokenizerFast"
-    (folder / "tokenizer_config.json").write_text(json.dumps(stated, ensure_ascii=False, indent=1), encoding="utf-8")
-
-
-def _special_ids(fields: GgufFields, file: Path, count: int) -> dict[str, int]:
-    """Role of a special token to its id, of a file of `count` tokens."""
-    ids = {}
-    for role, name in SPECIAL.items():
-        if name in fields.fields:
-            ids[role] = fields.get(name.removeprefix(fields.prefix), Annotated[int, msgspec.Meta(ge=0)])
-            if ids[role] >= count:
-                raise UserError(f"{file} says {name} = {ids[role]}, and it has {count} tokens.", do=AGAIN)
-    return ids
+    return files | {CONFIG: stated | {"tokenizer_class": "PreTrainedTokenizerFast"}}
 
 
 def _table(fields: GgufFields, split: dict[str, Any]) -> dict[str, Any]:

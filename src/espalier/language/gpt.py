@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from espalier import recipe as config
 from espalier.kernels.linear_cross_entropy import IGNORED, HeadWords, linear_cross_entropy
-from espalier.language.attention_variants import attention_of, capped, geglu, rates
+from espalier.language.attention_variants import attention_of, capped, geglu, rates, wide
 from espalier.language.elementwise import rms_norm, rotate, swiglu
 from espalier.language.kv_cache import Cache, Past
 from espalier.language.operation_counts import DecoderLoad, Feed, decoder_work
@@ -154,7 +154,9 @@ class CausalAttention(nn.Module):
 
     def _heads(self, columns: Tensor, norm: nn.Module, turn: Rotary) -> Float[Tensor, "batch heads seq head"]:
         """Queries or keys, normalised and turned."""
-        heads = (norm(columns) if self.whole_norms else columns).unflatten(-1, (-1, self.head_size))
+        if self.whole_norms:
+            columns = norm(columns)
+        heads = columns.unflatten(-1, (-1, self.head_size))
         heads = heads if self.whole_norms else norm(heads)
         if self.turns:
             angles = turn.local if self.local and turn.local is not None else turn
@@ -195,10 +197,13 @@ class DecoderBlock(nn.Module):
 
     def forward(self, x: Float[Tensor, "batch seq width"], turn: Rotary, past: Past | None = None) -> Any:
         """The residual stream after this layer."""
-        mixed = self.attention_end(self.attention(self.attention_norm(x), turn, past))
-        x = x + (mixed if self.scale == 1.0 else self.scale * mixed)
-        fed = self.feed_forward_end(self.feed_forward(self.feed_forward_norm(x)))
-        return x + (fed if self.scale == 1.0 else self.scale * fed)
+        x = x + scaled(self.attention_end(self.attention(self.attention_norm(x), turn, past)), self.scale)
+        return x + scaled(self.feed_forward_end(self.feed_forward(self.feed_forward_norm(x))), self.scale)
+
+
+def scaled(x: Tensor, scale: float) -> Tensor:
+    """`scale` times `x`."""
+    return x if scale == 1.0 else scale * x
 
 
 def norm_of(size: DecoderSizes, width: int, there: bool = True) -> nn.Module:
@@ -278,7 +283,7 @@ class GPT(nn.Module):
     def _embedded(self, tokens: Tensor, *others: Any, **options: Any) -> Any:
         embedded = self.embedding(tokens)
         scale = self.size.width**0.5 if self.size.blocks.gemma else self.size.embedding_scale
-        return embedded if scale == 1.0 else embedded * scale
+        return scaled(embedded, scale)
 
     def _given(
         self,
@@ -300,13 +305,12 @@ class GPT(nn.Module):
     def logits(self, x: Float[Tensor, "batch seq width"], last: int) -> Float[Tensor, "batch seq vocabulary"]:
         """Logits from the residual stream after the last block; `last`: of so many tokens at its end (0: of all)."""
         logits = self.predict(self.norm(x), self.words, last)
-        return capped(logits if self.scale == 1.0 else self.scale * logits, self.size.logit_cap)
+        return capped(scaled(logits, self.scale), self.size.logit_cap)
 
     def losses(self, x: Float[Tensor, "batch seq width"], targets: Int[Tensor, "batch seq"]) -> Float[Tensor, ""]:
         """Sum of the cross entropies of `targets`, from the residual stream after the last block."""
-        scored = partial(self.score, chunk=self.loss_chunk) if self.loss_chunk else self.score
-        x = self.norm(x)
-        return scored(x if self.scale == 1.0 else self.scale * x, self.words, targets)
+        options = {"chunk": self.loss_chunk} if self.loss_chunk else {}
+        return self.score(scaled(self.norm(x), self.scale), self.words, targets, **options)
 
     @property
     def words(self) -> Float[Tensor, "vocabulary width"]:
@@ -351,8 +355,7 @@ def cross_entropy_sum(
     logits: Float[Tensor, "batch seq vocabulary"], targets: Int[Tensor, "batch seq"]
 ) -> Float[Tensor, ""]:
     """Sum of cross entropies, in at least fp32."""
-    logits = logits if logits.dtype == torch.float64 else logits.float()
-    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
+    return F.cross_entropy(wide(logits).flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
 
 
 @torch.no_grad()
@@ -423,15 +426,15 @@ def roles(model: GPT) -> dict[str, Role]:
         "blocks.*.attention.value": keys,
         "blocks.*.attention.out": Role("row", heads.queries, unit=unit),
     }
-    feed = "columns of the feed-forward"
-    if size.experts == 1:
-        inner = {"gate": Role("column", unit=feed), "up": Role("column", unit=feed), "down": Role("row", unit=feed)}
-        return roles_by_name | {f"blocks.*.feed_forward.{name}": role for name, role in inner.items()}
-    inner = {"gate": Role("columns", unit=feed), "up": Role("columns", unit=feed), "down": Role("rows", unit=feed)}
-    roles_by_name |= {f"blocks.*.feed_forward.experts.*.{name}": role for name, role in inner.items()}
-    roles_by_name |= {f"blocks.*.feed_forward.shared.{name}": role for name, role in inner.items()}
-    whole = {f"blocks.*.feed_forward.{name}": Role("partial") for name in ("router", "shared_gate")}
-    return roles_by_name | whole | {"blocks.*.feed_forward": Role("region")}
+    mixed = size.experts > 1
+    parts = ("feed_forward.experts.*", "feed_forward.shared") if mixed else ("feed_forward",)
+    for name, kind in {"gate": "column", "up": "column", "down": "row"}.items():
+        role = Role(f"{kind}s" if mixed else kind, unit="columns of the feed-forward")
+        roles_by_name |= {f"blocks.*.{part}.{name}": role for part in parts}
+    if mixed:
+        whole = ("blocks.*.feed_forward.router", "blocks.*.feed_forward.shared_gate")
+        roles_by_name |= {"blocks.*.feed_forward": Role("region"), **dict.fromkeys(whole, Role("partial"))}
+    return roles_by_name
 
 
 # --- activation recomputation ------------------------------------------------------------------------------------
@@ -455,20 +458,17 @@ def recompute(model: GPT, mode: str) -> None:
     model.through = _MODES[mode]
 
 
-def _block(block: nn.Module, x: Tensor, turn: Rotary, past: Past | None) -> Any:
+def _again(block: nn.Module, x: Tensor, turn: Rotary, past: Past | None, **options: Any) -> Any:
     if not torch.is_grad_enabled():
         return block(x, turn, past)
-    return checkpoint(block, x, turn, past, use_reentrant=False, preserve_rng_state=False)
+    return checkpoint(block, x, turn, past, use_reentrant=False, preserve_rng_state=False, **options)
 
 
-def _selective(block: nn.Module, x: Tensor, turn: Rotary, past: Past | None) -> Any:
-    if not torch.is_grad_enabled():
-        return block(x, turn, past)
-    keep = partial(create_selective_checkpoint_contexts, [*ATTENTION_CORES, *CORES])
-    return checkpoint(block, x, turn, past, use_reentrant=False, preserve_rng_state=False, context_fn=keep)
+def _kept() -> Any:
+    return create_selective_checkpoint_contexts([*ATTENTION_CORES, *CORES])
 
 
-_MODES: dict[str, Through] = {"none": plainly, "block": _block, "selective": _selective}
+_MODES: dict[str, Through] = {"none": plainly, "block": _again, "selective": partial(_again, context_fn=_kept)}
 
 
 # --- cost --------------------------------------------------------------------------------------------------------

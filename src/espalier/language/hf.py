@@ -48,6 +48,7 @@ _HEAD = "lm_head.weight"
 _TABLE = "model.embed_tokens.weight"
 _BUFFER = re.compile(r"\.(rotary_emb\.(inv_freq|cos_cached|sin_cached)|attn\.(bias|masked_bias))$")
 """Tensors that are computed, not trained."""
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 _LAYER = re.compile(r"^blocks\.(\d+)\.")
 _THEIR_LAYER = re.compile(r"^model\.layers\.(\d+)\.")
 DTYPES = ("F64", "F32", "F16", "BF16")
@@ -63,10 +64,6 @@ FUSED = _NAMES["fused"]
 
 def _theirs(kind: str) -> dict[str, str]:
     return dict(_NAMES["shared"] | _NAMES.get(kind, {}))
-
-
-def _ours(kind: str) -> dict[str, str]:
-    return {theirs: ours for ours, theirs in _theirs(kind).items()}
 
 
 class SavedTokenizer(Protocol):
@@ -169,11 +166,9 @@ def _write(folder: Path, tensors: Mapping[str, Tensor], table: JsonObject) -> No
     from huggingface_hub import save_torch_state_dict
 
     save_torch_state_dict(dict(tensors), folder, max_shard_size=FILE_BYTES)
-    _json(folder / CONFIG, table)
-    for file in folder.glob("*.safetensors"):
-        shutil.copymode(folder / CONFIG, file)  # safetensors makes files that only their owner may read
+    write_json(folder / CONFIG, table)
     special = {key: table[key] for key in ID_KEYS if table.get(key) is not None}
-    _json(folder / GENERATION, {"_from_model_config": True, **special})
+    write_json(folder / GENERATION, {"_from_model_config": True, **special})
 
 
 # --- in ----------------------------------------------------------------------------------------------------------
@@ -204,8 +199,7 @@ def first_layers(model: config.Decoder, layers: int | None) -> config.Decoder:
 
 
 def _layer_of(theirs: str) -> int:
-    match = _THEIR_LAYER.match(theirs)
-    return int(match[1]) if match else -1
+    return int(match[1]) if (match := _THEIR_LAYER.match(theirs)) else -1
 
 
 def load_into(model: GPT, folder: str | Path) -> None:
@@ -323,7 +317,7 @@ def options(folder: str | Path) -> config.Decoder:
     table = read_table(home / CONFIG, _FOLDER)
     kind = table.get("model_type")
     if not isinstance(kind, str) or kind not in hf_config.FAMILIES:
-        known = set(_ours("llama"))
+        known = set(_theirs("llama").values())
         named = next((name for name in _stored(home) if _pattern(name) not in known), None)
         differs = f"{printable(named.rpartition('.')[0])} is no module of this decoder; " if named else ""
         raise UserError(
@@ -430,8 +424,7 @@ def notes(folder: str | Path) -> list[str]:
 
 def tokenizer_of(folder: str | Path) -> Path | None:
     """The `tokenizer.json` beside the weights in `folder`; None where there is none."""
-    file = opened(folder) / "tokenizer.json"
-    return file if file.is_file() else None
+    return file if (file := opened(folder) / "tokenizer.json").is_file() else None
 
 
 def options_of(size: DecoderSizes) -> config.Decoder:
@@ -469,7 +462,12 @@ def _stored(folder: Path) -> dict[str, StoredTensor]:
 def _files(folder: Path) -> list[Path]:
     files = [folder / _WEIGHTS]
     if (folder / INDEX).exists():
-        files = sorted({_beside(folder, name) for name in _weight_map(folder).values()})
+        names = sorted({*_weight_map(folder).values()})
+        for name in names:
+            if name in ("", "..") or name != Path(name).name:
+                what = f"{folder / INDEX} names {name!r}, which is no file of the folder."
+                raise UserError(what, do="download it again")
+        files = [folder / name for name in names]
         if (folder / _WEIGHTS).exists() and folder / _WEIGHTS not in files:
             raise UserError(
                 f"{folder} holds weights twice: {_WEIGHTS}, and {INDEX} with other files.",
@@ -495,13 +493,6 @@ def _weight_map(folder: Path) -> dict[str, str]:
     return table
 
 
-def _beside(folder: Path, name: str) -> Path:
-    """A file that the index names, which lies in the folder."""
-    if name in ("", "..") or name != Path(name).name:
-        raise UserError(f"{folder / INDEX} names {name!r}, which is no file of the folder.", do="download it again")
-    return folder / name
-
-
 def renamed(name: str, kind: str = "llama") -> str:
     """The name that our tensor `name` has in a model of `kind`."""
     return _renamed(name, _theirs(kind))
@@ -509,18 +500,18 @@ def renamed(name: str, kind: str = "llama") -> str:
 
 def ours(name: str, kind: str = "llama") -> str:
     """Our name for the tensor `name` of a model of `kind`."""
-    return _renamed(name, _ours(kind))
+    return _renamed(name, {theirs: ours for ours, theirs in _theirs(kind).items()})
 
 
 def _pattern(name: str) -> str:
-    return re.sub(r"(?<=\.)\d+(?=\.)", "{}", name)
+    return _NUMBER.sub("{}", name)
 
 
 def _renamed(name: str, table: Mapping[str, str]) -> str:
-    numbers = re.findall(r"(?<=\.)\d+(?=\.)", name)
     pattern = _pattern(name)
-    return table[pattern].format(*numbers) if pattern in table else name
+    return table[pattern].format(*_NUMBER.findall(name)) if pattern in table else name
 
 
-def _json(path: Path, table: JsonObject) -> None:
+def write_json(path: Path, table: JsonObject) -> None:
+    """Writes `table` as indented JSON."""
     path.write_text(json.dumps(table, indent=2) + "\n", encoding="utf-8")

@@ -298,6 +298,7 @@ def _refuse_foreign(table: JsonObject, kind: str, folder: str) -> None:
     written = _TABLES["written"][kind]
     gelu = "hidden_activation" in written
     rope = _rope(table)
+    rope_kind = _rope_kind(table)
     acts = {table.get("hidden_activation") or _GELU, _GELU} if gelu else {table.get("hidden_act", "silu"), "silu"}
     types = set(table.get("layer_types") or [])
     known = ("default",) if kind == "phi3" else ("default", "linear", "llama3", "yarn")
@@ -309,12 +310,12 @@ def _refuse_foreign(table: JsonObject, kind: str, folder: str) -> None:
         "layer_types": types - set(_KINDS.values()) or (len(types) > 1 and "layer_types" not in written),
         "partial_rotary_factor": rope.get("partial_rotary_factor", 1.0) != 1.0
         and "partial_rotary_factor" not in known_keys,
-        "rope_parameters": _rope_kind(table) not in known
+        "rope_parameters": rope_kind not in known
         or _rope_kind(table, _KINDS[False]) != "default"
         or rope.get("truncate") is False
         or ("llama_4_scaling_beta" in rope and kind != "ministral3")
-        or (_rope_kind(table) == "default" and rope.get("factor") not in (None, 1))
-        or (_rope_kind(table) == "default" and rope.get("llama_4_scaling_beta") not in (None, 0)),
+        or (rope_kind == "default" and rope.get("factor") not in (None, 1))
+        or (rope_kind == "default" and rope.get("llama_4_scaling_beta") not in (None, 0)),
         **{name: table.get(name) not in (None, 1) for name in _SCALES if name not in known_keys},
         **{name: bool(table.get(name)) for name in _FOREIGN if name not in known_keys},
     }

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from espalier.kernels.linear_cross_entropy import IGNORED
+from espalier.language.attention_variants import wide
 from espalier.language.gpt import GPT, DecoderBlock, FeedForward, Given, Rotary
 from espalier.language.kv_cache import Past
 from espalier.language.operation_counts import DecoderLoad, Feed, decoder_work
@@ -71,8 +72,7 @@ class Experts(nn.Module):
         self, x: Float[Tensor, "batch seq width"]
     ) -> tuple[Float[Tensor, "batch seq width"], Float[Tensor, " batch"]]:
         """What the experts say of each token, and the penalties of each sequence, per token."""
-        scores = self.router(x)
-        scores = scores if scores.dtype == torch.float64 else scores.float()
+        scores = wide(self.router(x))
         bias: Tensor | None = getattr(self.router, "bias", None)
         if bias is None:
             best, chosen = scores.topk(self.active, -1)
@@ -170,10 +170,6 @@ class MOE(GPT):
 def work(setting: DecoderLoad) -> Anatomy:
     """Operations and bytes of one micro-batch on one rank (see `language.operation_counts`), a share of every expert on
     each."""
-    return decoder_work(setting, _feed(setting))
-
-
-def _feed(setting: DecoderLoad) -> Feed:
     size = setting.size
     compute = setting.compute
     width, inner, experts, active = size.width, size.feed_forward, size.experts, size.active
@@ -187,15 +183,13 @@ def _feed(setting: DecoderLoad) -> Feed:
     # token each row is, where its answer goes); the router's two softmaxes.
     saved = active * (2 * width + 3 * inner) * compute + 3 * 8 * active + (experts + 2 * active) * setting.whole
     moved = active * (6 * width + 5 * inner) * compute
-    products: tuple[Product, ...] = (router, gate_up, down, combine)
     again: tuple[Product, ...] = (router, gate_up, down)
     if shared := size.shared:
         gate = Product(setting.tokens, width, 1)
         always = shared / setting.cut.tensor
-        both = Product(setting.tokens, width, always, 2), Product(setting.tokens, always, width)
-        products = (*products, gate, *both)
-        again = (*again, gate, *both)
+        again += (gate, Product(setting.tokens, width, always, 2), Product(setting.tokens, always, width))
         saved += (3 * shared + width + 2) * compute  # gate, up and their product; its answer, which the gate weighs
         moved += (5 * shared + 4 * width) * compute
+    products = (*again[:3], combine, *again[3:])
     # Recomputation stops where the answers are combined: nothing that is kept comes after.
-    return Feed(products, again, moved, saved, working=2 * active * width * compute)
+    return decoder_work(setting, Feed(products, again, moved, saved, working=2 * active * width * compute))

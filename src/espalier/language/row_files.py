@@ -156,15 +156,12 @@ def head_of(entry: SourceFile) -> bytes:
 
 def _head(file: io.BufferedReader | io.FileIO, size: int = HEAD) -> bytes:
     head = file.read(size) or b""
-    if len(head) == HEAD and _BEGINS_JSON.match(head) and not _begins_lines(head):
-        head += file.read(_LONG_HEAD) or b""
+    if len(head) == HEAD and _BEGINS_JSON.match(head):
+        first, _, rest = head.removeprefix(BYTE_ORDER_MARK).partition(b"\n")
+        # Where the first line is a whole object and another one begins, more need not be read to see the form.
+        if rest.lstrip()[:1] != b"{" or _first_object(first)[0] is None:
+            head += file.read(_LONG_HEAD) or b""
     return head.removeprefix(BYTE_ORDER_MARK)
-
-
-def _begins_lines(head: bytes) -> bool:
-    """Whether the first line is a whole object and another one begins: more need not be read to see the form."""
-    first, _, rest = head.removeprefix(BYTE_ORDER_MARK).partition(b"\n")
-    return rest.lstrip()[:1] == b"{" and _first_object(first.lstrip())[0] is not None
 
 
 def look(entry: SourceFile, known: frozenset[str]) -> Form:
@@ -183,10 +180,8 @@ def form_of(name: str, head: bytes, known: frozenset[str]) -> Form:
         return "table"
     if ending in BINARY:
         return "binary"
-    form = _json_form(head, ending, known)
-    if form is None:
-        form = "lines" if ending in LINES else "document" if ending == ".json" else "text"
-    return form
+    plain: Form = "lines" if ending in LINES else "document" if ending == ".json" else "text"
+    return _json_form(head, ending, known) or plain
 
 
 def _json_form(head: bytes, ending: str, known: frozenset[str]) -> Form | None:
@@ -197,9 +192,12 @@ def _json_form(head: bytes, ending: str, known: frozenset[str]) -> Form | None:
     listed = _LIST_OF_OBJECTS.match(start)
     if not listed and start[:1] != b"{":
         return None
-    row, rest = _first_object(start[listed.end() - 1 :] if listed else start)
+    row, rest = _first_object(start)
     if row is None:  # too long, or broken: the reader of its ending says what is wrong
-        return "json" if ending == ".json" or (listed and ending in LINES) else _begun_row(start, known)
+        if ending == ".json" or (listed and ending in LINES):
+            return "json"
+        key = re.match(rb'\{\s*"([^"\\]*)"\s*:', start)
+        return "lines" if key and key[1].decode("utf-8", "replace") in known else None
     if listed:
         return "json" if known & row.keys() or ending in LINES else None
     if rest.lstrip()[:1] == "{":
@@ -211,14 +209,10 @@ def _json_form(head: bytes, ending: str, known: frozenset[str]) -> Form | None:
     return "json" if known & row.keys() or contained(row) is not None else None
 
 
-def _begun_row(start: bytes, known: frozenset[str]) -> Form | None:
-    key = re.match(rb'\{\s*"([^"\\]*)"\s*:', start)
-    return "lines" if key and key[1].decode("utf-8", "replace") in known else None
-
-
 def _first_object(text: bytes) -> tuple[dict[str, Any] | None, str]:
-    """The object that `text` begins with, and what follows it."""
-    shown = text.decode("utf-8", "replace")
+    """The object that `text`, or a list there, begins with, and what follows it."""
+    listed = _LIST_OF_OBJECTS.match(text.lstrip())
+    shown = text.lstrip()[listed.end() - 1 if listed else 0 :].decode("utf-8", "replace")
     try:
         row, end = json.JSONDecoder().raw_decode(shown)
     except (ValueError, RecursionError):
@@ -228,9 +222,7 @@ def _first_object(text: bytes) -> tuple[dict[str, Any] | None, str]:
 
 def first_keys(head: bytes) -> list[str]:
     """Keys of the object, or of the first object of the list, that a file begins with."""
-    start = head.lstrip()
-    listed = _LIST_OF_OBJECTS.match(start)
-    row, _ = _first_object(start[listed.end() - 1 :] if listed else start)
+    row, _ = _first_object(head)
     return list(row) if isinstance(row, dict) else []
 
 
@@ -255,14 +247,8 @@ def rows(entry: SourceFile, form: Form) -> NamedRows:
     """(name, row) of each row, `file:number` from 1 (lines by their line). Raises UserError for what is malformed."""
     if form == "lines":
         return _line_rows(entry)
-    if form == "json":
-        return _numbered(entry, iter(json_rows(entry)))
-    read = {"table": table_rows, "arrow": arrow_rows, "parquet": parquet_rows}[form]
-    return _numbered(entry, read(entry))
-
-
-def _numbered(entry: SourceFile, values: Iterator[Row]) -> NamedRows:
-    return ((f"{entry.name}:{number}", row) for number, row in enumerate(values, start=1))
+    read = {"json": json_rows, "table": table_rows, "arrow": arrow_rows, "parquet": parquet_rows}[form]
+    return ((f"{entry.name}:{number}", row) for number, row in enumerate(read(entry), start=1))
 
 
 def numbered_lines(stream: RowStream) -> Iterator[tuple[int, bytes]]:
@@ -330,21 +316,15 @@ def read_whole(entry: SourceFile, head: bytes, factor: int = 2) -> bytes:
         return head
     with parsing(entry.path, RESTORE), open(entry.path, "rb") as raw:
         content = _decompressed(raw)
-        pieces = _bounded(entry, content, factor) if content is not raw else _plain(entry, factor)
+        if content is raw:
+            _check_size(entry, entry.size, factor)
+            whole = Path(entry.path).read_bytes()  # opened anew: what is buffered would be joined to the rest, a copy
+            return whole.removeprefix(BYTE_ORDER_MARK)
+        pieces: list[bytes] = []
+        while piece := content.read(_CHUNK * 64):
+            pieces.append(piece)
+            _check_size(entry, sum(map(len, pieces)), factor)
         return b"".join(pieces).removeprefix(BYTE_ORDER_MARK)
-
-
-def _plain(entry: SourceFile, factor: int) -> Iterator[bytes]:
-    _check_size(entry, entry.size, factor)
-    yield Path(entry.path).read_bytes()  # opened anew: what is buffered would be joined to the rest, a copy of all
-
-
-def _bounded(entry: SourceFile, content: io.BufferedReader, factor: int) -> Iterator[bytes]:
-    size = 0
-    while piece := content.read(_CHUNK * 64):
-        size += len(piece)
-        _check_size(entry, size, factor)
-        yield piece
 
 
 def _check_size(entry: SourceFile, size: int, factor: int) -> None:
@@ -365,10 +345,13 @@ def table_rows(entry: SourceFile) -> Iterator[Row]:
         first = text.readline()
         stated = _EXCEL.fullmatch(first)
         first = text.readline() if stated else first
-        delimiter = stated[1] if stated else "\t" if ending_of(entry.name) == ".tsv" else _delimiter(first)
+        marks = stated[1] if stated else "\t" if ending_of(entry.name) == ".tsv" else ",\t;|"
+        delimiter = max(marks, key=lambda mark: len(next(csv.reader([first], delimiter=mark), [])))
         lines = csv.reader(chain([first], text), delimiter=delimiter, strict=True)
         names = [name.strip() for name in next(lines, [])]
-        _check_header(entry, names)
+        if twice := [name for number, name in enumerate(names) if name and name in names[:number]]:
+            what = f"{printable(entry.path)} has two columns called {printable(twice[0])!r}."
+            raise UserError(what, do="rename or remove one")
         for cells in filter(None, lines):
             if len(cells) > len(names):
                 raise UserError(
@@ -377,18 +360,6 @@ def table_rows(entry: SourceFile) -> Iterator[Row]:
                     do="put cells with the delimiter in quotes",
                 )
             yield dict(zip(names, [*cells, *[None] * (len(names) - len(cells))], strict=True))
-
-
-def _delimiter(header: str) -> str:
-    return max(",\t;|", key=lambda mark: len(next(csv.reader([header], delimiter=mark), [])))
-
-
-def _check_header(entry: SourceFile, names: Sequence[str]) -> None:
-    twice = next((name for number, name in enumerate(names) if name and name in names[:number]), None)
-    if twice is not None:
-        raise UserError(
-            f"{printable(entry.path)} has two columns called {printable(twice)!r}.", do="rename or remove one"
-        )
 
 
 def _few(names: Sequence[str]) -> str:
@@ -454,14 +425,12 @@ def parquet_texts(entry: SourceFile, column: str) -> Iterator[ParquetText]:
         import pyarrow as pa
 
         with _parquet(entry) as file:
-            kind = file.schema_arrow.field(column).type
-            text = pa.types.is_string(kind) or pa.types.is_large_string(kind)
+            stored = {pa.string(): pa.binary(), pa.large_string(): pa.large_binary()}
             _check_groups(entry, file)
             last = 0
             for batch in file.iter_batches(batch_size=1024, columns=[column]):
                 values = batch.column(0)
-                if text:
-                    values = values.cast(pa.binary() if pa.types.is_string(kind) else pa.large_binary())
+                values = values.cast(stored.get(values.type, values.type))
                 last += len(values)
                 yield ParquetText(values.to_pylist(), last, file.metadata.num_rows)
 

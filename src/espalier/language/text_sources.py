@@ -6,7 +6,6 @@ Face datasets.
 
 from __future__ import annotations
 
-import difflib
 import glob
 import os
 import re
@@ -14,6 +13,7 @@ import stat
 import sysconfig
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -200,16 +200,9 @@ def _folder(root: Path, wanted: Callable[[str], bool]) -> Found:
 
 
 def _glob(pattern: Path) -> Found:
-    fixed = Path(*_before_magic(pattern.parts))
+    fixed = Path(*takewhile(lambda part: not glob.has_magic(part), pattern.parts))
     paths = [path for path in glob.glob(str(pattern), recursive=True) if not os.path.isdir(path)]
     return _entries(paths, str(fixed))
-
-
-def _before_magic(parts: tuple[str, ...]) -> Iterator[str]:
-    for part in parts:
-        if glob.has_magic(part):
-            return
-        yield part
 
 
 def _entries(paths: list[str], root: str) -> Found:
@@ -255,11 +248,12 @@ class _TextReader:
         for entry in self.listed.entries:
             head = row_files.head_of(entry)
             form = row_files.form_of(entry.name, head, known)
-            document = self._whole(entry, form, head) if form in _WHOLE else None
-            if document is not None:
+            if form not in _WHOLE:
+                self.as_rows += [entry.name] * (row_files.ending_of(entry.name) not in row_files.ENDINGS)
+                read = {"lines": self._lines, "parquet": self._parquet}.get(form, self._objects)
+                yield from read(entry, form, before)
+            elif (document := self._whole(entry, form, head)) is not None:
                 yield Document(entry.name, document, before + entry.size)
-            elif form not in _WHOLE:
-                yield from self._rows(entry, form, before)
             before += entry.size
 
     def _whole(self, entry: SourceFile, form: row_files.Form, head: bytes) -> bytes | None:
@@ -278,14 +272,7 @@ class _TextReader:
         self.skipped.append((entry.name, reason))
         return None
 
-    def _rows(self, entry: SourceFile, form: row_files.Form, before: int) -> Iterator[Document]:
-        if row_files.ending_of(entry.name) not in row_files.ENDINGS:
-            self.as_rows.append(entry.name)
-        if form == "lines":
-            return self._lines(entry, before)
-        return self._parquet(entry, before) if form == "parquet" else self._objects(entry, form, before)
-
-    def _lines(self, entry: SourceFile, before: int) -> Iterator[Document]:
+    def _lines(self, entry: SourceFile, form: row_files.Form, before: int) -> Iterator[Document]:
         row = msgspec.defstruct("Row", [("text", str)], rename={"text": self.data.field})
         decode = msgspec.json.Decoder(row).decode
         columns = msgspec.json.Decoder(dict[str, Any]).decode
@@ -319,7 +306,7 @@ class _TextReader:
                 self._sample(row)
                 yield Document(name, text.encode(), before + entry.size)
 
-    def _parquet(self, entry: SourceFile, before: int) -> Iterator[Document]:
+    def _parquet(self, entry: SourceFile, form: row_files.Form, before: int) -> Iterator[Document]:
         names = row_files.parquet_columns(entry)
         if self.data.field not in names:
             self._no_column(entry, names)
@@ -336,7 +323,8 @@ class _TextReader:
                 else:
                     yield Document(f"{entry.name}:{number}", data, read)
         self.columns.count(names, number)
-        self.sampled, self.in_rows = self.sampled + number, self.in_rows + number
+        self.sampled += number
+        self.in_rows += number
 
     def hub_rows(self) -> Iterator[Document]:
         """The texts of a data set of the hub."""
@@ -377,10 +365,8 @@ class _TextReader:
         if self.in_rows <= self.sampled:
             yield from self.columns.notes()
         else:
-            counts = self.columns.unused.most_common()
-            yield from (
-                unused("column", name, f"in {count:,} of {self.sampled:,} rows looked at") for name, count in counts
-            )
+            for name, count in self.columns.unused.most_common():
+                yield unused("column", name, f"in {count:,} of {self.sampled:,} rows looked at")
         if self.as_rows:
             yield f"{_names(self.as_rows)} begin with an object of known keys: read as rows, not as text"
         if self.as_text:
@@ -388,7 +374,7 @@ class _TextReader:
 
     def nothing(self) -> UserError:
         """The error where no text is left."""
-        columns = sorted(self.columns.unused, key=lambda name: -self.columns.unused[name])
+        columns = [name for name, _ in self.columns.unused.most_common()]
         do = "name a file or folder with UTF-8 text, or path = 'python:stdlib'"
         if columns:
             near = nearest(self.data.field, columns)
@@ -433,10 +419,6 @@ def hub_table(data: Data) -> Any:
         import datasets
     except ImportError:
         raise missing_extra("datasets", "hub", f"data.path = {data.path!r}") from None
-    return _load(datasets, data)
-
-
-def _load(datasets: Any, data: Data) -> Any:
     parts = data.path.removeprefix("hf:").split("/")
     # On the hub NAME is usually OWNER/NAME; two parts may also be an old plain name and its configuration.
     tries = [["/".join(parts[:2]), *parts[2:]]] if len(parts) <= 3 else []
@@ -458,18 +440,10 @@ def _load(datasets: Any, data: Data) -> Any:
 # Errors
 
 
-_ALIKE = 0.75  # of difflib's 1: one slip in a word of four letters or more, two in longer ones
-
-
-def _similar(word: str, known: list[str]) -> str | None:
-    """The known word that `word` is probably a slip of. A wrong suggestion would mislead, so it has to be close."""
-    return next(iter(difflib.get_close_matches(word, known, n=1, cutoff=_ALIKE)), None)
-
-
 def _unknown(path: str) -> UserError:
     scheme, _, name = path.partition(":")
-    near = _similar(path, ["python:stdlib"])
-    if near is None and scheme != "python" and _similar(scheme, ["hf"]):
+    near = nearest(path, ["python:stdlib"])
+    if near is None and scheme != "python" and nearest(scheme, ["hf"]):
         near = f"hf:{name}"
     hint = f"did you mean {near}? " if near else ""
     return UserError(f"data.path = {path!r}: unknown kind of source.", do=f"{hint}known: {', '.join(KNOWN)}")

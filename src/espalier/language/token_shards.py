@@ -107,16 +107,14 @@ class SplitWriter:
         self._starts.write(self.tokens.to_bytes(8, "little", signed=True))
         self._names.write(name.encode("utf-8", "replace"))
         self._ends.write(self._names.bytes.to_bytes(8, "little", signed=True))
-        self._append(self._boundary)
-        self._append(ids)
-        self._append(self._document_end)
+        for part in (self._boundary, ids, self._document_end):
+            self._append(part)
         self.documents += 1
         self.bytes += size
 
     def finish(self) -> SplitIndex:
         """Syncs and closes every file."""
-        if self._shard:
-            self._shards.append(self._shard.finish())
+        self._finish_shard()
         files = (self._starts.finish(), self._names.finish(), self._ends.finish())
         return SplitIndex(self.tokens, self.documents, self.bytes, tuple(self._shards), *files)
 
@@ -126,12 +124,15 @@ class SplitWriter:
             if file:
                 file.close()
 
+    def _finish_shard(self) -> None:
+        if self._shard:
+            self._shards.append(self._shard.finish())
+
     def _append(self, ids: Ids) -> None:
         self.tokens += len(ids)
         while len(ids):
             if not self._room:
-                if self._shard:
-                    self._shards.append(self._shard.finish())
+                self._finish_shard()
                 self._shard = _Hashed(self._folder / f"{self._name}-{len(self._shards):05d}.bin")
                 self._room = self._shard_tokens
             part = ids[: self._room]

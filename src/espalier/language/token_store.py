@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -209,11 +210,26 @@ def _write(job: _TokenizeJob, folder: Path) -> None:
         if threshold is None
         else ((xxhash.xxh3_64_intdigest(document.data) < threshold, document) for document in documents)
     )
-    train, validation = _write_splits(job, folder, sided)
-    for _ in documents:  # a cut document leaves the iterator before its last skipped names
-        raise _changed(job)
-    if text_sources.listing(job.data).key != job.listed.key:
-        raise _changed(job)
+    writers = [
+        token_shards.SplitWriter(folder, name, job.tokenizer, token_shards.SHARD_TOKENS)
+        for name in ("train", "validation")
+    ]
+    try:
+        for batch in _batches(sided):
+            encoded = job.tokenizer.encode_many([document.data for _, document in batch])
+            for (held_out, document), ids in zip(batch, encoded, strict=True):
+                writers[held_out].add(document.name, ids, len(document.data))
+            job.progress(batch[-1][1].read, job.listed.bytes)
+        train, validation = (writer.finish() for writer in writers)
+    finally:
+        for writer in writers:
+            writer.close()
+    more = any(True for _ in documents)  # a cut document leaves the iterator before its last skipped names
+    if more or text_sources.listing(job.data).key != job.listed.key:
+        raise UserError(
+            f"The files of data.path = {job.data.path!r} changed while they were read.",
+            do="start again when nothing writes to them, or copy them elsewhere first",
+        )
     index = Index(
         version=token_shards.VERSION,
         tokenizer=job.tokenizer.fingerprint,
@@ -230,23 +246,6 @@ def _write(job: _TokenizeJob, folder: Path) -> None:
     file.write_bytes(msgspec.json.format(msgspec.json.encode(index), indent=1))
     sync_folder(file)
     job.progress(job.listed.bytes, job.listed.bytes)
-
-
-def _write_splits(job: _TokenizeJob, folder: Path, sided: Sided) -> tuple[SplitIndex, SplitIndex]:
-    writers = [
-        token_shards.SplitWriter(folder, name, job.tokenizer, token_shards.SHARD_TOKENS)
-        for name in ("train", "validation")
-    ]
-    try:
-        for batch in _batches(sided):
-            encoded = job.tokenizer.encode_many([document.data for _, document in batch])
-            for (held_out, document), ids in zip(batch, encoded, strict=True):
-                writers[held_out].add(document.name, ids, len(document.data))
-            job.progress(batch[-1][1].read, job.listed.bytes)
-        return writers[0].finish(), writers[1].finish()
-    finally:
-        for writer in writers:
-            writer.close()
 
 
 def _batches(sided: Sided) -> Iterator[list[tuple[bool, text_sources.Document]]]:
@@ -293,10 +292,8 @@ def _cut(document: text_sources.Document, validation: float) -> Sided:
     text = document.data
     aim = min(max(round(len(text) * (1 - validation)), 1), len(text) - 1)
     place = text.rfind(b"\n", 0, aim) + 1 or text.find(b"\n", aim, len(text) - 1) + 1 or aim
-    place = next((back for back in range(place, 0, -1) if _starts_character(text, back)), 0) or next(
-        (on for on in range(place, len(text)) if _starts_character(text, on)), 0
-    )
-    if not place:
+    places = (at for at in chain(range(place, 0, -1), range(place, len(text))) if text[at] & 0xC0 != 0x80)
+    if not (place := next(places, 0)):
         raise UserError(
             f"The corpus is too small: {document.name} has {show_size(len(text))}.",
             why="it is the only document, and it cannot be cut in two",
@@ -304,17 +301,6 @@ def _cut(document: text_sources.Document, validation: float) -> Sided:
         )
     yield False, document._replace(data=text[:place])
     yield True, document._replace(data=text[place:])
-
-
-def _starts_character(text: bytes, place: int) -> bool:
-    return place < len(text) and text[place] & 0xC0 != 0x80
-
-
-def _changed(job: _TokenizeJob) -> UserError:
-    return UserError(
-        f"The files of data.path = {job.data.path!r} changed while they were read.",
-        do="start again when nothing writes to them, or copy them elsewhere first",
-    )
 
 
 def _paced(progress: Progress | None, alive: Callable[[], None]) -> Progress:

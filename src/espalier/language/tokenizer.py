@@ -289,23 +289,35 @@ class HfTokenizer(Tokenizer):
         self.name = name
         ids = inner.get_vocab(with_added_tokens=True)
         self.vocabulary = max(ids.values()) + 1
-        _refuse_sparse(name, self.vocabulary, len(ids))
+        if self.vocabulary > max(SPARSEST, 64 * len(ids)):
+            raise UserError(
+                f"data.tokenizer = {printable(name)!r} has the id {self.vocabulary - 1}, and {len(ids)} tokens.",
+                why="a table has a row for each id up to it",
+                do="download the tokenizer again",
+            )
         self.boundary = int(ids[boundary])
         self.document_end: tuple[int, ...] = (end,) if begin is not None and end not in (None, self.boundary) else ()
         self.dtype: np.dtype[Any] = np.min_scalar_type(self.vocabulary - 1)
-        self.byte_lengths = _byte_lengths(inner, ids, self.vocabulary)
-        self.byte_lengths[[self.boundary, *self.document_end]] = 0
         plain = msgspec.json.decode(inner.to_str()) | {"post_processor": None}
+        self.byte_lengths = _byte_lengths(plain, ids, self.vocabulary)
         around = [self.boundary, *self.document_end]
+        self.byte_lengths[around] = 0
         self.fingerprint = xxhash.xxh3_128_hexdigest(msgspec.json.encode([plain, around]))
         self.adds_boundary = files is None or begin is not None
         if files is None:
             table = plain | {"post_processor": prefix_processor(boundary, self.boundary)}
             self.files = _own_files(formatted(table), boundary)
-        else:
+            return
+        contents = dict(files.contents)
+        if inner.get_vocab_size() > size:  # a boundary was added
+            given = msgspec.json.decode(decoded(contents[TOKENIZER], TOKENIZER))
+            contents[TOKENIZER] = formatted({**given, "added_tokens": plain["added_tokens"]})
+        named = files.special_tokens
+        if CONFIG not in contents:
             last = boundary if end is None else inner.id_to_token(end)
-            roles = {"eos_token": last} | ({} if begin is None else {"bos_token": boundary})
-            self.files = _completed(files, roles, plain if inner.get_vocab_size() > size else None)
+            named = {"eos_token": last, **({} if begin is None else {"bos_token": boundary}), **named}
+            contents[CONFIG] = _config(named)
+        self.files = replace(files, contents=contents, special_tokens=named)
 
     def encode(self, text: bytes) -> Ids:
         """Ids of UTF-8 `text`, [tokens]."""
@@ -362,6 +374,7 @@ def _open_bpe(spec: str, corpus: Corpus | None, cache: Path | None) -> Tokenizer
 
 
 def _train(size: int, texts: Iterable[str]) -> Any:
+    """A BPE of `size` tokens, by the first `SAMPLE` characters."""
     library = _library()
     inner = library.Tokenizer(library.models.BPE())
     inner.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -372,17 +385,17 @@ def _train(size: int, texts: Iterable[str]) -> Any:
         initial_alphabet=sorted(_alphabet()),
         show_progress=False,
     )
-    inner.train_from_iterator(_capped(texts), trainer)
+
+    def sample() -> Iterator[str]:
+        left = SAMPLE
+        for text in texts:
+            yield text[:left]
+            left -= len(text)
+            if left <= 0:
+                return
+
+    inner.train_from_iterator(sample(), trainer)
     return inner
-
-
-def _capped(texts: Iterable[str]) -> Iterator[str]:
-    left = SAMPLE
-    for text in texts:
-        yield text[:left]
-        left -= len(text)
-        if left <= 0:
-            return
 
 
 @contextmanager
@@ -443,38 +456,16 @@ def _boundary(inner: Any, files: TokenizerFiles, begin: int | None) -> str:
     return END_OF_TEXT
 
 
-def _refuse_sparse(name: str, vocabulary: int, tokens: int) -> None:
-    if vocabulary > max(SPARSEST, 64 * tokens):
-        raise UserError(
-            f"data.tokenizer = {printable(name)!r} has the id {vocabulary - 1}, and {tokens} tokens.",
-            why="a table has a row for each id up to it",
-            do="download the tokenizer again",
-        )
-
-
 def _own_files(content: bytes, boundary: str) -> TokenizerFiles:
     """The files of a tokenizer that was made here, whose texts begin with `boundary`."""
     roles = dict.fromkeys(("bos_token", "eos_token"), boundary)
     return TokenizerFiles({TOKENIZER: content, CONFIG: _config(roles)}, roles, roles)
 
 
-def _completed(files: TokenizerFiles, roles: Mapping[str, str], changed: JsonObject | None) -> TokenizerFiles:
-    """`files` with what they lack: a `tokenizer_config.json` with `roles`, and in `changed` a boundary that was
-    added."""
-    contents = dict(files.contents)
-    named = files.special_tokens
-    if changed is not None:
-        given = msgspec.json.decode(decoded(contents[TOKENIZER], TOKENIZER))
-        contents[TOKENIZER] = formatted({**given, "added_tokens": changed["added_tokens"]})
-    if CONFIG not in contents:
-        named = {**roles, **named}
-        contents[CONFIG] = _config(named)
-    return replace(files, contents=contents, special_tokens=named)
-
-
-def _byte_lengths(inner: Any, table: dict[str, int], vocabulary: int) -> NDArray[np.int32]:
-    added = {token.content for token in inner.get_added_tokens_decoder().values()}
-    byte_level = '"ByteLevel"' in msgspec.json.encode(msgspec.json.decode(inner.to_str()).get("decoder")).decode()
+def _byte_lengths(content: JsonObject, table: dict[str, int], vocabulary: int) -> NDArray[np.int32]:
+    """Of a tokenizer whose `tokenizer.json` has this `content`."""
+    added = {token["content"] for token in content["added_tokens"]}
+    byte_level = b'"ByteLevel"' in msgspec.json.encode(content.get("decoder"))
     letters = set(_alphabet())
     lengths = np.zeros(vocabulary, np.int32)
     for text, token in table.items():

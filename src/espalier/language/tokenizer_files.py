@@ -128,7 +128,8 @@ def read(file: Path) -> TokenizerFiles:
     config = _table(folder / CONFIG)
     special_map = {} if "added_tokens_decoder" in config else _table(folder / _MAP)
     stated = _stated(config, special_map)
-    special_tokens = {role: text for role, token in stated.items() if (text := _content(token))}
+    texts = {role: token.get("content") if isinstance(token, dict) else token for role, token in stated.items()}
+    special_tokens = {role: text for role, text in texts.items() if isinstance(text, str) and text}
     strange = next((role for role in ROLES if role in stated and role not in special_tokens), None)
     if strange is not None:
         stating = folder / (_MAP if special_map.get(strange) else CONFIG)
@@ -139,7 +140,8 @@ def read(file: Path) -> TokenizerFiles:
     template, origin = _template(folder, contents, config)
     given = [config.get(name) for name in ("add_bos_token", "add_eos_token")]
     adds = None if given == [None, None] else (bool(given[0]), bool(given[1]))
-    ids = _model_ids(folder)
+    stored = next((name for name in (MODEL_IDS, MODEL) if (folder / name).is_file()), MODEL)
+    ids = _ids_in(folder / stored) or None
     ends = tuple(listed(_ids_in(folder / GENERATION).get(EOS)))
     return TokenizerFiles(contents, special_tokens, stated, template, adds, ids, generation, ends, origin)
 
@@ -155,11 +157,6 @@ def _stated(config: JsonObject, special_map: JsonObject) -> dict[str, Any]:
     stated = {role: every[role] for role in ROLES if every.get(role)}
     more = every.get("extra_special_tokens")
     return stated | (more if isinstance(more, dict) else {})
-
-
-def _content(token: Any) -> str:
-    text = token.get("content") if isinstance(token, dict) else token
-    return text if isinstance(text, str) else ""
 
 
 def _template(folder: Path, contents: Mapping[str, bytes], config: JsonObject) -> tuple[str | None, str]:
@@ -181,10 +178,6 @@ def _template(folder: Path, contents: Mapping[str, bytes], config: JsonObject) -
             raise ValueError(f"its chat_template is {printable(template)}, and no text")
         template.encode()  # half of a surrogate pair is no text
     return template, origin
-
-
-def _model_ids(folder: Path) -> JsonObject | None:
-    return next((_ids_in(folder / name) for name in (MODEL_IDS, MODEL) if (folder / name).is_file()), None) or None
 
 
 def _ids_in(file: Path) -> JsonObject:

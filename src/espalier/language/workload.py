@@ -15,7 +15,7 @@ from torch import Tensor
 from espalier.language import gpt, mixture, row_files, text_sources, token_store
 from espalier.language.decoder_workload import DecoderWorkload, RowBatch, TokenWindows
 from espalier.language.tokenizer import Tokenizer, kept_tokenizer
-from espalier.parallel.workload import Progress, Shard, SummedLoss, Sums, to_device
+from espalier.parallel.workload import Progress, Shard, SummedLoss
 from espalier.recipe import Recipe
 from espalier.recipe.errors import UserError
 from espalier.recipe.sections import VALIDATE_TOKENS
@@ -52,7 +52,6 @@ class LanguageWorkload(DecoderWorkload):
             limit = round((recipe.train.validate_tokens or VALIDATE_TOKENS) * weight / sum(weights))
             starts = mixture.held_out(store.validation, self.sequence, limit, name)
             self.held_out += [(store.validation, int(start)) for start in starts]
-        self._byte_lengths = torch.from_numpy(np.asarray(self.tokenizer.byte_lengths, dtype=np.float64))
 
     # --- the data ------------------------------------------------------------------------------------------------
 
@@ -92,16 +91,8 @@ class LanguageWorkload(DecoderWorkload):
         """Held-out windows."""
         return len(self.held_out if self._kept is None else self._kept.windows)
 
-    def evaluate(self, model: gpt.GPT, shard: Shard) -> Sums:
-        """`loss` in nats per token, and `nats_per_byte`: the same sum over the bytes those tokens stand for."""
-        device = next(model.parameters()).device
-        nats = count = length = 0.0
-        for start, stop in shard.cuts:
-            batch = self._part(self._read_held_out(start, stop), shard)
-            nats += float(model.loss_sum(*to_device(batch, device)))
-            count += batch.targets.numel()
-            length += float(self._byte_lengths[batch.targets].sum())
-        return {"loss": (nats, count), "nats_per_byte": (nats, length)}
+    def _held_out(self, start: int, stop: int, shard: Shard) -> TokenWindows:
+        return self._part(self._read_held_out(start, stop), shard)
 
     def _read_held_out(self, start: int, stop: int) -> Tensor:
         if self._kept is not None:
@@ -109,11 +100,6 @@ class LanguageWorkload(DecoderWorkload):
         chosen = self.held_out[start:stop]
         rows = [split.read(first, self.sequence + 1).astype(np.int64) for split, first in chosen]
         return torch.from_numpy(np.stack(rows))
-
-    def held_out_windows(self) -> NDArray[Any]:
-        """All of them: int64 [windows, sequence + 1]."""
-        count = self.validation_samples()
-        return self._read_held_out(0, count).numpy() if count else np.zeros((0, self.sequence + 1), np.int64)
 
     def sample(self, model: gpt.GPT) -> list[Artifact]:
         """A short continuation of `track.sample` (or of the first held-out words)."""
@@ -140,9 +126,10 @@ class LanguageWorkload(DecoderWorkload):
     def freeze(self, folder: Path) -> None:
         """Writes the tokenizer, as Hugging Face reads it, and the held-out windows: what `thaw` reads."""
         self.tokenizer.files.keep(folder)
-        windows = self.held_out_windows().astype(self.tokenizer.dtype)
+        count = self.validation_samples()
+        windows = self._read_held_out(0, count).numpy() if count else np.zeros((0, self.sequence + 1))
         with (folder / _WINDOWS).open("wb") as file:
-            np.save(file, windows)
+            np.save(file, windows.astype(self.tokenizer.dtype))
 
     def contents(self, recipe: Recipe) -> Mapping[str, str]:
         """Hashes of the files of the corpora in `recipe`; a corpus without files has one of its tokens."""

@@ -49,16 +49,6 @@ def _options(recipe: Recipe) -> Decoder:
     return recipe.model
 
 
-def _initial(recipe: Recipe, opening: Opening) -> str | None:
-    """Where the weights are that training begins with."""
-    if recipe.tune is not None:
-        from espalier.language.tune.chat_recipe import base_of
-
-        if (base := base_of(opening)) is not None:
-            return str(base)
-    return _options(recipe).initial
-
-
 def _frozen_tokenizer(recipe: Recipe, opening: Opening) -> Tokenizer | None:
     return None if opening.frozen is None else kept_tokenizer(recipe.data[0].tokenizer, opening.frozen)
 
@@ -110,9 +100,9 @@ def _initial_tokenizer(recipe: Recipe, initial: str, vocabulary: int) -> str:
     tokenizer = open_tokenizer(str(file))
     plain = tokenizer.files.contents == open_tokenizer("bytes").files.contents  # no template, for one
     for spec in given:
-        trained = spec.startswith("bpe:")
-        if trained or open_tokenizer(spec).table() != tokenizer.table():
-            has = "trained on this corpus" if trained else f"{open_tokenizer(spec).vocabulary} tokens"
+        other = None if spec.startswith("bpe:") else open_tokenizer(spec)
+        if other is None or other.table() != tokenizer.table():
+            has = "trained on this corpus" if other is None else f"{other.vocabulary} tokens"
             raise UserError(
                 f"data.tokenizer = {spec!r} ({has}) is not the tokenizer of model.initial = {initial!r} "
                 f"({file}, {tokenizer.vocabulary} tokens).",
@@ -279,12 +269,16 @@ class LanguageRow(Row, Freezes, Predicts, Writes, Tokenizes, Exports):
     def prepare(self, recipe: Recipe, opening: Opening) -> Prepared:
         """Reads the corpus or the conversations, and where training begins from weights, their sizes."""
         derived: Sequence[Derivation] = ()
-        if (initial := _initial(recipe, opening)) is not None:
-            recipe, derived = _with_initial(recipe, initial)
-        tokenizer = _frozen_tokenizer(recipe, opening)
+        initial = _options(recipe).initial
         if recipe.tune is not None:
             from espalier.language.tune import chat_recipe as tuning
 
+            base = tuning.base_of(opening)
+            initial = initial if base is None else str(base)
+        if initial is not None:
+            recipe, derived = _with_initial(recipe, initial)
+        tokenizer = _frozen_tokenizer(recipe, opening)
+        if recipe.tune is not None:
             return tuning.prepare(recipe, opening, derived, tokenizer)
         if not recipe.data or _options(recipe).vocabulary is not None:
             return Prepared(recipe, derivations=derived)

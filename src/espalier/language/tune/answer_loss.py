@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from espalier.kernels.linear_cross_entropy import IGNORED, HeadWords, linear_cross_entropy
-from espalier.language.attention_variants import capped
+from espalier.language.attention_variants import capped, wide
 from espalier.recipe.cost import Anatomy
 
 if TYPE_CHECKING:
@@ -44,14 +44,10 @@ def row_log_probability(
 ) -> Float[Tensor, " rows"]:
     """The sum over each row of log p(target), targets of `IGNORED` left out."""
     counted = targets != IGNORED
-    logits = capped(_wide(F.linear(x[counted], words.to(x.dtype))), cap)
+    logits = capped(wide(F.linear(x[counted], words.to(x.dtype))), cap)
     losses = F.cross_entropy(logits, targets[counted], reduction="none")
     rows = torch.arange(len(targets), device=targets.device)[:, None].expand_as(targets)[counted]
     return losses.new_zeros(len(targets)).index_add(0, rows, -losses)
-
-
-def _wide(logits: Tensor) -> Tensor:
-    return logits if logits.dtype == torch.float64 else logits.float()
 
 
 def work(anatomy: Anatomy, head: float) -> Anatomy:

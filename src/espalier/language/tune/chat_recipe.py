@@ -33,8 +33,8 @@ def prepare(recipe: Recipe, opening: Opening, derived: Sequence[Derivation], tok
         if opening.frozen is None and recipe.model.shape is not None:
             return _without_data(recipe)
         raise no_data()
-    tokenizer = tokenizer or open_tokenizer(recipe.data[0].tokenizer)
     if opening.frozen is not None and recipe.train.steps is not None and not opening.reads:
+        tokenizer = tokenizer or open_tokenizer(recipe.data[0].tokenizer)
         return Prepared(recipe, tokenizer.vocabulary, None, derived)
     chats = tuning.read(recipe, tokenizer, opening.frozen, opening.progress)
     draft = Draft(recipe)
@@ -44,7 +44,7 @@ def prepare(recipe: Recipe, opening: Opening, derived: Sequence[Derivation], tok
     draft.fill("train.sequence", sequence, f"the longest conversation has {longest:,} tokens; at most {bound:,}")
     _fill_batch_and_steps(draft, chats)
     assert isinstance(draft.recipe, Recipe)
-    return Prepared(draft.recipe, tokenizer.vocabulary, chats, [*derived, *draft.derivations])
+    return Prepared(draft.recipe, chats.tokenizer.vocabulary, chats, [*derived, *draft.derivations])
 
 
 def no_data() -> UserError:
@@ -69,8 +69,7 @@ def _with_adapter(recipe: Recipe, opening: Opening) -> Recipe:
     """What adapters to go on from say of themselves; those of a run that has begun are with it."""
     if not isinstance(recipe.tune, Lora) or recipe.tune.adapter is None:
         return recipe
-    adapter = None if opening.frozen is None else opening.frozen / tuning.ADAPTER
-    folder = adapter if adapter is not None and adapter.is_dir() else Path(recipe.tune.adapter)
+    folder = _kept(opening, tuning.ADAPTER) or Path(recipe.tune.adapter)
     return recipe.changed(tune=peft.with_options(recipe.tune, folder))
 
 
@@ -78,11 +77,11 @@ def _fill_batch_and_steps(draft: Draft, chats: ReadChats) -> None:
     if draft.get("train.batch_tokens") is not None and draft.get("train.steps") is not None:
         return
     assert isinstance(draft.recipe, Recipe)
-    both = tuning.chats_of(draft.recipe, chats)
-    assert both.train is not None
+    train = tuning.chats_of(draft.recipe, chats).train
+    assert train is not None
     pairs = isinstance(draft.recipe.tune, Dpo)
     sequence = draft.get("train.sequence")
-    rows = len(both.train) // 2 if pairs else len(chat_rows.packed(both.train.lengths, sequence))
+    rows = len(train) // 2 if pairs else len(chat_rows.packed(train.lengths, sequence))
     what = "pairs" if pairs else f"rows of {sequence} tokens"
     batch = max(1, min(ROWS, rows // 4))
     draft.fill("train.batch_tokens", batch * sequence * (2 if pairs else 1), f"{batch} of the {rows} {what}")
@@ -109,12 +108,15 @@ def open_tuning(recipe: Recipe, opening: Opening, tokenizer: Tokenizer | None) -
             return TuneWorkload(recipe, tuning.thaw(recipe, opening.frozen), named)
     chats = opening.data
     if not isinstance(chats, ReadChats):
-        tokenizer = tokenizer or open_tokenizer(recipe.data[0].tokenizer)
         chats = tuning.read(recipe, tokenizer, opening.frozen, opening.progress)
     return TuneWorkload(recipe, tuning.chats_of(recipe, chats), named)
 
 
 def base_of(opening: Opening) -> Path | None:
     """The frozen weights that a run keeps; None: it keeps none."""
-    base = None if opening.frozen is None else opening.frozen / tuning.BASE
-    return base if base is not None and base.is_dir() else None
+    return _kept(opening, tuning.BASE)
+
+
+def _kept(opening: Opening, name: str) -> Path | None:
+    folder = None if opening.frozen is None else opening.frozen / name
+    return folder if folder is not None and folder.is_dir() else None

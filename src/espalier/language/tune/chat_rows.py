@@ -10,7 +10,7 @@ import bisect
 import contextlib
 import io
 import zipfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice, pairwise
 from typing import Any, NamedTuple
@@ -83,11 +83,10 @@ class ChatTokens:
         digest.update(np.packbits(self.answers).tobytes() + self.starts.astype("<i8").tobytes())
         return digest.hexdigest()
 
-    def at(self, chosen: Iterable[int]) -> ChatTokens:
+    def at(self, picked: Sequence[int]) -> ChatTokens:
         """Those conversations alone."""
-        picked = list(chosen)
         places = [slice(int(self.starts[number]), int(self.starts[number + 1])) for number in picked]
-        starts = np.cumsum([0, *(place.stop - place.start for place in places)], dtype=np.int64)
+        starts = offsets_of(np.diff(self.starts)[picked])
         tokens, answers = (
             np.concatenate([part[:0], *(part[place] for place in places)]) for part in (self.tokens, self.answers)
         )
@@ -121,10 +120,11 @@ def read(
 
     Raises UserError as `conversations` does, and where a preference is missing or the template is broken.
     """
-    key = text_sources.listing(_listed(data)).key if not data.path.startswith("hf:") else None
+    listed = Data(path="python:stdlib") if data.path == DOCSTRINGS else data
+    key = None if data.path.startswith("hf:") else text_sources.listing(listed).key
     facts = [_VERSION, key, tokenizer.fingerprint, template.text, dict(template.tokens), pairs]
     file = cache_folder() / "chats" / f"{hashed(facts)}.npz"
-    if key is not None and file.is_file():
+    if key is not None:
         with contextlib.suppress(*_DAMAGED):
             return loads(file.read_bytes(), pairs)
     tokens = _encode(data, tokenizer, template, pairs, progress)
@@ -133,10 +133,6 @@ def read(
             file.parent.mkdir(parents=True, exist_ok=True)
             write_atomic(file, dumps(tokens))
     return tokens
-
-
-def _listed(data: Data) -> Data:
-    return Data(path="python:stdlib") if data.path == DOCSTRINGS else data
 
 
 def dumps(chats: ChatTokens) -> bytes:
@@ -175,10 +171,10 @@ def _encode(
     skipped: Skipped = []
     report = ChatReport()
     rendered: list[_Text] = []
-    tokens: list[NDArray[Any]] = [np.zeros(0, tokenizer.dtype)]
-    answers: list[NDArray[np.bool_]] = [np.zeros(0, np.bool_)]
+    tokens: list[NDArray[Any]] = []
+    answers: list[NDArray[np.bool_]] = []
     talks = conversations(data, skipped, progress, pairs, report)
-    texts = (text for talk in talks for text in _texts(talk, template, pairs, _Left(skipped, report)))
+    texts = (text for talk in talks for text in _texts(talk, template, pairs, skipped, report))
     while part := list(islice(texts, _TOGETHER)):
         encoded = tokenizer.encode_marked([row.text for row in part])
         for row, (ids, places) in zip(part, encoded, strict=True):
@@ -191,22 +187,18 @@ def _encode(
             why=f"{len(skipped)} skipped ({row_files.summary(skipped)})",
             do="see the reasons; tune.template names another chat template",
         )
-    starts = np.cumsum([0, *(len(ids) for ids in tokens[1:])], dtype=np.int64)
+    starts = offsets_of([len(ids) for ids in tokens])
     names = [row.name for row in rendered]
     unused = [row.unused for row in rendered]
     both = np.concatenate(tokens), np.concatenate(answers)
     return ChatTokens(*both, starts, names, pairs, skipped, report.notes(), unused)
 
 
-class _Left(NamedTuple):
-    """Where rows that are left out, and keys that are not used, are written down."""
-
-    skipped: Skipped
-    report: ChatReport
-
-
-def _texts(talk: Conversation, template: ChatTemplate, pairs: bool, left: _Left) -> Iterator[_Text]:
-    """The text of a conversation; of preferences both sides, with the answers after what they share."""
+def _texts(
+    talk: Conversation, template: ChatTemplate, pairs: bool, skipped: Skipped, report: ChatReport
+) -> Iterator[_Text]:
+    """The text of a conversation; of preferences both sides, with the answers after what they share. What is left out
+    goes into `skipped`, keys that are not used into `report`."""
     if pairs != bool(talk.rejected):
         raise UserError(
             f"{talk.name} is {'no' if pairs else 'a'} preference.",
@@ -221,9 +213,9 @@ def _texts(talk: Conversation, template: ChatTemplate, pairs: bool, left: _Left)
         if not all(spans[before:] for _, spans in texts):
             raise Unusable("the chat template leaves its answers out")
     except Unusable as reason:
-        left.skipped.append((talk.name, str(reason)))
+        skipped.append((talk.name, str(reason)))
         return
-    left.report.template_unused.count(set(unread))
+    report.template_unused.count(set(unread))
     unused = len({*talk.unused_columns, *talk.unused_keys, *unread})
     yield from (_Text(talk.name, text, spans[before:], unused) for text, spans in texts)
 
@@ -260,16 +252,14 @@ def divided(chats: ChatTokens, share: float, sequence: int, longer: str) -> tupl
             do=f"train.sequence = {int(most.max(initial=2)) - 1}, or more data",
         )
     ids = np.flatnonzero(usable)
-    marks = np.array([_hash(shortened, int(row) * step) for row in ids], np.uint64)
+    spans = zip(*shortened.starts[[ids * step, ids * step + 1]], strict=True)
+    first = [shortened.tokens[start:stop].astype("<u4").tobytes() for start, stop in spans]
+    marks = np.array([xxhash.xxh3_64_intdigest(tokens) for tokens in first], np.uint64)
     held_out = marks < np.uint64(min(round(share * _HASHES), _HASHES - 1))
     if held_out.all() or not held_out.any():  # one is moved to the other side
         held_out[int(np.argmin(marks))] = not held_out.any()
     each = [(ids[side][:, None] * step + np.arange(step)).reshape(-1).tolist() for side in (~held_out, held_out)]
     return shortened.at(each[0]), shortened.at(each[1]), notes
-
-
-def _hash(chats: ChatTokens, chat: int) -> int:
-    return xxhash.xxh3_64_intdigest(chats.tokens[chats.starts[chat] : chats.starts[chat + 1]].astype("<u4").tobytes())
 
 
 def _notes_on_length(long: Any, usable: Any, longest: int, sequence: int, longer: str) -> list[str]:

@@ -15,6 +15,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from jinja2 import meta
+
 from espalier.language.tokenizer import Tokenizer
 from espalier.language.tokenizer_files import TEMPLATE
 from espalier.language.tune import template_sandbox
@@ -76,16 +78,19 @@ class ChatTemplate:
         if strange:
             raise Unusable(f"the chat template does not read its {printable(strange[0])!r}")
         messages = [_Message.of(turn) for turn in turns]
-        made = self._by_marks if self._has_marks else self._by_turns
+        marks = "generation %}" in self.text.replace("generation-%}", "generation %}")
         try:
-            text, spans = made(messages, variables)
+            if marks:
+                text, spans = _cut(self._render(messages, False, variables))
+            else:
+                text, spans = self._by_turns(messages, variables)
         except UserError:
             for message in messages:  # a turn that calls a tool may have no text, and the template knows no calls
                 message.unread()
             raise
-        names = [name for message in messages for name in message.unread()]
+        names = {name for message in messages for name in message.unread()}
         if unused is not None:
-            unused += sorted(set(names))
+            unused += sorted(names)
         numbers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
         if not masked:
             return text, spans
@@ -103,14 +108,7 @@ class ChatTemplate:
     @cached_property
     def _variables(self) -> frozenset[str]:
         with self._failing("is no Jinja template: "):
-            return template_sandbox.variables_of(self.text, self._environment)
-
-    @property
-    def _has_marks(self) -> bool:
-        return "generation %}" in self.text.replace("generation-%}", "generation %}")
-
-    def _by_marks(self, messages: Sequence[_Message], variables: Variables) -> Marked:
-        return _cut(self._render(messages, False, variables))
+            return frozenset(meta.find_undeclared_variables(self._environment.parse(self.text)))
 
     def _by_turns(self, messages: Sequence[_Message], variables: Variables) -> Marked:
         text = _unmarked(self._render(messages, False, variables))
@@ -222,26 +220,22 @@ def _unmarked(text: str) -> str:
 def open_template(file: str | None, tokenizer: Tokenizer, run: Path | None = None) -> ChatTemplate:
     """The template in `file`, else that in the folder `run`, of the tokenizer's folder, or ChatML. Raises UserError."""
     files = tokenizer.files
+    tokens = files.special_tokens
     if run is not None and (run / FILE).is_file():
-        return ChatTemplate(read_text(run / FILE), files.special_tokens, "the run")
+        return ChatTemplate(read_text(run / FILE), tokens, "the run")
     if file is not None:
         do = f"tune.template = {file!r} has to name a Jinja file"
-        return ChatTemplate(read_text(Path(file).expanduser(), do), files.special_tokens, file)
-    if files.template is not None:
-        _check_tokens(files.template, files.special_tokens, tokenizer)
-        return ChatTemplate(files.template, files.special_tokens, files.origin)
-    return ChatTemplate(CHATML, files.special_tokens, "ChatML")
-
-
-def _check_tokens(text: str, tokens: Mapping[str, str], tokenizer: Tokenizer) -> None:
-    """Raises UserError where a template writes a special token that the tokenizer would read as plain text."""
+        return ChatTemplate(read_text(Path(file).expanduser(), do), tokens, file)
+    if (text := files.template) is None:
+        return ChatTemplate(CHATML, tokens, "ChatML")
     known = tokenizer.table()
-    strange = next((role for role, token in tokens.items() if role in text and token not in known), None)
-    if strange is not None:
-        raise UserError(
-            f"The chat template writes {strange} = {printable(tokens[strange])!r}, which is not in tokenizer.json.",
-            do="save the tokenizer with it, or name another template as tune.template",
-        )
+    for role, token in tokens.items():
+        if role in text and token not in known:  # which would be read as plain text
+            raise UserError(
+                f"The chat template writes {role} = {printable(token)!r}, which is not in tokenizer.json.",
+                do="save the tokenizer with it, or name another template as tune.template",
+            )
+    return ChatTemplate(text, tokens, files.origin)
 
 
 def _cut(text: str) -> Marked:

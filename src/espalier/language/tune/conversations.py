@@ -95,7 +95,8 @@ def _rows(data: Data, progress: Callable[[int, int], None], pairs: bool, report:
         yield from _preferred(_docstrings(progress)) if pairs else _docstrings(progress)
         return
     if data.path.startswith("hf:"):
-        yield from _hub_rows(data)
+        name = data.path.removeprefix("hf:")
+        yield from ((f"{name}:{number}", row) for number, row in enumerate(text_sources.hub_table(data), start=1))
         return
     listed = text_sources.listing(data)
     report.stated = listed.notes
@@ -118,12 +119,6 @@ def _rows(data: Data, progress: Callable[[int, int], None], pairs: bool, report:
             why=f"[tune] reads {', '.join(row_files.ENDINGS)} with {KNOWN}; this is {shown}",
             do="one JSON object with messages in each line, or leave [tune] out to train on plain text",
         )
-
-
-def _hub_rows(data: Data) -> NamedRows:
-    name = data.path.removeprefix("hf:")
-    for number, row in enumerate(text_sources.hub_table(data), start=1):
-        yield f"{name}:{number}", row
 
 
 def _docstrings(progress: Callable[[int, int], None]) -> NamedRows:

@@ -50,7 +50,8 @@ class LoraLinear(nn.Linear):
         self.out_features = inner.out_features
         self.rank = options.rank
         self.active = True
-        self.scale = scale_of(options)
+        alpha = 2.0 * options.rank if options.alpha is None else options.alpha
+        self.scale = alpha / (math.sqrt(options.rank) if options.rslora else options.rank)
         self.weight = inner.weight
         self.weight.requires_grad_(False)
         self.register_parameter("bias", inner.bias)
@@ -101,12 +102,6 @@ class LoraLinear(nn.Linear):
         self.lora_b.zero_()
         if self.magnitude is not None:
             self.magnitude.copy_(self.weight.norm(dim=1))
-
-
-def scale_of(options: Adapters) -> float:
-    """What an adapter's product is multiplied by."""
-    alpha = 2.0 * options.rank if options.alpha is None else options.alpha
-    return alpha / (math.sqrt(options.rank) if options.rslora else options.rank)
 
 
 Fill = Callable[[nn.Module, str], None]
@@ -217,8 +212,8 @@ def work(anatomy: Anatomy, load: DecoderLoad, options: Adapters) -> Anatomy:
     matrices = _matrices(load.size)
     targets = options.targets or TARGETS
     tokens = layer.tokens
-    values = sum(rows * columns for rows, columns in matrices.values())
-    largest = max(rows * columns for rows, columns in matrices.values())
+    each = [rows * columns for rows, columns in matrices.values()]
+    values = sum(each)
     codes = options.frozen in ("int8", "int4")
     cast = options.frozen == "fp32" and load.compute < load.whole
     made = codes * load.compute + (options.frozen == "int4")  # bytes of each value while a matrix is made of codes
@@ -238,7 +233,7 @@ def work(anatomy: Anatomy, load: DecoderLoad, options: Adapters) -> Anatomy:
         layer,
         products=(*(replace(product, frozen=True) for product in layer.products), *thin),
         saved=layer.saved + more * (load.recompute == "none"),
-        transient=layer.transient + more * (load.recompute != "none") + largest * made,
+        transient=layer.transient + more * (load.recompute != "none") + max(each) * made,
         put_off=tokens * sides * load.compute,
         moved=moved,
         issued=ISSUED + 4 * len(targets),  # two products, a scale and an addition
@@ -332,9 +327,7 @@ def quantized(
     flat = codes.view(rows, -1)
     if bits == 8:
         return flat, scales
-    low = flat[:, 0::2]
-    high = flat[:, 1::2]
-    return (low & 15) | (high << 4), scales
+    return (flat[:, 0::2] & 15) | (flat[:, 1::2] << 4), scales
 
 
 def whole(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Iterable, Mapping
@@ -44,7 +43,7 @@ def export(workload: DecoderWorkload, model: gpt.GPT, folder: Path) -> str:
     def fill(partial: Path) -> None:
         save_file(tensors, partial / WEIGHTS, metadata={"format": "pt", _BASE: fingerprint(model)})
         serialization.sort_metadata(partial / WEIGHTS)
-        (partial / CONFIG).write_text(json.dumps(config_of(workload, tensors), indent=2) + "\n", encoding="utf-8")
+        hf.write_json(partial / CONFIG, config_of(workload, tensors))
         workload.exported_tokenizer.save(partial)
         weight_files.refuse_changed([partial / WEIGHTS], tensors)
 
@@ -94,11 +93,12 @@ def config_of(workload: DecoderWorkload, tensors: Iterable[str]) -> dict[str, An
     revision = ""
     if base.startswith(hf.HUB):
         base, _, revision = base.removeprefix(hf.HUB).partition("@")
+    cached = re.search(r"/models--([^/]+)/snapshots/", base)
     names = {name.split(".")[-3] for name in tensors if name.endswith(_PARTS["lora_a"])}
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": _hub_id(base) or None,
+        "base_model_name_or_path": (cached[1].replace("--", "/") if cached else base) or None,
         "revision": revision or None,
         "r": tune.rank,
         "lora_alpha": 2.0 * tune.rank if tune.alpha is None else tune.alpha,
@@ -110,12 +110,6 @@ def config_of(workload: DecoderWorkload, tensors: Iterable[str]) -> dict[str, An
         "fan_in_fan_out": False,
         "inference_mode": True,
     }
-
-
-def _hub_id(initial: str) -> str:
-    """The hub's id of a model that is named by it or lies in the hub's cache; else `initial`."""
-    cached = re.search(r"/models--([^/]+)/snapshots/", initial)
-    return cached[1].replace("--", "/") if cached else initial
 
 
 # --- in ----------------------------------------------------------------------------------------------------------

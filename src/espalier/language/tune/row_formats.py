@@ -14,31 +14,19 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from espalier.language.row_files import text_fault
+from espalier.recipe.data_table import data_table
 from espalier.recipe.errors import UserError
 from espalier.recipe.foreign_files import Fields, printable
 
 KNOWN = "messages, conversations, prompt and completion, instruction and output, or chosen and rejected"
-ROLES = {
-    "human": "user",
-    "gpt": "assistant",
-    "bot": "assistant",
-    "chatgpt": "assistant",
-    "model": "assistant",
-    "function_call": "assistant",
-    "observation": "tool",
-    "function": "tool",
-}
+_TABLES = data_table(__file__)
+ROLES: Mapping[str, str] = _TABLES["roles"]
 """Names of roles in other sets, and what chat templates call them."""
 CALLS = "function_call"
-TURN_NAMES = frozenset({"tool_calls", "reasoning_content", "reasoning", "thinking", "tool_call_id", "name"})
+TURN_NAMES = frozenset(_TABLES["turn"])
 """Keys of a turn that a chat template may know."""
-ROW_NAMES = frozenset({"tools", "documents", "chat_template_kwargs"})
+ROW_NAMES = frozenset(_TABLES["row"])
 """Columns of a row that a chat template may know."""
-_READ = frozenset({"role", "from", "content", "value", "weight", "train", CALLS, *TURN_NAMES})
-_MASKS = frozenset({"loss", "loss_mask", "mask", "masked", "trainable", "training", "train_detail", "training_detail"})
-_MEDIA = frozenset({"image", "images", "video", "videos", "audio", "audios"})
-_KTO = frozenset({"label", "kto_tag"})
-_GOOD_OR_BAD = frozenset({"true", "false", "0", "1", "0.0", "1.0", "good", "bad", "desirable", "undesirable"})
 COLUMNS = Fields("column", frozenset())
 TURN_KEYS = Fields("key", frozenset(), unit="turn")
 TEMPLATE_KEYS = Fields("key", frozenset(), unit="conversation")
@@ -111,25 +99,27 @@ def conversation(name: str, row: Row) -> Conversation:
 
 def _check_columns(row: Row) -> None:
     """Raises `Unusable` for columns that change the meaning of the others and are not understood."""
-    media = next((key for key in sorted(_MEDIA) if row.get(key)), None)
-    if media is not None:
-        raise Unusable(f"it has {media!r}, and a language model reads text alone")
-    label = next((key for key in sorted(_KTO) if str(row.get(key)).lower() in _GOOD_OR_BAD), None)
+    _refuse_media(row, "it")
+    label = next((key for key in _TABLES["kto"] if str(row.get(key)).lower() in _TABLES["good_or_bad"]), None)
     if label is not None:
         raise Unusable(f"its {label!r} may say whether the answer is good (KTO), which is not learned from")
     if row.get("weight") not in (None, 1):
         raise Unusable(f"it has the weight {printable(row['weight'])}; all rows count alike")
 
 
+def _refuse_media(row: Row, what: str) -> None:
+    if media := [key for key in _TABLES["media"] if row.get(key)]:
+        raise Unusable(f"{what} has {media[0]!r}, and a language model reads text alone")
+
+
 def _variables(row: Row) -> Variables:
-    functions = [{"type": "function", "function": part} for part in _objects(row.get("functions"), "functions")]
+    functions = _functions(_objects(row.get("functions"), "functions"))
     tools = _objects(row.get("tools"), "tools") or functions
     documents = _objects(row.get("documents"), "documents")
     options = _decoded(row.get("chat_template_kwargs")) or {}
     if not isinstance(options, Mapping):
         raise Unusable("'chat_template_kwargs' is no object")
-    named = {"tools": tools, "documents": documents}
-    return {**{name: value for name, value in named.items() if value}, **options}
+    return {**({"tools": tools} if tools else {}), **({"documents": documents} if documents else {}), **options}
 
 
 def _decoded(value: Any) -> Any:
@@ -145,15 +135,14 @@ def _decoded(value: Any) -> Any:
 def _objects(value: Any, key: str) -> list[Row]:
     """A list of objects, also as JSON text; nothing for nothing."""
     value = _decoded(value)
-    value = list(value) if isinstance(value, list | tuple) else value
-    if not value:
-        return []
-    if not isinstance(value, list) or not all(isinstance(part, Mapping) for part in value):
-        raise Unusable(f"{key!r} is no list of objects")
-    return value
+    return _messages(value, key, "") if value else []
 
 
 # --- turns of each format ----------------------------------------------------------------------------------------
+
+
+def _functions(parts: Sequence[Row]) -> list[Row]:
+    return [{"type": "function", "function": part} for part in parts]
 
 
 def _text(row: Row, key: str) -> str:
@@ -181,14 +170,6 @@ def _history(row: Row) -> Iterator[Row]:
     for asked, answered in pairs:
         yield {"role": "user", "content": asked}
         yield {"role": "assistant", "content": answered}
-
-
-def _completion(row: Row) -> list[Row]:
-    return [*_history(row), *_side(row, "prompt", "user"), *_side(row, "completion", "assistant")]
-
-
-def _alpaca(row: Row) -> list[Row]:
-    return [*_history(row), _asked(row), {"role": "assistant", "content": _text(row, "output")}]
 
 
 def _asked(row: Row) -> Row:
@@ -228,10 +209,10 @@ def _openai_preference(row: Row) -> Row:
     return {**given, "prompt": asked.get("messages")}
 
 
-def _messages(value: Any, key: str) -> list[Row]:
+def _messages(value: Any, key: str, what: str = ": its turns") -> list[Row]:
     value = _decoded(value)
     if not isinstance(value, list | tuple) or not all(isinstance(part, Mapping) for part in value):
-        raise Unusable(f"{key!r} is no list of objects: its turns")
+        raise Unusable(f"{key!r} is no list of objects{what}")
     return list(value)
 
 
@@ -243,8 +224,16 @@ _FORMATS = (
     _Format(_PREFERENCE, frozenset(), lambda row: []),
     _Format(("messages",), frozenset(), lambda row: _messages(row["messages"], "messages")),
     _Format(("conversations",), frozenset(), lambda row: _messages(row["conversations"], "conversations")),
-    _Format(("prompt", "completion"), frozenset({"history"}), _completion),
-    _Format(("instruction", "output"), _ALPACA, _alpaca),
+    _Format(
+        ("prompt", "completion"),
+        frozenset({"history"}),
+        lambda row: [*_history(row), *_side(row, "prompt", "user"), *_side(row, "completion", "assistant")],
+    ),
+    _Format(
+        ("instruction", "output"),
+        _ALPACA,
+        lambda row: [*_history(row), _asked(row), {"role": "assistant", "content": _text(row, "output")}],
+    ),
 )
 
 
@@ -300,7 +289,10 @@ def _turn(row: Row) -> Turn:
     role = ROLES.get(stated, stated)
     if not extras and content is not None:
         return Turn(role, content)
-    _check_text(extras)
+    try:
+        json.dumps(extras, ensure_ascii=False, default=str).encode()
+    except (ValueError, RecursionError):
+        raise Unusable("a turn has half a surrogate pair, or what is no JSON") from None
     given = {} if content is None and key not in row else {"content": content}
     return Turn(role, content, {"role": role, **given, **extras})
 
@@ -322,31 +314,22 @@ def _calls(row: Row, role: str, content: Any) -> list[Row]:
         calls = _objects([value] if isinstance(value, Mapping) else value, CALLS)
         if not calls or not all("name" in call and "arguments" in call for call in calls):
             raise Unusable(f"a turn of {CALLS!r} is no JSON with name and arguments")
-        return [{"type": "function", "function": call} for call in calls]
+        return _functions(calls)
     calls = _objects(row.get("tool_calls"), "tool_calls")
     legacy = row.get(CALLS)
     if legacy is not None and not isinstance(legacy, Mapping):
         raise Unusable(f"{CALLS!r} of a turn is no object")
-    return calls or ([{"type": "function", "function": legacy}] if legacy else [])
-
-
-def _check_text(value: Any) -> None:
-    """Raises `Unusable` for what cannot be written as UTF-8, at any depth."""
-    try:
-        json.dumps(value, ensure_ascii=False, default=str).encode()
-    except (ValueError, RecursionError):
-        raise Unusable("a turn has half a surrogate pair, or what is no JSON") from None
+    return calls or _functions([legacy] if legacy else [])
 
 
 def _unused_keys(messages: Sequence[Row]) -> Iterator[str]:
+    known = TURN_NAMES.union(_TABLES["read"])
     for row in messages:
-        mask = next((key for key in row if key in _MASKS and row[key] is not None), None)
+        mask = next((key for key in row if key in _TABLES["masks"] and row[key] is not None), None)
         if mask is not None:
             raise Unusable(f"a turn has the key {mask!r}; 'weight': 0 or 'train': false leave a turn out of the loss")
-        media = next((key for key in row if key in _MEDIA and row[key]), None)
-        if media is not None:
-            raise Unusable(f"a turn has {media!r}, and a language model reads text alone")
-        yield from (str(key) for key, value in row.items() if key not in _READ and value is not None)
+        _refuse_media(row, "a turn")
+        yield from (str(key) for key, value in row.items() if key not in known and value is not None)
 
 
 def _masked(messages: Sequence[Row]) -> frozenset[int]:
@@ -380,32 +363,15 @@ def _checked(talk: Conversation, side: str = "it") -> Conversation:
     answers = [number for number, role in enumerate(roles) if role == "assistant"]
     if not answers:
         raise Unusable(f"{side} has no assistant turn")
-    if any(not (talk.turns[number].content or "").strip() and not _speaks(talk.turns[number]) for number in answers):
-        raise Unusable(f"an answer of {side} is empty")
+    for turn in talk.turns:  # one that calls a tool may have no text
+        if turn.role == "assistant" and not (turn.content or "").strip() and "tool_calls" not in (turn.message or ()):
+            raise Unusable(f"an answer of {side} is empty")
     if talk.masked.issuperset(answers):
         raise Unusable(f"no answer of {side} is to be learned (weight 0)")
     return talk
 
 
-def _speaks(turn: Turn) -> bool:
-    """Whether a turn without text says something: it calls a tool."""
-    return turn.message is not None and "tool_calls" in turn.message
-
-
 # --- dataset_info.json of LLaMA-Factory --------------------------------------------------------------------------
-
-
-_ALPACA_NAMES = {"prompt": "instruction", "query": "input", "response": "output", "history": "history"}
-_SHAREGPT_NAMES = {"messages": "conversations"}
-_BOTH = {"system": "system", "tools": "tools", "chosen": "chosen", "rejected": "rejected"}
-_TAGS = {"role_tag": "from", "content_tag": "value"}
-_ROLE_TAGS = {
-    "user_tag": "human",
-    "assistant_tag": "gpt",
-    "observation_tag": "observation",
-    "function_tag": CALLS,
-    "system_tag": "system",
-}
 
 
 def renaming(file: str, table: Row) -> Callable[[Row], Row]:
@@ -413,8 +379,10 @@ def renaming(file: str, table: Row) -> Callable[[Row], Row]:
     that are not understood."""
     columns = table.get("columns") or {}
     tags = table.get("tags") or {}
-    known = {**(_ALPACA_NAMES if table.get("formatting", "alpaca") == "alpaca" else _SHAREGPT_NAMES), **_BOTH}
-    strange = sorted(set(columns) - set(known)) or sorted(set(tags) - set(_TAGS) - set(_ROLE_TAGS))
+    names_of = _TABLES["llama_factory"]
+    alpaca = table.get("formatting", "alpaca") == "alpaca"
+    known = names_of["alpaca" if alpaca else "sharegpt"] | names_of["both"]
+    strange = sorted({*columns} - known.keys()) or sorted({*tags}.difference(names_of["tags"], names_of["role_tags"]))
     if strange:
         raise UserError(
             f"dataset_info.json names {printable(strange[0])!r} for {printable(file)}, which is not understood.",
@@ -422,8 +390,9 @@ def renaming(file: str, table: Row) -> Callable[[Row], Row]:
             do="name another file as data.path",
         )
     names = {columns[key]: ours for key, ours in known.items() if key in columns}
-    keys = {tags[key]: ours for key, ours in _TAGS.items() if key in tags}
-    roles = {tags[key]: ours for key, ours in _ROLE_TAGS.items() if key in tags}
+    keys, roles = (
+        {tags[key]: ours for key, ours in names_of[group].items() if key in tags} for group in ("tags", "role_tags")
+    )
 
     def turn(row: Any) -> Any:
         if not isinstance(row, Mapping):

@@ -17,7 +17,7 @@ from datetime import datetime
 from types import GeneratorType
 from typing import Any
 
-from jinja2 import Environment, meta, nodes
+from jinja2 import Environment, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.nodes import EvalContext
 from jinja2.runtime import Context
@@ -287,8 +287,3 @@ def _refuse(message: str) -> None:
 
 def _as_json(value: Any, indent: int | None = None, **options: Any) -> str:
     return json.dumps(value, **{"ensure_ascii": False, "indent": indent, **options})
-
-
-def variables_of(text: str, sandbox: Sandbox) -> frozenset[str]:
-    """The variables that a template reads."""
-    return frozenset(meta.find_undeclared_variables(sandbox.parse(text)))

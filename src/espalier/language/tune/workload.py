@@ -18,7 +18,7 @@ from torch import nn
 from espalier.kernels.linear_cross_entropy import IGNORED
 from espalier.language import generate, gpt, hf, row_files, text_sources
 from espalier.language.decoder_workload import DecoderWorkload, RowBatch, TokenWindows
-from espalier.language.tokenizer import Tokenizer, kept_tokenizer
+from espalier.language.tokenizer import Tokenizer, kept_tokenizer, open_tokenizer
 from espalier.language.tune import chat_rows, dpo, lora, peft
 from espalier.language.tune.answer_loss import answer_loss, row_log_probability
 from espalier.language.tune.chat_rows import ChatTokens
@@ -34,7 +34,6 @@ from espalier.parallel.workload import (
     Skeleton,
     SummedLoss,
     Sums,
-    to_device,
 )
 from espalier.recipe import Adapters, Dpo, Lora, Recipe, Tuning
 from espalier.recipe.cost import Work
@@ -73,11 +72,11 @@ class TuneWorkload(DecoderWorkload):
         self.tune: Tuning = recipe.tune
         self.chats = chats
         self.pairs = isinstance(recipe.tune, Dpo)
+        self.measured = dpo.PairLosses._fields if self.pairs else self.measured
         self.global_batch = batch_of(recipe)
         self.held_rows = self._rows_of(chats.held_out)
         self.train_rows = [] if chats.train is None else self._rows_of(chats.train)
         self._ordered = lru_cache(2)(self._order)
-        self._byte_lengths = torch.from_numpy(np.asarray(self.tokenizer.byte_lengths, dtype=np.float64))
         answers = 1.0 if self.pairs or chats.train is None else chats.train.answers.sum() / len(self.train_rows)
         self.nominal_weight = max(1.0, float(self.global_batch * answers))
 
@@ -140,12 +139,12 @@ class TuneWorkload(DecoderWorkload):
         return [self.train_rows[self._ordered(epoch)[place]] for epoch, place in places]
 
     def _batch(self, chats: ChatTokens, rows: Sequence[Sequence[int]], shard: Shard) -> TokenWindows:
-        if not self.pairs:
-            arrays = chat_rows.filled(chats, rows, self.sequence, self.tokenizer.boundary)
-        else:
-            sides = [[chat] for row in rows for chat in row]
-            longest = max((int(chats.lengths[side[0]]) for side in sides), default=1)
-            arrays = chat_rows.filled(chats, sides, min(self.sequence, -(-longest // 64) * 64), self.tokenizer.boundary)
+        sequence = self.sequence
+        if self.pairs:
+            rows = [[chat] for row in rows for chat in row]
+            longest = max((int(chats.lengths[side[0]]) for side in rows), default=1)
+            sequence = min(sequence, -(-longest // 64) * 64)
+        arrays = chat_rows.filled(chats, rows, sequence, self.tokenizer.boundary)
         return RowBatch(*map(torch.from_numpy, arrays)).part(shard)
 
     def batches(self, step: int, shard: Shard) -> list[TokenWindows]:
@@ -172,23 +171,15 @@ class TuneWorkload(DecoderWorkload):
         each = self.sequence * (dpo.ROWS if self.pairs else 1)
         return min(len(self.held_rows), max(1, (self.recipe.train.validate_tokens or VALIDATE_TOKENS) // each))
 
-    def evaluate(self, model: gpt.GPT, shard: Shard) -> Sums:
-        """Of answers `loss` in nats per token and `nats_per_byte`; of preferences `loss`, `margin`, `preferred`."""
-        device = next(model.parameters()).device
-        sums = dict.fromkeys(dpo.PairLosses._fields if self.pairs else ("loss", "nats_per_byte"), (0.0, 0.0))
-        for start, stop in shard.cuts:
-            batch = self._batch(self.chats.held_out, self.held_rows[start:stop], shard)
-            for name, (total, weight) in self._figures(model, to_device(batch, device)).items():
-                sums[name] = (sums[name][0] + total, sums[name][1] + weight)
-        return sums
+    def _held_out(self, start: int, stop: int, shard: Shard) -> TokenWindows:
+        return self._batch(self.chats.held_out, self.held_rows[start:stop], shard)
 
     def _figures(self, model: gpt.GPT, batch: TokenWindows) -> Sums:
-        if isinstance(self.tune, Dpo):
-            losses = dpo.losses(model, batch, self.tune.beta)
-            return {name: (float(figure.sum()), float(len(figure))) for name, figure in losses._asdict().items()}
-        nats = float(model.loss_sum(*batch))
-        answers = batch.targets[batch.targets != IGNORED].cpu()
-        return {"loss": (nats, float(len(answers))), "nats_per_byte": (nats, float(self._byte_lengths[answers].sum()))}
+        """Of answers as of text; of preferences `loss`, `margin`, `preferred`."""
+        if not isinstance(self.tune, Dpo):
+            return super()._figures(model, batch)
+        losses = dpo.losses(model, batch, self.tune.beta)
+        return {name: (float(figure.sum()), float(len(figure))) for name, figure in losses._asdict().items()}
 
     def summary(self, totals: Averages) -> Averages:
         """Of answers loss, bits per byte and perplexity; of preferences what `evaluate` gives."""
@@ -293,18 +284,18 @@ class ReadChats(NamedTuple):
     chats: Sequence[ChatTokens]
 
 
-def read(recipe: Recipe, tokenizer: Tokenizer, run: Path | None, progress: Progress | None) -> ReadChats:
-    """Reads all `[[data]]`. Raises UserError."""
+def read(recipe: Recipe, tokenizer: Tokenizer | None, run: Path | None, progress: Progress | None) -> ReadChats:
+    """Reads all `[[data]]`; `tokenizer`: None for that of the recipe. Raises UserError."""
     assert recipe.tune is not None
+    tokenizer = tokenizer or open_tokenizer(recipe.data[0].tokenizer)
     if any(source.weight != 1 for source in recipe.data):
         raise UserError(
             "data.weight is not possible with [tune].", why="an epoch takes every conversation once", do="leave it out"
         )
     template = open_template(recipe.tune.template, tokenizer, run)
     pairs = isinstance(recipe.tune, Dpo)
-    return ReadChats(
-        tokenizer, template, [chat_rows.read(source, tokenizer, template, pairs, progress) for source in recipe.data]
-    )
+    chats = [chat_rows.read(source, tokenizer, template, pairs, progress) for source in recipe.data]
+    return ReadChats(tokenizer, template, chats)
 
 
 def chats_of(recipe: Recipe, chats: ReadChats) -> ConversationSplit:
