@@ -13,13 +13,14 @@ from torch import Tensor
 
 from espalier.optim.base import Optimizer
 from espalier.optim.loss_scale import LossScale
-from espalier.parallel.agreement import AgreedStep, Gradients, LauncherNews
+from espalier.parallel.agreement import AgreedStep, LauncherNews
 from espalier.parallel.workload import Outcome
 from espalier.plan.base import task_totals
 from espalier.plan.compose import Claim
 from espalier.train.mechanism import Build, Mechanism
 
 if TYPE_CHECKING:
+    from espalier.parallel.sharding import Sharding
     from espalier.plan.base import Plan
     from espalier.recipe import Recipe
 
@@ -40,7 +41,7 @@ class StepAgreement:
 
     `loss_scale`: see `train.mechanism.Build`; what is summed is divided by it."""
 
-    sharding: Gradients
+    sharding: Sharding
     optimizer: Optimizer
     totals: Totals
     clip: float
