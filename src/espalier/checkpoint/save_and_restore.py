@@ -187,12 +187,12 @@ class Checkpoints:
 
     def newest(self) -> int:
         """The newest step there is by its manifest (files are not checked); -1 without any. All ranks call it."""
-
-        def in_agreement(_: list[None]) -> list[int]:
-            return [max((entry.step for entry in self.entries() if not entry.why), default=-1)] * self.team.world
-
         self.wait()
-        return self.team.agree("listing checkpoints", lambda: None, in_agreement)
+        return self.team.agree(
+            "listing checkpoints",
+            lambda: None,
+            lambda _: [max((entry.step for entry in self.entries() if not entry.why), default=-1)] * self.team.world,
+        )
 
     def forget(self, after: int) -> None:
         """Deletes the checkpoints of more than `after` steps. All ranks call it."""
@@ -223,14 +223,21 @@ class Checkpoints:
         )
         skipped: _Skipped = []
         for name in candidates:
-            why = self.team.agree("checking a checkpoint", partial(self._damage, name), _first_reason)
+            reasons = self.team.agree(
+                "checking a checkpoint", partial(self._damage, name), lambda each: [each] * len(each)
+            )
+            why = next(filter(None, reasons), "")
             if why:
                 skipped.append((name, why))
                 continue
             self._report(skipped, name)
             return self._take(name, parts, skipped)
         if skipped:
-            raise _nothing_good(skipped, self.place.path(""))
+            raise UserError(
+                f"No checkpoint at {self.place.path('')} can be used.",
+                why="; ".join(f"{name}: {why}" for name, why in skipped),
+                do="restore the folder from a backup, or start a new run with --run FOLDER",
+            )
         return None
 
     def _take(self, name: str, parts: StatefulParts, skipped: _Skipped) -> Loaded:
@@ -349,17 +356,5 @@ def _step_back() -> None:
         os.setpriority(os.PRIO_PROCESS, thread, max(NICE, os.getpriority(os.PRIO_PROCESS, thread)))
 
 
-def _first_reason(reasons: list[str]) -> list[str]:
-    return [next((why for why in reasons if why), "")] * len(reasons)
-
-
 def _ignore(event: str, **fields: Any) -> None:
     """Where events go when nobody listens."""
-
-
-def _nothing_good(skipped: _Skipped, where: str) -> UserError:
-    return UserError(
-        f"No checkpoint at {where} can be used.",
-        why="; ".join(f"{name}: {why}" for name, why in skipped),
-        do="restore the folder from a backup, or start a new run with --run FOLDER",
-    )

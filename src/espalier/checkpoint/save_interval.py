@@ -11,9 +11,12 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 from espalier.checkpoint import young_daly
+
+if TYPE_CHECKING:
+    from espalier.checkpoint.save_and_restore import Checkpoints
 
 FIRST = 10
 """Steps until the first save, where no plan says better."""
@@ -24,18 +27,6 @@ _KEPT = 0.8
 
 Mean = Callable[[Sequence[float]], list[float]]
 """Each value's mean over all ranks."""
-
-
-class Writing(Protocol):
-    """What a store of checkpoints says of its writing (`sharded.Checkpoints`)."""
-
-    @property
-    def busy(self) -> bool:
-        """Whether a save is being written."""
-
-    @property
-    def wrote(self) -> float:
-        """Seconds that the last save took to be written."""
 
 
 class SaveInterval(NamedTuple):
@@ -96,7 +87,7 @@ class Pace:
             to half or double.
     """
 
-    def __init__(self, writing: Writing, begin: RunBeginning, mean: Mean, tell: Callable[[int, str], None]) -> None:
+    def __init__(self, writing: Checkpoints, begin: RunBeginning, mean: Mean, tell: Callable[[int, str], None]) -> None:
         self._writing, self._begin, self._mean, self._tell = writing, begin, mean, tell
         self._began = time.monotonic()
         self._steps = max(1, round(begin.steps * (begin.between / begin.expected) ** 0.5))

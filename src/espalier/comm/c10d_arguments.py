@@ -62,8 +62,6 @@ def many(tensors: Any) -> list[Tensor]:
 
 def payload(tensors: Sequence[Tensor]) -> int:
     """Bytes of all of them."""
-    if len(tensors) == 1:
-        return tensors[0].nbytes
     return sum(tensor.nbytes for tensor in tensors)
 
 

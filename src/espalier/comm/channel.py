@@ -240,13 +240,9 @@ class Channel(_ProcessGroup):
             starts = [coded.all_reduce(tensor, residual, mean) for tensor in tensors]
             return self._encoded(coded, "all_reduce", tensors, starts)
         carrier, entry = self._begin("all_reduce", tensors)
-        if len(tensors) == 1:
-            return self._end(entry, lambda: carrier.allreduce(tensors, options))
         return self._end(entry, lambda: [carrier.allreduce([tensor], options) for tensor in tensors])
 
-    def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> Pending:
-        """`allreduce` of several tensors. Each travels alone: Gloo's coalesced form copies everything twice."""
-        return self.allreduce(tensors, opts)
+    allreduce_coalesced = allreduce  # each travels alone: Gloo's coalesced form copies everything twice
 
     def reduce(self, tensors: Any, opts: Any) -> Pending:
         """The root gets the reduction of all ranks' `tensors`."""

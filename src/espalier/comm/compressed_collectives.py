@@ -130,7 +130,7 @@ class CodedCollectives:
         """Raises UserError when the ranks' codecs differ."""
         mine = self.codec.name.encode()[:NAME].ljust(NAME)
         mark = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
-        there = _everyone(self, mark)
+        there = self.everyone(mark)
         names = [bytes(row.numpy()).decode().strip() for row in there]
         if len(set(names)) > 1:
             shown = ", ".join(f"rank {self.members[rank]} has {name!r}" for rank, name in enumerate(names[:8]))
@@ -182,19 +182,32 @@ class CodedCollectives:
     def recv(self, tensor: Tensor, peer: int, tag: int) -> tuple[Work, Callable[[], None]]:
         """Work of the first send from `peer`, and what is left to do when it is here."""
         like = _flat(tensor, self.codec)
-        first = torch.empty(wire_format.first_bytes(self.codec, like.numel(), like.element_size()), dtype=torch.uint8)
+        first = self.room_for(like)
         work = self.inner.recv([first], peer, _tag(tag, 0))
         origin = (Bucket(self.kind, 0), self.members[peer])
 
         def finish() -> None:
-            header = wire_format.header_of(first, self.codec, like, origin)
-            rest = torch.empty(header.rest, dtype=torch.uint8) if header.rest else None
-            if rest is not None:
-                self.inner.recv([rest], peer, _tag(tag, 1)).wait(self.timeout())
+            rest = self.rest_of(first, like, origin, (peer, _tag(tag, 1)))
             values = wire_format.opened(self.codec, (first, rest), like, origin)
             tensor.detach().copy_(values.view(tensor.shape))
 
         return work, finish
+
+    def room_for(self, like: Tensor) -> Tensor:
+        """[bytes] for the first send of a message of what is `like` this."""
+        return torch.empty(wire_format.first_bytes(self.codec, like.numel(), like.element_size()), dtype=torch.uint8)
+
+    def rest_of(
+        self, first: Tensor, like: Tensor, origin: tuple[Bucket, int], source: tuple[int, int]
+    ) -> Tensor | None:
+        """The second send of a message by its `first`, from a `source` (rank, tag), once it is here; None: it has
+        none."""
+        header = wire_format.header_of(first, self.codec, like, origin)
+        if not header.rest:
+            return None
+        rest = torch.empty(header.rest, dtype=torch.uint8)
+        self.inner.recv([rest], *source).wait(self.timeout())
+        return rest
 
     def _check(self, residual: Tensor | None) -> None:
         if residual is not None:
@@ -202,7 +215,15 @@ class CodedCollectives:
 
     def everyone(self, row: Tensor) -> list[Tensor]:
         """Every rank's `row` (of one shape and dtype), as it is. Only inside a job of the lane."""
-        return _everyone(self, row)
+        rank, ranks = self.place
+        there = [torch.empty_like(row) for _ in range(ranks)]
+        there[rank] = row
+        others = [peer for peer in range(ranks) if peer != rank]
+        coming = [self.inner.recv([there[peer]], peer, 0) for peer in others]
+        going = [self.inner.send([row], peer, 0) for peer in others]
+        for work in (*coming, *going):
+            work.wait(self.timeout())
+        return there
 
     def close(self) -> None:
         """Ends the thread."""
@@ -236,6 +257,7 @@ class _Job:
     """One collective while it runs in the lane. Has state: the sends under way, and what it takes (see `Spent`)."""
 
     def __init__(self, coded: CodedCollectives, bucket: Bucket) -> None:
+        self.coded = coded
         self.codec = coded.codec
         self.inner = coded.inner
         self.bucket = bucket
@@ -285,18 +307,14 @@ class _Job:
 
     def expect(self, source: int, like: Tensor) -> _Coming:
         """Gets ready for a message from `source`."""
-        first = torch.empty(wire_format.first_bytes(self.codec, like.numel(), like.element_size()), dtype=torch.uint8)
+        first = self.coded.room_for(like)
         return _Coming(source, first, self.inner.recv([first], source, 0), like)
 
     def receive(self, coming: _Coming) -> Tensor:
         """The values of a message, once it is here."""
         origin = (self.bucket, self.members[coming.source])
         coming.work.wait(self.timeout())
-        header = wire_format.header_of(coming.first, self.codec, coming.like, origin)
-        rest = None
-        if header.rest:
-            rest = torch.empty(header.rest, dtype=torch.uint8)
-            self.inner.recv([rest], coming.source, 1).wait(self.timeout())
+        rest = self.coded.rest_of(coming.first, coming.like, origin, (coming.source, 1))
         begun = time.perf_counter()
         values = wire_format.opened(self.codec, (coming.first, rest), coming.like, origin)
         self.seconds += time.perf_counter() - begun
@@ -408,19 +426,6 @@ class _Job:
 
     def _mean(self, total: Tensor, average: bool) -> Tensor:
         return total / self.ranks if average else total
-
-
-def _everyone(coded: CodedCollectives, row: Tensor) -> list[Tensor]:
-    """Every rank's `row` [bytes]."""
-    rank, ranks = coded.place
-    there = [torch.empty_like(row) for _ in range(ranks)]
-    there[rank] = row
-    others = [peer for peer in range(ranks) if peer != rank]
-    coming = [coded.inner.recv([there[peer]], peer, 0) for peer in others]
-    going = [coded.inner.send([row], peer, 0) for peer in others]
-    for work in (*coming, *going):
-        work.wait(coded.timeout())
-    return there
 
 
 def _flat(tensor: Tensor, codec: Codec) -> Tensor:

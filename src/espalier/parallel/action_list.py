@@ -226,13 +226,8 @@ class _Simulation:
         self.pipeline = pipeline
         self.origin = origin
         self.last = len(pipeline.stages) - 1
-        micro_batches_held: defaultdict[int, set[int]] = defaultdict(set)
-        for number, ranks in enumerate(pipeline.stages):
-            for rank in ranks:
-                micro_batches_held[rank].add(number)
         self.ranks = {
-            rank: _Progress(lists.get(rank, ()), frozenset(stages_held))
-            for rank, stages_held in micro_batches_held.items()
+            rank: _Progress(lists.get(rank, ()), frozenset(pipeline.stages_of(rank))) for rank in pipeline.ranks
         }
         self.messages: defaultdict[_Way, deque[tuple[int, float]]] = defaultdict(deque)
         self.waiting: dict[_Way, int] = {}

@@ -7,11 +7,6 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import Tensor
-
-    from espalier.optim.base import Owned
     from espalier.parallel.workload import Outcome
 
 
@@ -34,23 +29,6 @@ class AgreedStep(NamedTuple):
     """Each task's own loss, where there are several."""
     skipped: bool = False
     """The scaled gradient was not finite: the step was left out, and the loss scale made smaller."""
-
-
-class Gradients(Protocol):
-    """What an Agreement needs of a sharding (see `parallel.sharding.Sharding`)."""
-
-    @property
-    def owned(self) -> Sequence[Owned]:
-        """What this rank's optimizer moves."""
-
-    def wait(self, totals: Tensor | None = None) -> None:
-        """Returns when the summed gradients are in the `.grad` of what is owned, and `totals` (float64) summed too."""
-
-    def norm(self) -> float:
-        """2-norm of the summed gradient of the whole model."""
-
-    def refresh(self) -> None:
-        """Begins to bring what was moved to all who hold it."""
 
 
 class Agreement(Protocol):

@@ -132,12 +132,14 @@ def _unused(files: Sequence[Path], tables: Sequence[JsonObject], views: Sequence
 
 def _telling(table: JsonObject) -> list[str]:
     """The keys of a table, without those that are refused and whose value changes nothing."""
-    return [key for key, value in table.items() if key not in REFUSED or not _is_neutral(key, value)]
-
-
-def _is_neutral(key: str, value: object) -> bool:
-    values = value if isinstance(value, list) else [value]
-    return all(cell in (None, "", 1 if key == "scale" else 0) for cell in values)
+    return [
+        key
+        for key, value in table.items()
+        if key not in REFUSED
+        or not all(
+            cell in (None, "", 1 if key == "scale" else 0) for cell in (value if isinstance(value, list) else [value])
+        )
+    ]
 
 
 # --- parts -------------------------------------------------------------------------------------------------------

@@ -15,7 +15,6 @@ from espalier.radiance import energy, scenes
 from espalier.radiance.camera_poses import pose_of
 from espalier.radiance.lens_keys import lens_of
 from espalier.radiance.rays import Lens, turntable_poses
-from espalier.radiance.scenes import Scene
 from espalier.radiance.workload import RadianceWorkload
 from espalier.recipe import Recipe, data_hash
 from espalier.recipe.cache_dir import writing
@@ -62,13 +61,10 @@ def views_of(workload: RadianceWorkload, text: str | None) -> list[tuple[str, Le
         raise UserError(f"{file} has no frames.", do='"frames": [{"transform_matrix": …}, …], or one transform_matrix')
     lens = _lens(scene.lens, table, str(file))
     names = [file.stem + (f"-{k}" if len(frames) > 1 else "") + ".png" for k in range(len(frames))]
-    poses = [_placed(scene, pose_of(frame, f"{file}, frame {k}")) for k, frame in enumerate(frames)]
+    poses = [pose_of(frame, f"{file}, frame {k}") for k, frame in enumerate(frames)]
+    if scene.placement is not None:
+        poses = [scene.placement.of(pose.numpy()) for pose in poses]
     return [(name, lens, pose) for name, pose in zip(names, poses, strict=True)]
-
-
-def _placed(scene: Scene, pose: Tensor) -> Tensor:
-    """A pose in the coordinates of the scene's folder in those of the scene."""
-    return pose if scene.placement is None else scene.placement.of(pose.numpy())
 
 
 def _lens(lens: Lens, table: Mapping[str, Any], where: str) -> Lens:

@@ -59,7 +59,10 @@ class Table:
     @property
     def fields(self) -> Mapping[str, Any]:
         """See `Artifact.fields`: `rows` begin with the columns' names; `text` is the table in letters."""
-        rows = [list(self.columns), *([_shown(cell) for cell in row] for row in self.rows)]
+        rows = [
+            list(self.columns),
+            *([f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in row] for row in self.rows),
+        ]
         widths = [max(len(row[place]) for row in rows) for place in range(len(self.columns))]
         lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
         return {"kind": "table", "text": "\n".join(line.rstrip() for line in lines), "rows": rows}
@@ -79,10 +82,6 @@ class Curve:
     def fields(self) -> Mapping[str, Any]:
         rows = [[self.along, *self.names], *([*row] for row in self.rows)]
         return {"kind": "curve", "text": self.title, "rows": rows}
-
-
-def _shown(cell: str | int | float) -> str:
-    return f"{cell:.4g}" if isinstance(cell, float) else str(cell)
 
 
 def encode(pixels: NDArray[np.uint8]) -> bytes:

@@ -249,8 +249,7 @@ class ExtentWriter(Resource):
     def close(self) -> None:
         """Commits and closes the files."""
         self.commit()
-        self._log.close()
-        self._file.close()
+        self.abandon()
 
     def abandon(self) -> None:
         """Closes the files without committing."""

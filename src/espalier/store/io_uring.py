@@ -23,19 +23,22 @@ DEPTH = 128
 """Reads in flight."""
 
 
+def _fields(names: str, rest: int) -> list[Any]:
+    """Words called `names`, and as many as `rest` that are not read."""
+    return [*((name, ctypes.c_uint32) for name in names.split()), ("rest", ctypes.c_uint32 * rest)]
+
+
 class _Submission(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_uint32) for name in ("head", "tail", "mask", "entries", "flags", "dropped", "array")]
-    _fields_ += [("rest", ctypes.c_uint32 * 3)]
+    _fields_ = _fields("head tail mask entries flags dropped array", 3)
 
 
 class _Completion(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_uint32) for name in ("head", "tail", "mask", "entries", "overflow", "events", "flags")]
-    _fields_ += [("rest", ctypes.c_uint32 * 3)]
+    _fields_ = _fields("head tail mask entries overflow events flags", 3)
 
 
 class _Params(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_uint32) for name in ("submissions", "completions", "flags", "cpu", "idle", "features")]
-    _fields_ += [("rest", ctypes.c_uint32 * 4), ("submit", _Submission), ("complete", _Completion)]
+    _fields_ = _fields("submissions completions flags cpu idle features", 4)
+    _fields_ += [("submit", _Submission), ("complete", _Completion)]
 
 
 class Ring:

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from espalier.kernels import accelerator
@@ -110,16 +110,12 @@ def _of_task(model: MultitaskModel, task: int, fields: Fields) -> list[tuple[Par
             whole,
             flops=3 * flops / node.operators,
             launches=LAUNCHES,
-            parameters=_bytes(module) / node.operators,
+            parameters=sum(parameter.nbytes for parameter in module.parameters()) / node.operators,
             saved=saved / node.operators,
             output=output,
         )
         passes.append((part, pass_))
     return passes
-
-
-def _bytes(module: nn.Module) -> float:
-    return float(sum(parameter.nbytes for parameter in module.parameters()))
 
 
 @dataclass(frozen=True, eq=False)

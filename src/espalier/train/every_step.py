@@ -6,18 +6,21 @@ import math
 import time
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor
 
 from espalier.optim.base import Optimizer
 from espalier.optim.loss_scale import LossScale
-from espalier.parallel.agreement import AgreedStep, Gradients, LauncherNews
+from espalier.parallel.agreement import AgreedStep, LauncherNews
 from espalier.parallel.workload import Outcome
 from espalier.plan.base import task_totals
 from espalier.plan.compose import Claim
 from espalier.train.mechanism import Build, Mechanism
+
+if TYPE_CHECKING:
+    from espalier.parallel.sharding import Sharding
 
 CLAIM = Claim(
     "every_step",
@@ -36,7 +39,7 @@ class StepAgreement:
 
     `loss_scale`: see `train.mechanism.Build`; what is summed is divided by it."""
 
-    sharding: Gradients
+    sharding: Sharding
     optimizer: Optimizer
     totals: Totals
     clip: float

@@ -4,9 +4,8 @@ of batching would take. No torch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from espalier.graph.sampling.batch_strategy import WholeGraph
 from espalier.mechanisms.halo_exchange import halo_plan as planned
@@ -82,10 +81,6 @@ def _whole_graph(request: Request) -> WholeGraph | None:
     return fact if isinstance(fact, WholeGraph) else None
 
 
-def _without(facts: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: fact for name, fact in facts.items() if name != "halo_exchange"}
-
-
 def _instead_of_whole(whole_graph: WholeGraph, ask: Ask) -> list[tuple[str, Plan, int]]:
     """See `planned.with_whole_graph`, by estimates."""
     whole = whole_graph.cut()
@@ -115,7 +110,8 @@ def _batches(ask: Ask) -> tuple[GraphWorkload, Plan] | None:
     if sampled is None:
         return None
     drawn, pin = sampled(), ask.request.pin.changed(micro_batch=None)
-    facts, anatomy = _without(ask.request.profile.facts), drawn.anatomy
+    facts, anatomy = dict(ask.request.profile.facts), drawn.anatomy
+    facts.pop("halo_exchange")
     decision = _estimated(ask.changed(facts=facts, anatomy=anatomy, global_batch=drawn.global_batch, pin=pin))
     return (drawn, decision.plan) if decision.fits else None
 

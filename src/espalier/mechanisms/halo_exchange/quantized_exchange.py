@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import struct
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -57,17 +57,6 @@ class Choice(NamedTuple):
 
     synchronous: bool
     bits: int
-
-
-class StalenessPolicy(Protocol):
-    """Which steps wait for fresh rows, and with how many bits rows cross. All ranks decide alike."""
-
-    @property
-    def bits(self) -> int:
-        """Of the next step."""
-
-    def next(self, step: int) -> Choice:
-        """Of the step that comes after `step` steps."""
 
 
 class Every(NamedTuple):
@@ -131,6 +120,10 @@ class Adaptive(LossTuner):
         self.bits = state.get("bits", self.bits)
         self.late = state.get("late", self.late)
         super().load_state_dict(state)
+
+
+StalenessPolicy = Every | Adaptive
+"""Which steps wait for fresh rows, and with how many bits rows cross. All ranks decide alike."""
 
 
 def sharing(columns: int) -> int:

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 from weakref import ref
 
 import torch
@@ -30,16 +30,6 @@ Reading = tuple[Done, Tensor]
 """Ends when the tensor is filled."""
 
 
-class Places(Protocol):
-    """Where activations are kept: each at a byte offset, of whole pages."""
-
-    def write(self, offset: int, values: Tensor) -> Done:
-        """Begins to write."""
-
-    def read(self, offset: int, size: int) -> Reading:
-        """Begins to read. What is given, uint8 [size] on the device, is filled when that is done."""
-
-
 class HostPlaces:
     """Pinned memory of a GPU's host. Has state: the memory, by offset."""
 
@@ -49,6 +39,7 @@ class HostPlaces:
         self._kept: dict[int, Tensor] = {}
 
     def write(self, offset: int, values: Tensor) -> Done:
+        """Begins to write."""
         host = self._kept.get(offset)
         if host is None:
             pinned = self._device.type == "cuda"
@@ -58,6 +49,7 @@ class HostPlaces:
         return partial(self._streams.wait, 1)
 
     def read(self, offset: int, size: int) -> Reading:
+        """Begins to read. What is given, uint8 [size] on the device, is filled when that is done."""
         buffer = torch.empty(size, dtype=torch.uint8, device=self._device)
         with self._streams.beside(0):
             buffer.copy_(self._kept[offset], non_blocking=True)
@@ -95,6 +87,10 @@ class FilePlaces:
             self._streams.wait(0)
 
         return there, buffer
+
+
+Places = HostPlaces | FilePlaces
+"""Where activations are kept: each at a byte offset, of whole pages."""
 
 
 @dataclass(eq=False)

@@ -14,21 +14,17 @@ import torch
 from torch import Tensor
 
 from espalier.kernels import accelerator
-from espalier.mechanisms.offload.optimizer import OffloadedGroup, lay_out
+from espalier.mechanisms.offload.optimizer import StateFolder
 from espalier.mechanisms.offload.state_file import Done, ExtentJob, StateFile, TransferMeter, job_bytes, job_views
-from espalier.optim.base import Owned, StateKinds
+from espalier.optim.base import Owned
 from espalier.plan.axes.offload_layout import BUFFERS, CHUNK, StateExtent
 
 
-class HostStates:
+class HostStates(StateFolder):
     """Where the states of a device wait. Has state: what was copied. See `optimizer.StateFolder`."""
 
     def __init__(self, device: torch.device, chunk: int = CHUNK, streams: Streams | None = None) -> None:
         self.device, self.chunk, self.meter, self._streams = device, chunk, TransferMeter("host"), streams
-
-    def group(self, optimizer: torch.optim.Optimizer, owned: Sequence[Owned], kinds: StateKinds) -> OffloadedGroup:
-        laid_out = lay_out(owned, len(kinds.shaped), self.chunk if kinds.batches is None else None)
-        return OffloadedGroup(optimizer, owned, kinds, self.file(owned, laid_out))
 
     def file(self, owned: Sequence[Owned], laid_out: Sequence[StateExtent], fixed_rows: int = 0) -> HostMemory:
         """Memory for extents of `owned`; `fixed_rows`: rows that steps only read."""
@@ -118,7 +114,7 @@ class HostMemory:
         fixed_rows: int = 0,
     ) -> None:
         self.extents, self._device, self._meter, self._first = list(extents), device, meter, fixed_rows
-        size = sum(extent.bytes for extent in extents)
+        size = job_bytes(extents)
         self._memory = torch.zeros(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
         self._streams = streams or streams_of(device)
 
@@ -140,7 +136,7 @@ class HostMemory:
         if way == 0:
             self._meter.read_bytes += job_bytes(job)
         else:
-            self._meter.written_bytes += sum(extent.bytes - self._first * extent.row_bytes for extent in job)
+            self._meter.written_bytes += job_bytes(job, self._first)
         with self._streams.beside(way):
             for extent, view in zip(job, views, strict=True):
                 host = self._memory[extent.offset : extent.offset + extent.bytes].view_as(view)

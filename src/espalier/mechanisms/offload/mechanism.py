@@ -79,7 +79,7 @@ class OptimizerOnDisk(Mechanism):
         context.group = folder.group
         context.meters["offload"] = folder.meter.read
         predicted = context.plan.predicted
-        if isinstance(folder, StateFolder) and len(context.plan.ranks) == 1 and context.device.type == "cpu":
+        if len(context.plan.ranks) == 1 and context.device.type == "cpu":
             folder.resident = 0 if predicted is None else int(predicted.memory_bytes.get("optimizer", 0.0))
 
 
@@ -187,7 +187,7 @@ def place(context: Build) -> tuple[Path, str]:
     return context.folder / "offload", f"rank{context.mesh.rank}"
 
 
-def states_of(context: Build, tier: Tier) -> StateFolder | HostStates:
+def states_of(context: Build, tier: Tier) -> StateFolder:
     """What keeps states of this rank on a tier."""
     device = context.device
     if tier == "host":

@@ -25,7 +25,6 @@ from espalier.checkpoint.base import StateDict
 from espalier.checkpoint.stored_slice import StoredSlice, fill_slices
 from espalier.checkpoint.tensor_slice import Slice
 from espalier.comm.base import Traffic, traffic
-from espalier.mechanisms.offload.host_memory import HostStates
 from espalier.mechanisms.offload.optimizer import OffloadedGroup, StateFolder
 from espalier.mechanisms.offload.state_file import Done
 from espalier.optim import adamw
@@ -122,7 +121,7 @@ class OffloadNode:
         layers: Sequence[FlatLayer],
         options: Adamw,
         fill: Fill,
-        folder: StateFolder | HostStates,
+        folder: StateFolder,
         channels: Sequence[dist.ProcessGroup | None] = (),
     ) -> None:
         self.step = 0

@@ -183,7 +183,7 @@ class StateFile:
         return [self._hashing.submit(self._check, job, views, pending)]
 
     def _write(self, job: ExtentJob, views: Sequence[Tensor]) -> list[Future[None]]:
-        self._meter.written_bytes += sum(extent.bytes - self._first * extent.row_bytes for extent in job)
+        self._meter.written_bytes += job_bytes(job, self._first)
         pending = [
             self._queue.write(self._file, self._place(extent, self._first), view[self._first :].view(-1))
             for extent, view in zip(job, views, strict=True)
@@ -225,8 +225,9 @@ class StateFile:
             flat_bytes(out).copy_(resident[row, : out.nbytes])
             return nothing
         self._meter.read_bytes += out.nbytes
-        written = self._sums.get(self._place(extent, row))
-        pending = self._queue.read(self._file, self._place(extent, row), out)
+        place = self._place(extent, row)
+        written = self._sums.get(place)
+        pending = self._queue.read(self._file, place, out)
 
         def arrived() -> None:
             self._wait([pending])
@@ -239,8 +240,9 @@ class StateFile:
             resident[row, : values.nbytes].copy_(flat_bytes(values))
             return nothing
         self._meter.written_bytes += values.nbytes
-        self._sums[self._place(extent, row)] = checksum(values)
-        pending = self._queue.write(self._file, self._place(extent, row), values)
+        place = self._place(extent, row)
+        self._sums[place] = checksum(values)
+        pending = self._queue.write(self._file, place, values)
         return lambda: self._wait([pending])
 
     # --- single rows, for checkpoints --------------------------------------------------------------------------------
@@ -251,8 +253,9 @@ class StateFile:
         if self._row is None or self._row[:2] != (extent, row):
             self.settle()
             values = aligned(extent.row_bytes)
-            self._file.read_into(values, self._place(extent, row))
-            self._verify(extent, row, values[: extent.used], self._sums.get(self._place(extent, row)))
+            place = self._place(extent, row)
+            self._file.read_into(values, place)
+            self._verify(extent, row, values[: extent.used], self._sums.get(place))
             self._row = extent, row, values
         self._changed |= change
         return self._row[2]
@@ -260,8 +263,9 @@ class StateFile:
     def settle(self) -> None:
         if self._row is not None and self._changed:
             extent, row, values = self._row
-            self._sums[self._place(extent, row)] = checksum(values[: extent.used])
-            self._file.write_from(values, self._place(extent, row))
+            place = self._place(extent, row)
+            self._sums[place] = checksum(values[: extent.used])
+            self._file.write_from(values, place)
         self._row = None
         self._changed = False
 
@@ -288,9 +292,9 @@ def spread(extents: Sequence[StateExtent], size: int) -> list[StateExtent]:
     return chosen
 
 
-def job_bytes(job: ExtentJob) -> int:
-    """Of all its extents."""
-    return sum(extent.bytes for extent in job)
+def job_bytes(job: ExtentJob, first: int = 0) -> int:
+    """Of all its extents, from their row `first` on."""
+    return sum(extent.bytes - first * extent.row_bytes for extent in job)
 
 
 def job_views(job: ExtentJob, buffer: Tensor) -> list[Tensor]:

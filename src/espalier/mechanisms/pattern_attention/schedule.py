@@ -67,13 +67,13 @@ def conditions(pattern: Pattern, nodes: int | None = None) -> Conditions:
     forward = int(((columns == rows + 1) & (columns < count)).sum())
     back = int(((rows == columns + 1) & (rows < count)).sum())
     others = matrix.degrees - torch.bincount(rows[rows == columns], minlength=tokens)
-    dirac = tokens >= 3 and 2 * int(others.min()) >= tokens and _both_ways(rows, columns, tokens)
+    dirac = (
+        tokens >= 3
+        and 2 * int(others.min()) >= tokens
+        and bool((torch.sort(columns * tokens + rows).values == rows * tokens + columns).all())
+    )
     path = min(forward, back) == count - 1 and tokens - count <= count
     return Conditions(loops == tokens, path or dirac, _reach(pattern))
-
-
-def _both_ways(rows: torch.Tensor, columns: torch.Tensor, tokens: int) -> bool:
-    return bool((torch.sort(columns * tokens + rows).values == rows * tokens + columns).all())
 
 
 def _reach(pattern: Pattern) -> int | None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from espalier.kernels import accelerator
 from espalier.parallel.schedule import Loss, TensorStore, Window
@@ -157,7 +157,7 @@ class Vertical(WholeSchedule):
                 pass_.saved.append(("graph", taken, made))
                 pass_.x = _leaves(made)
                 return
-            made = tree_map(_detached, made)
+            made = tree_map_only(Tensor, Tensor.detach, made)
         else:
             with self.context():
                 made = self._computed(piece, pass_)
@@ -171,7 +171,7 @@ class Vertical(WholeSchedule):
     def _computed(self, piece: int, pass_: _MicroBatchPass) -> Any:
         if piece == 0:
             return self.pieces.embed(*pass_.inputs, **pass_.options)
-        return self.pieces.blocks[piece - 1](pass_.x, pass_.given)
+        return [*self.pieces.blocks, self.pieces.head][piece - 1](pass_.x, pass_.given)
 
     def _through_head(
         self, model: nn.Module, batches: Sequence[Any], loss: Loss, passes: Sequence[_MicroBatchPass]
@@ -185,7 +185,7 @@ class Vertical(WholeSchedule):
                 leaves = _floating(pass_.x)
 
                 def head(inputs: Any, options: Any, pass_: _MicroBatchPass = pass_) -> Any:
-                    return self.pieces.head(pass_.x, pass_.given)
+                    return self._computed(last, pass_)
 
                 with self._calls(head), self.context():
                     value, weight = loss(model, batch)
@@ -249,17 +249,11 @@ class Vertical(WholeSchedule):
 
     def _forward(self, inputs: tuple[Any, ...], options: Mapping[str, Any]) -> Any:
         self.window.begin(self.order(training=False))
-        given = self.pieces.given(*inputs, **options)
-        x = None
+        pass_ = _MicroBatchPass(inputs, options, self.pieces.given(*inputs, **options))
         for piece in range(len(self.pieces.modules)):
             with self._here(piece):
-                if piece == 0:
-                    x = self.pieces.embed(*inputs, **options)
-                elif piece <= len(self.pieces.blocks):
-                    x = self.pieces.blocks[piece - 1](x, given)
-                else:
-                    x = self.pieces.head(x, given)
-        return x
+                pass_.x = self._computed(piece, pass_)
+        return pass_.x
 
     @contextmanager
     def _calls(self, call: _Call) -> Iterator[None]:
@@ -271,15 +265,9 @@ class Vertical(WholeSchedule):
             self._model.call = before
 
 
-def _detached(value: Any) -> Any:
-    return value.detach() if isinstance(value, Tensor) else value
-
-
 def _leaves(value: Any) -> Any:
     """What a piece gave, cut off from how it came about; gradients of its floating tensors are asked for."""
-    return tree_map(
-        lambda leaf: leaf.detach().requires_grad_(leaf.is_floating_point()) if isinstance(leaf, Tensor) else leaf, value
-    )
+    return tree_map_only(Tensor, lambda leaf: leaf.detach().requires_grad_(leaf.is_floating_point()), value)
 
 
 def _floating(value: Any) -> list[Tensor]:
@@ -296,12 +284,8 @@ def _saving() -> Iterator[list[bool]]:
         flags.append(saved.is_floating_point())
         return saved.detach()  # an output that its own node keeps would keep the node, for ever
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, _same):
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved):
         yield flags
-
-
-def _same(saved: Tensor) -> Tensor:
-    return saved
 
 
 def _generators() -> list[Tensor]:

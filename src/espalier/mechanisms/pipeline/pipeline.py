@@ -335,7 +335,7 @@ class _Boundary:
         self.copied: set[tuple[str, int]] = set()
         self.shown = True
 
-    def left(self, model: nn.Module, inputs: Any, output: Any) -> None:
+    def left(self, *_: Any) -> None:
         """Hook after the model's forward."""
         if self.step is not None and self.step.stage != self.stages.last:
             raise _Handed

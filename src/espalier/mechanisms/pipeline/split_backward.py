@@ -30,7 +30,7 @@ class WeightGradients:
                 vars(module)["forward"] = partial(self._linear, module)
 
     def _linear(self, module: nn.Linear, x: Tensor) -> Tensor:
-        return _SplitLinear.apply(x, module.weight, module.bias, module, self)
+        return _SplitLinear.apply(x, module.weight, module.bias, self)
 
     def inputs(self, outputs: Sequence[Tensor], gradients: Sequence[Tensor | None], leaves: Sequence[Tensor]) -> Later:
         """Fills `.grad` of `leaves`. Returns what is left to do for the parameters."""
@@ -71,30 +71,26 @@ class _SplitLinear(torch.autograd.Function):
     """`F.linear` whose weight's gradient may be put off."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, module: nn.Linear, of: WeightGradients
-    ) -> Any:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, of: WeightGradients) -> Any:
         ctx.save_for_backward(x)
-        ctx.module = module
+        ctx.weight = weight
         ctx.of = of
         return F.linear(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         """Gradients of the input, the weight (None where it is put off) and the bias."""
-        (gradient,), (x,), weight = gradients, ctx.saved_tensors, ctx.module.weight
-        of_inputs = bias = None
+        (gradient,), (x,), weight = gradients, ctx.saved_tensors, ctx.weight
+        of_inputs = of_weight = bias = None
         if ctx.needs_input_grad[0]:
             of_inputs = (gradient @ weight.to(gradient.dtype)).to(x.dtype)
         if ctx.needs_input_grad[2]:
             bias = gradient.reshape(-1, gradient.shape[-1]).sum(0)
-        part = partial(_product, gradient, x)
-        if not ctx.needs_input_grad[1]:
-            return of_inputs, None, bias, None, None
-        if ctx.of.later is None:
-            return of_inputs, part(), bias, None, None
-        ctx.of.later.append((weight, part))
-        return of_inputs, None, bias, None, None
+        if ctx.needs_input_grad[1] and ctx.of.later is None:
+            of_weight = _product(gradient, x)
+        elif ctx.needs_input_grad[1]:
+            ctx.of.later.append((weight, partial(_product, gradient, x)))
+        return of_inputs, of_weight, bias, None
 
 
 class _Gradient(torch.autograd.Function):

@@ -120,48 +120,20 @@ class AxisGroups:
         *inner, (axis, span, _) = axes
         out = [self._scattering(*step) for step in inner]
         back = [self._gathering(*step) for step in reversed(inner)]
-        return [*out, self._summing(axis, span), *back]
+        total = _making(
+            lambda part: self._groups["reduce", axis].allreduce([part], AllreduceOptions()), Traffic.GRADIENTS, span
+        )
+        return [*out, total, *back]
 
     def _scattering(self, axis: Axis, before: Span, after: Span) -> Making:
-        group = self._groups["reduce", axis]
-
-        def made(buffer: Tensor, base: Span, residual: Tensor | None = None) -> Stage:
-            def launch() -> Any:
-                with traffic(Traffic.GRADIENTS), feedback(_part(residual, before)):
-                    return group._reduce_scatter_base(
-                        buffer[after.within(base)], buffer[before.within(base)], ReduceScatterOptions()
-                    )
-
-            return launch
-
-        return made
+        scatter = self._groups["reduce", axis]._reduce_scatter_base
+        return _making(
+            lambda whole, part: scatter(part, whole, ReduceScatterOptions()), Traffic.GRADIENTS, before, after
+        )
 
     def _gathering(self, axis: Axis, before: Span, after: Span) -> Making:
-        group = self._groups["gather", axis]
-        kind = _gathered(axis)
-
-        def made(buffer: Tensor, base: Span, residual: Tensor | None = None) -> Stage:
-            def launch() -> Any:
-                with traffic(kind):
-                    return group._allgather_base(
-                        buffer[before.within(base)], buffer[after.within(base)], AllgatherOptions()
-                    )
-
-            return launch
-
-        return made
-
-    def _summing(self, axis: Axis, span: Span) -> Making:
-        group = self._groups["reduce", axis]
-
-        def made(buffer: Tensor, base: Span, residual: Tensor | None = None) -> Stage:
-            def launch() -> Any:
-                with traffic(Traffic.GRADIENTS), feedback(_part(residual, span)):
-                    return group.allreduce([buffer[span.within(base)]], AllreduceOptions())
-
-            return launch
-
-        return made
+        gather = self._groups["gather", axis]._allgather_base
+        return _making(lambda whole, part: gather(whole, part, AllgatherOptions()), _gathered(axis), before, after)
 
 
 def _gathered(axis: Axis) -> Traffic:
@@ -169,5 +141,15 @@ def _gathered(axis: Axis) -> Traffic:
     return Traffic.GRADIENTS if axis.state == "replicas" else Traffic.PARAMETERS
 
 
-def _part(residual: Tensor | None, span: Span) -> Tensor | None:
-    return None if residual is None else residual[span.start : span.stop]
+def _making(carry: Callable[..., Any], kind: Traffic, *spans: Span) -> Making:
+    """Stages that `carry` the `spans` of a buffer; a residual is of the first of them."""
+
+    def made(buffer: Tensor, base: Span, residual: Tensor | None = None) -> Stage:
+        def launch() -> Any:
+            part = None if residual is None else residual[spans[0].start : spans[0].stop]
+            with traffic(kind), feedback(part):
+                return carry(*(buffer[span.within(base)] for span in spans))
+
+        return launch
+
+    return made

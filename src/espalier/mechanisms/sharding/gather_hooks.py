@@ -75,14 +75,11 @@ class GatherHooks:
                 self._hooks += self._watch(window)
 
     def _watch(self, window: GatherWindow) -> list[Any]:
-        def enter(module: nn.Module, args: Any) -> None:
+        def enter(*_: Any) -> None:
             with _apart(window):
                 self._enter(window)
 
-        def leave(module: nn.Module, args: Any, output: Any) -> None:
-            self._leave(window, output)
-
-        def attended(module: nn.Module, args: Any, output: Any) -> None:
+        def attended(*_: Any) -> None:
             window.recomputes |= window.in_backward
             with _apart(window):
                 self._exchanges.advance()
@@ -90,7 +87,7 @@ class GatherHooks:
 
         hooks: list[Any] = [window.module.register_forward_pre_hook(enter, prepend=True)]
         if window.sharded:
-            hooks.append(window.module.register_forward_hook(leave))
+            hooks.append(window.module.register_forward_hook(lambda *given: self._leave(window, given[-1])))
             if window.attention is not None:
                 hooks.append(window.attention.register_forward_hook(torch.compiler.disable(attended)))
         return hooks
@@ -183,12 +180,8 @@ class GatherHooks:
         if self._freezes:
             _on_backward(output, lambda: self._passed(window), "all")
         trained = _on_backward(output, lambda: self._backward(window))
-        if not (trained and self._is_last(window)):
+        if not (trained and window is self._order[-1]):
             self._release(window)
-
-    def _is_last(self, window: GatherWindow) -> bool:
-        """Its backward comes next: letting go would only cost a gather."""
-        return window is self._order[-1]
 
     # --- backward ----------------------------------------------------------------------------------------------------
 
@@ -207,7 +200,11 @@ class GatherHooks:
     def gradients_are_there(self, flat: FlatParameter) -> None:
         """A unit has all its gradients: nothing in backward needs its parameters any more."""
         if flat.sharded and not flat.gathered:
-            raise _outside(flat)
+            raise UserError(
+                f"'{flat.slots[0].name}' got a gradient, but the module that holds it was never called.",
+                why="sharded parameters are gathered when the module that holds them is called",
+                do="call the block as a module, or keep its parameters whole: plan.pin.shard.params=1",
+            )
         if flat.sharded and flat not in self._root.flats:
             flat.release()
 
@@ -258,11 +255,3 @@ def _on_backward(output: Any, begin: Callable[[], None], mode: Literal["any", "a
     if leaves:
         torch.autograd.graph.register_multi_grad_hook(leaves, lambda _: begin(), mode=mode)
     return bool(leaves)
-
-
-def _outside(flat: FlatParameter) -> UserError:
-    return UserError(
-        f"'{flat.slots[0].name}' got a gradient, but the module that holds it was never called.",
-        why="sharded parameters are gathered when the module that holds them is called",
-        do="call the block as a module, or keep its parameters whole: plan.pin.shard.params=1",
-    )

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from espalier.mechanisms.sharding.flat_parameter import FlatParameter, FlatUnit, FrozenUnit, ParameterSlot
-    from espalier.plan.axes.placement import Placement, Span
+    from espalier.plan.axes.placement import Placement
     from espalier.plan.axes.placement_plan import Spread
 
 
@@ -185,7 +185,14 @@ class Residuals:
         """Names where each rank adds its residual to what it sends. Checkpoints hold it, so it is spelled out here and
         follows no class's name."""
         flats = [
-            (_spelled(flat.mesh.placement), flat.length, [(slot.name, _spelled_span(slot.span)) for slot in flat.slots])
+            (
+                _spelled(flat.mesh.placement),
+                flat.length,
+                [
+                    (slot.name, _Spelled(f"Span(start={slot.span.start}, length={slot.span.length})"))
+                    for slot in flat.slots
+                ],
+            )
             for flat in self._flats
         ]
         spread = self._sharding.spread
@@ -282,11 +289,6 @@ def _spelled(placement: Placement) -> _Spelled:
     factors = f"Factors(params={params}, grads={grads}, optimizer={optimizer})"
     words = f"ranks={placement.ranks}, factors={factors}, axes={axes!r}, by_level={placement.by_level}"
     return _Spelled(f"Placement({words})")
-
-
-def _spelled_span(span: Span) -> _Spelled:
-    """A span as checkpoints name it."""
-    return _Spelled(f"Span(start={span.start}, length={span.length})")
 
 
 def _summed(saved: Slice, row: RankRow) -> Slice:
