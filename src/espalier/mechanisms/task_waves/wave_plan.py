@@ -200,7 +200,7 @@ def micro_batches(part: PartCost, parts: Sequence[PartCost], nested: int) -> lis
     return [last - first for first, last in (rows(part.rows, nested, k) for k in range(nested))]
 
 
-def _metaop(part: PartCost, seat: Place, request: Request, count: int, nested: int = 1) -> MetaOp:
+def _metaop(part: PartCost, seat: Place, request: Request, count: int, nested: int) -> MetaOp:
     """A part on 1, 2, 4, ... devices and on all of them, its micro-batches together."""
     batches = [size for size in micro_batches(part, parts_of(request), nested) if size]
     most = 1 if part.whole else min(count, max(batches))
