@@ -277,8 +277,6 @@ class RunBatches(Drawn):
         batches = []
         with self._reader:
             for work in self._read(step, shard):
-                assert work.sampled is not None
-                assert work.features is not None
                 blocks = work.sampled.blocks
                 if self.names_nodes:
                     packed, batch = self.features.place(work.index)
@@ -446,11 +444,14 @@ class MiniBatch(NamedTuple):
     blocks: MessageBlocks
 
 
+@dataclass(eq=False)
 class MiniBatches(Resource):
     """Mini-batches of a packed pool: each `for` passes over them once, an epoch. Has state: the number of the epoch."""
 
-    def __init__(self, features: TieredFeatures, labels: Tensor | None, seed: int) -> None:
-        self.features, self.labels, self.seed, self.epoch = features, labels, seed, 0
+    features: TieredFeatures
+    labels: Tensor | None
+    seed: int
+    epoch: int = 0
 
     @property
     def stats(self) -> Any:
@@ -471,8 +472,6 @@ class MiniBatches(Resource):
                 yield self._made(work)
 
     def _made(self, work: ReadBatch) -> MiniBatch:
-        assert work.sampled is not None
-        assert work.features is not None
         seeds = work.sampled.seeds
         blocks = work.sampled.blocks
         labels = None if self.labels is None else self.labels[seeds]

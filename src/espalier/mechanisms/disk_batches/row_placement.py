@@ -9,7 +9,7 @@ pages of a disk cache are counted for each order (node ids, MinHash, RCM++), and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -280,22 +280,15 @@ def page_order(uses: Sequence[Array], ids: Array, limits: Limits) -> tuple[Array
     """
     rows = len(ids)
     group = np.searchsorted(limits.ranges, ids, side="right")
-    best = np.arange(rows)
-    name = "ids"
-    least = _reads(np.arange(rows), uses, limits)
-    candidates: dict[str, Callable[[], Array]] = {"minhash": lambda: _minhash(uses, rows, limits.seed)}
-    if sum(map(len, uses)) <= RCM_ENTRIES:
-        candidates["rcm++"] = lambda: _rcm(uses, rows)
-    if not rows or len(uses) < 2:
-        candidates = {}
-    for other, keys in candidates.items():
-        order = np.lexsort((keys(), group))
-        reads = _reads(order, uses, limits)
-        if reads < least:
-            best = order
-            name = other
-            least = reads
-    return best, name
+
+    def orders() -> Iterator[tuple[Array, str]]:
+        yield np.arange(rows), "ids"
+        if rows and len(uses) > 1:
+            yield np.lexsort((_minhash(uses, rows, limits.seed), group)), "minhash"
+            if sum(map(len, uses)) <= RCM_ENTRIES:
+                yield np.lexsort((_rcm(uses, rows), group)), "rcm++"
+
+    return min(orders(), key=lambda order: _reads(order[0], uses, limits))
 
 
 def _reads(order: Array, uses: Sequence[Array], limits: Limits) -> int:
