@@ -285,8 +285,14 @@ class RunBatches(Drawn):
         return [self.run.placed(batch) for batch in batches]
 
     def artifacts(self) -> Sequence[Artifact]:
-        """What was read from where."""
-        return [] if self.features is None else [self.table()]
+        """What was read from where, and how long training waited for it."""
+        if self.features is None:
+            return []
+        stats = self.features.stats
+        rows = [(tier.replace("_", " "), units.show_size(size)) for tier, size in stats.bytes().items()]
+        rows.append(("waited for", units.show_seconds(stats.stalled)))
+        rows += [("packed again", name) for name in stats.repaired]
+        return [Table(("features from", f"{stats.batches:,} batches"), rows)]
 
     def facts(self) -> Mapping[str, Any]:
         """Features wait on disk."""
@@ -373,15 +379,6 @@ class RunBatches(Drawn):
         before = self._moved
         self._moved = total
         return {tier: total[tier] - before.get(tier, 0) for tier in TIERS}
-
-    def table(self) -> Table:
-        """What was read from where, and how long training waited for it."""
-        assert self.features is not None
-        stats = self.features.stats
-        rows = [(tier.replace("_", " "), units.show_size(size)) for tier, size in stats.bytes().items()]
-        rows.append(("waited for", units.show_seconds(stats.stalled)))
-        rows += [("packed again", name) for name in stats.repaired]
-        return Table(("features from", f"{stats.batches:,} batches"), rows)
 
     def _entries(self, step: int, shard: Shard) -> Iterator[tuple[int, int]]:
         first, count = self._cuts[shard]

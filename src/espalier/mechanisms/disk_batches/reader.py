@@ -136,7 +136,7 @@ class ReadBatch:
     index: int
     future: Sequence[int] = ()
     sampled: SampledBatch = field(init=False)
-    split: AccessSplit = field(init=False)
+    split: AccessSplit | None = None
     pages: Sequence[Array] = ()
     fetched: Sequence[tuple[TierRows, Fetched]] = ()
     buffer: Tensor = field(init=False)
@@ -292,12 +292,13 @@ class TieredFeatures(Resource):
         place_rows(near[1], x, near[0].places, self.row_bytes, self._decode)
         self.stats.batches += 1
         self._free.put(work.buffer)
-        work.features, work.fetched = x, ()
-        del work.buffer, work.split
+        work.features, work.split, work.fetched = x, None, ()
+        del work.buffer
         return work
 
     def _parts(self, work: ReadBatch) -> list[TierRows]:
         """What the batch takes of each tier, the device first."""
+        assert work.split is not None
         assert self._queue is not None
         split, (packed, batch) = work.split, self.place(work.index)
         slots = _wide(split.hot_slots)

@@ -88,17 +88,16 @@ class Pipelines(msgspec.Struct, frozen=True):
 
     def size(self, origin: str) -> int | None:
         """Samples of a micro-batch; None: the file does not say. Raises UserError where pipelines differ in it."""
-        chunks = self.chunks or (1,) * len(self.global_bsz)
-        sizes = {samples / count for samples, count in zip(self.global_bsz, chunks, strict=True) if count}
         if not self.chunks:
             return None
-        if len(sizes) != 1 or not (only := sizes.pop()).is_integer():
+        sizes = sorted({samples / count for samples, count in zip(self.global_bsz, self.chunks, strict=True) if count})
+        if len(sizes) != 1 or not sizes[0].is_integer():
             raise UserError(
-                f"{origin}: micro-batches of {_told(sorted(sizes) or [only])} samples.",
+                f"{origin}: micro-batches of {_told(sizes)} samples.",
                 why="all pipelines have micro-batches of one size",
                 do="chunks in proportion to global_bsz",
             )
-        return int(only)
+        return int(sizes[0])
 
 
 def read(path: str) -> Pipelines:
