@@ -102,7 +102,7 @@ def with_waves(
 
 
 def devices_of(
-    request: Request, cluster: Cluster, seats: Sequence[Place], shown: Sequence[float] = (), memory: float = math.inf
+    request: Request, cluster: Cluster, seats: Sequence[Place], shown: Sequence[float], memory: float = math.inf
 ) -> Devices:
     """The devices of ranks that sit at `seats` and have `shown` to be so many times as slow, of `memory` bytes each."""
     slower = _slower(seats, request, first_seat(cluster))

@@ -122,11 +122,8 @@ class EngineCosts:
         return self.request.pin.threads or max(1, cores)
 
     def _seconds(self, group: Group) -> tuple[float, float]:
+        group = group._replace(kind=self._alike[group.kind])
         if group not in self._layers:
-            alike = group._replace(kind=self._alike[group.kind])
-            if alike != group:
-                self._layers[group] = self._seconds(alike)
-                return self._layers[group]
             layer, stage = step_time.passes(step := self.inputs(group), self.size)
             self._layers[group] = float(layer.total), float(sum(stage.values()) - step.stage_layers * layer.total)
         return self._layers[group]
