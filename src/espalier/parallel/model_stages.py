@@ -132,7 +132,7 @@ class ModelStages:
         self.first_use = _first_use(model, pieces())
         used: set[int] = set().union(*(uses[stage] for stage in self.local_stages))
         self.borrowed = list(self._shared(uses))
-        _free(model, used, everywhere)
+        free(model, used, everywhere)
         self.pieces = pieces()
         self.call: Callable[[tuple[Any, ...], Mapping[str, Any]], Any] = self._whole
         model.forward = self._forward
@@ -284,7 +284,7 @@ def _replace(model: nn.Module, parameter: nn.Parameter, copy: Tensor) -> None:
                 setattr(module, name, copy)
 
 
-def _free(module: nn.Module, used_here: set[int], everywhere: set[int]) -> None:
+def free(module: nn.Module, used_here: set[int], everywhere: set[int]) -> None:
     """Takes away what is in some stage's pieces and not in `used_here`."""
     for name, value in list(module._parameters.items()):
         if value is not None and id(value) not in used_here:
@@ -297,7 +297,7 @@ def _free(module: nn.Module, used_here: set[int], everywhere: set[int]) -> None:
         if tensors and not (tensors | used) & used_here:
             module._modules[name] = Elsewhere()
         elif tensors - used_here:
-            _free(child, used_here, everywhere)
+            free(child, used_here, everywhere)
 
 
 def no_pieces(model: nn.Module) -> UserError:

@@ -161,7 +161,7 @@ def plan_on(request: Request, cluster: Cluster, plan: Plan, remaining: Sequence[
     for pin in (pinned, freer):
         decision = decide(asked.changed(pin=pin), there, Calibration(factors=request.factors))
         if decision.fits:
-            return _seated(decision.taken, ranks, request.profile.global_batch)
+            return seated(decision.taken, ranks, request.profile.global_batch)
     closest = decision.search_result.closest
     over = units.show_size(closest.over) if closest is not None else "some"
     raise UserError(
@@ -231,7 +231,7 @@ def _shared(request: Request, plan: Plan, remaining: Sequence[int], speeds: Spee
     return plans.check(made, request.profile.global_batch, "the new plan")
 
 
-def _seated(made: Plan, ranks: Sequence[plans.Rank], samples: int) -> Plan:
+def seated(made: Plan, ranks: Sequence[plans.Rank], samples: int) -> Plan:
     """The plan with its ranks on the devices that they have."""
     seated = tuple(
         new.changed(device=old.device, node=old.node, threads=old.threads)

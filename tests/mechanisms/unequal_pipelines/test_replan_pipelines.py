@@ -8,6 +8,7 @@ from tests.mechanisms.unequal_pipelines.test_unequal import GIB, asked, processo
 from espalier.machine import cluster as clusters
 from espalier.mechanisms.unequal_pipelines import choice
 from espalier.mechanisms.unequal_pipelines.cost import EngineCosts
+from espalier.mechanisms.unequal_pipelines.pipeline_solver import Slot
 from espalier.plan import base as plans
 from espalier.plan import replan
 from espalier.plan.calibration import DATASHEET
@@ -34,7 +35,7 @@ def own(plan: plans.Plan, slower: tuple[float, ...]) -> list[float]:
     found = [0.0] * len(plan.ranks)
     for one in choice._pipelines(plan, costs):
         for number, (group, layers, _) in enumerate(one.stages):
-            slot = choice.Slot(number, len(one.stages))
+            slot = Slot(number, len(one.stages))
             found[group.kind] = one.micro_batches * (layers * costs.layer(group) + costs.extra(group, slot))
     return [seconds * factor for seconds, factor in zip(found, slower, strict=True)]
 

@@ -32,7 +32,7 @@ from espalier.recipe.errors import UserError
 from espalier.recipe.offsets import offsets_of
 from espalier.store.base import Rows
 from espalier.store.io_queue import IoQueue
-from espalier.store.rows import MEMORY, RowFile, RowLayout
+from espalier.store.rows import RowFile, RowLayout
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ def disk_sampler(graph: Graph, style: Style, memory: int) -> DiskSampler:
     return DiskSampler(Topology(indptr, indices, weights, edge_features), style, root)
 
 
-def _open(path: Path, queue: IoQueue | None = None, memory: int = MEMORY) -> Rows:
+def _open(path: Path, queue: IoQueue, memory: int) -> Rows:
     """Numbers of an .npy file."""
     with path.open("rb") as file:
         shape, _, dtype = array_header(file)
@@ -119,16 +119,16 @@ def _open(path: Path, queue: IoQueue | None = None, memory: int = MEMORY) -> Row
     return RowFile(path, RowLayout(shape[0], kinds[dtype], tuple(shape[1:]), offset), queue, memory)
 
 
+@dataclass(eq=False)
 class DiskSampler:
     """Draws neighbourhoods of a topology in a store, of one batch or of many at once.
 
     `root`: float32 [nodes], see `neighbor_sampler.symmetric_root`; needed where edges with weights are scaled by it.
     """
 
-    def __init__(self, topology: Topology, style: Style, root: Array | None = None) -> None:
-        self.topology = topology
-        self.style = style
-        self._root = root
+    topology: Topology
+    style: Style
+    root: Array | None = None
 
     @property
     def nodes(self) -> int:
@@ -168,9 +168,9 @@ class DiskSampler:
             cuts = np.cumsum([len(batch_edges) for batch_edges in edges])[:-1]
             for batch, batch_sources in zip(batches, np.split(sources, cuts), strict=True):
                 batch.add(batch_sources)
-        if self.style.scale == "symmetric" and self._root is None:
+        if self.style.scale == "symmetric" and self.root is None:
             self._learn_degrees(batches)
-        return [batch.drawn(self.style, self.topology, self._root) for batch in batches]
+        return [batch.drawn(self.style, self.topology, self.root) for batch in batches]
 
     def _learn_degrees(self, batches: Sequence[_Batch]) -> None:
         fresh = [batch.nodes[len(batch.degree) :] for batch in batches]

@@ -117,8 +117,15 @@ class FeatureFiles(_Pieces):
         self.parts = tuple(parts)
         self._files = [DirectFile(part.path, "read") for part in parts]
         for part, file in zip(self.parts, self._files, strict=True):
-            if file.size < part.offset + part.rows * self.row_bytes:
-                raise _short(part, file.size, self.row_bytes)
+            end = part.offset + part.rows * self.row_bytes
+            if file.size < end:
+                raise UserError(
+                    f"{part.path} is too short: {part.rows:,} rows of {self.row_bytes} bytes end at {end:,}, and it "
+                    f"has {file.size:,}.",
+                    why=f"{end - file.size:,} bytes are missing; it was cut, is still being written, or its dtype is "
+                    "another",
+                    do="copy the file again, or check dtype and shape",
+                )
 
     def consecutive(self, start: int, stop: int) -> Tensor:
         """See Features. Whole pages are read, several transfers at once."""
@@ -394,12 +401,3 @@ def _graphbolt(metadata: Path) -> Features:
     if form == "torch":
         return FeatureTable(torch.load(place, weights_only=True, mmap=True), [place])
     return _arrays([place])
-
-
-def _short(part: Part, size: int, row: int) -> UserError:
-    missing = part.offset + part.rows * row - size
-    return UserError(
-        f"{part.path} is too short: {part.rows:,} rows of {row} bytes end at {size + missing:,}, and it has {size:,}.",
-        why=f"{missing:,} bytes are missing; it was cut, is still being written, or its dtype is another",
-        do="copy the file again, or check dtype and shape",
-    )

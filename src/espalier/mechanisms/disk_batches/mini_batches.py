@@ -277,8 +277,6 @@ class RunBatches(Drawn):
         batches = []
         with self._reader:
             for work in self._read(step, shard):
-                assert work.sampled is not None
-                assert work.features is not None
                 blocks = work.sampled.blocks
                 if self.names_nodes:
                     packed, batch = self.features.place(work.index)
@@ -287,8 +285,14 @@ class RunBatches(Drawn):
         return [self.run.placed(batch) for batch in batches]
 
     def artifacts(self) -> Sequence[Artifact]:
-        """What was read from where."""
-        return [] if self.features is None else [self.table()]
+        """What was read from where, and how long training waited for it."""
+        if self.features is None:
+            return []
+        stats = self.features.stats
+        rows = [(tier.replace("_", " "), units.show_size(size)) for tier, size in stats.bytes().items()]
+        rows.append(("waited for", units.show_seconds(stats.stalled)))
+        rows += [("packed again", name) for name in stats.repaired]
+        return [Table(("features from", f"{stats.batches:,} batches"), rows)]
 
     def facts(self) -> Mapping[str, Any]:
         """Features wait on disk."""
@@ -376,15 +380,6 @@ class RunBatches(Drawn):
         self._moved = total
         return {tier: total[tier] - before.get(tier, 0) for tier in TIERS}
 
-    def table(self) -> Table:
-        """What was read from where, and how long training waited for it."""
-        assert self.features is not None
-        stats = self.features.stats
-        rows = [(tier.replace("_", " "), units.show_size(size)) for tier, size in stats.bytes().items()]
-        rows.append(("waited for", units.show_seconds(stats.stalled)))
-        rows += [("packed again", name) for name in stats.repaired]
-        return Table(("features from", f"{stats.batches:,} batches"), rows)
-
     def _entries(self, step: int, shard: Shard) -> Iterator[tuple[int, int]]:
         first, count = self._cuts[shard]
         for later in range(step, max(self.steps, step + 1)):
@@ -446,11 +441,14 @@ class MiniBatch(NamedTuple):
     blocks: MessageBlocks
 
 
+@dataclass(eq=False)
 class MiniBatches(Resource):
     """Mini-batches of a packed pool: each `for` passes over them once, an epoch. Has state: the number of the epoch."""
 
-    def __init__(self, features: TieredFeatures, labels: Tensor | None, seed: int) -> None:
-        self.features, self.labels, self.seed, self.epoch = features, labels, seed, 0
+    features: TieredFeatures
+    labels: Tensor | None
+    seed: int
+    epoch: int = 0
 
     @property
     def stats(self) -> Any:
@@ -471,8 +469,6 @@ class MiniBatches(Resource):
                 yield self._made(work)
 
     def _made(self, work: ReadBatch) -> MiniBatch:
-        assert work.sampled is not None
-        assert work.features is not None
         seeds = work.sampled.seeds
         blocks = work.sampled.blocks
         labels = None if self.labels is None else self.labels[seeds]

@@ -321,33 +321,28 @@ def _deal(
 def _encoded(row: RowFormat, rows: Tensor, before: tuple[RowError, int]) -> tuple[Tensor, RowError]:
     """uint8 [rows, row bytes], and (largest error of a value, relative root mean square) of all rows up to these.
     `before`: of those in front, and how many they are."""
-    error, start = before
+    (most, share), start = before
     if row.stored == row.dtype:
-        return row.encode(rows, start), error
+        return row.encode(rows, start), (most, share)
     out = torch.empty(len(rows), row.row_bytes, dtype=torch.uint8)
     for at in range(0, len(rows), ENCODED):
         piece = rows[at : at + ENCODED]
-        out[at : at + ENCODED] = row.encode(piece, start + at)
+        count = start + at
+        encoded = row.encode(piece, count)
+        out[at : at + ENCODED] = encoded
         if not row.lossless:
-            error = _error(row, piece, out[at : at + ENCODED], (error, start + at))
-    return out, error
+            values = piece.float()
+            wrong = (row.decode(encoded) - values).abs_()
+            mean = float(wrong.square().mean()) / max(1e-30, float(values.square().mean()))
+            most = max(most, float(wrong.max()))
+            share = ((share**2 * count + mean * len(piece)) / (count + len(piece))) ** 0.5
+    return out, (most, share)
 
 
 def _unit(row_bytes: int) -> torch.dtype:
     """The widest integer that rows consist of: they are copied by it."""
     units = {8: torch.int64, 4: torch.int32, 2: torch.int16}
     return next((dtype for size, dtype in units.items() if row_bytes % size == 0), torch.uint8)
-
-
-def _error(row: RowFormat, rows: Tensor, encoded: Tensor, before: tuple[RowError, int]) -> RowError:
-    """(largest error of a value, relative root mean square) of all rows up to these. `before`: of those in front, and
-    how many they are."""
-    (most, share), count = before
-    values = rows.float()
-    wrong = (row.decode(encoded) - values).abs_()
-    mean = float(wrong.square().mean()) / max(1e-30, float(values.square().mean()))
-    total = count + len(rows)
-    return max(most, float(wrong.max())), ((share**2 * count + mean * len(rows)) / total) ** 0.5
 
 
 def _striped(folders: Sequence[Path]) -> Path | Sequence[Path]:
@@ -414,10 +409,11 @@ class PackedSet:
         assert extent.bytes == table.nbytes, "another set keeps these rows"
         count = max(1, LOADED // max(1, size))
         for at in range(0, len(order), count):
-            piece = aligned(min(count, len(order) - at) * size)[: (min(count, len(order) - at)) * size]
+            places = order[at : at + count]
+            piece = aligned(len(places) * size)[: len(places) * size]
             self.rows.file.read_into(piece, extent.offset + at * size)
             digest.update(bytes_of(piece))
-            table[order[at : at + count]] = piece.view(-1, size)
+            table[places] = piece.view(-1, size)
         if digest.intdigest() != extent.hash:
             raise self.rows.damaged_extent("hot", "its checksum does not match")
         return table

@@ -130,28 +130,28 @@ class ReadBatch:
         index: of the batch in the packed set. future: the batches that follow.
         sampled: seeds and blocks. split: where the rows come from. pages: that the batches that follow use.
         fetched: its rows on their way, which lie in `buffer` or in memory.
-        features: float32 [inputs, width], None until they are assembled.
+        features: float32 [inputs, width], once they are assembled.
     """
 
     index: int
     future: Sequence[int] = ()
-    sampled: SampledBatch | None = None
+    sampled: SampledBatch = field(init=False)
     split: AccessSplit | None = None
     pages: Sequence[Array] = ()
     fetched: Sequence[tuple[TierRows, Fetched]] = ()
-    buffer: Tensor | None = None
-    features: Tensor | None = None
+    buffer: Tensor = field(init=False)
+    features: Tensor = field(init=False)
 
 
+@dataclass
 class FeatureBuffers:
     """Page-aligned memory of `size` bytes for each assembled batch; it comes back when the last tensor in it is gone.
 
     What malloc keeps of freed tensors of changing sizes would be several times the memory allowed.
     """
 
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self._unused: list[Tensor] = []
+    size: int
+    _unused: list[Tensor] = field(default_factory=list)
 
     def matrix(self, rows: int, width: int) -> Tensor:
         """float32 [rows, width], not filled."""
@@ -224,7 +224,6 @@ class TieredFeatures(Resource):
         work = ReadBatch(batch)
         for stage in (self.positions, self.features, self.assemble):
             work = stage(work)
-        assert work.features is not None
         return work.features
 
     # --- the stages --------------------------------------------------------------------------------------------------
@@ -261,7 +260,6 @@ class TieredFeatures(Resource):
         at = 0
         sizes = [part.tier.buffer_bytes(part.slots) for part in parts]
         work.buffer = self._free.get()
-        assert work.buffer is not None
         if work.buffer.nbytes < sum(sizes):  # of a batch that was drawn later
             work.buffer = aligned(sum(sizes))
         rooms = []
@@ -294,7 +292,8 @@ class TieredFeatures(Resource):
         place_rows(near[1], x, near[0].places, self.row_bytes, self._decode)
         self.stats.batches += 1
         self._free.put(work.buffer)
-        work.features, work.buffer, work.split, work.fetched = x, None, None, ()
+        work.features, work.split, work.fetched = x, None, ()
+        del work.buffer
         return work
 
     def _parts(self, work: ReadBatch) -> list[TierRows]:

@@ -9,7 +9,7 @@ pages of a disk cache are counted for each order (node ids, MinHash, RCM++), and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -154,10 +154,10 @@ def plan(batches: Batches, nodes: int, limits: Limits) -> AccessPlan:
     if limits.disk_rows is not None and len(batches):
         length = segment_length(stored_rows((ids[waits[ids]] for ids in batches), len(batches), nodes), limits)
     caches: list[DiskCache] = []
-    tables = np.zeros(nodes, np.uint8), np.full(nodes, -1, np.int32)
+    place = np.full(nodes, -1, np.int32)
     for start in range(0, len(batches), length):
         stop = min(start + length, len(batches))
-        caches.append(_cached([ids[waits[ids]] for ids in (batches[at] for at in range(start, stop))], tables, limits))
+        caches.append(_cached([ids[waits[ids]] for ids in (batches[at] for at in range(start, stop))], place, limits))
     none = np.zeros(0, np.int64)
     shared, cold, pages = (np.concatenate([none, *(c[at] for c in caches)]) for at in (2, 3, 4))
     return AccessPlan(
@@ -176,10 +176,9 @@ class DiskCache(NamedTuple):
     pages: Array
 
 
-def _cached(batches: Sequence[Array], tables: tuple[Array, Array], limits: Limits) -> DiskCache:
-    """The disk cache for the rows of `batches`. `tables`: uint8 zeros and int32 -1 [nodes], the same afterwards."""
-    ids = _used_twice(batches, tables)
-    place = tables[1]
+def _cached(batches: Sequence[Array], place: Array, limits: Limits) -> DiskCache:
+    """The disk cache for the rows of `batches`. `place`: int32 -1 [nodes], the same afterwards."""
+    ids = _used_twice(batches, place)
     place[ids] = np.arange(len(ids), dtype=np.int32)
     inside = [place[ids] for ids in batches]
     place[ids] = -1
@@ -243,20 +242,14 @@ def segment_length(stored: Array, limits: Limits) -> int:
     )
 
 
-def _used_twice(batches: Sequence[Array], tables: tuple[Array, Array]) -> Array:
-    """int64, ascending: nodes that stand at two places or more in `batches`. `tables`: `_cached`'s."""
-    popularity, place = tables
-    for ids in batches:
-        popularity[ids] = np.minimum(popularity[ids] + 1, 2)
-        places = np.arange(len(ids), dtype=np.int32)
-        place[ids] = places
-        popularity[ids[place[ids] != places]] = 2  # it stands there twice
-        place[ids] = -1
-    repeated = [np.zeros(0, np.int64)]
-    for ids in batches:
-        repeated.append(ids[popularity[ids] == 2])
-        popularity[ids] = 0
-    return np.unique(np.concatenate(repeated))
+def _used_twice(batches: Sequence[Array], place: Array) -> Array:
+    """int64, ascending: nodes that stand at two places or more in `batches`. `place`: `_cached`'s."""
+    joined = np.concatenate([np.zeros(0, np.int64), *batches])
+    places = np.arange(len(joined), dtype=np.int32)
+    place[joined] = places
+    repeated = np.unique(joined[place[joined] != places])  # a later place was written over it
+    place[joined] = -1
+    return repeated
 
 
 # --- pages -----------------------------------------------------------------------------------------------------------
@@ -280,22 +273,15 @@ def page_order(uses: Sequence[Array], ids: Array, limits: Limits) -> tuple[Array
     """
     rows = len(ids)
     group = np.searchsorted(limits.ranges, ids, side="right")
-    best = np.arange(rows)
-    name = "ids"
-    least = _reads(np.arange(rows), uses, limits)
-    candidates: dict[str, Callable[[], Array]] = {"minhash": lambda: _minhash(uses, rows, limits.seed)}
-    if sum(map(len, uses)) <= RCM_ENTRIES:
-        candidates["rcm++"] = lambda: _rcm(uses, rows)
-    if not rows or len(uses) < 2:
-        candidates = {}
-    for other, keys in candidates.items():
-        order = np.lexsort((keys(), group))
-        reads = _reads(order, uses, limits)
-        if reads < least:
-            best = order
-            name = other
-            least = reads
-    return best, name
+
+    def orders() -> Iterator[tuple[Array, str]]:
+        yield np.arange(rows), "ids"
+        if rows and len(uses) > 1:
+            yield np.lexsort((_minhash(uses, rows, limits.seed), group)), "minhash"
+            if sum(map(len, uses)) <= RCM_ENTRIES:
+                yield np.lexsort((_rcm(uses, rows), group)), "rcm++"
+
+    return min(orders(), key=lambda order: _reads(order[0], uses, limits))
 
 
 def _reads(order: Array, uses: Sequence[Array], limits: Limits) -> int:

@@ -259,13 +259,10 @@ class NodeBits(BitAllocator):
         return torch.where(strange, closest, at)
 
 
-def _thresholds() -> Tensor:
-    single = np.arange(1, 65)
-    wider = 64 * np.exp2(np.arange(1, 8 * 18 + 1) / 8)
-    return torch.from_numpy(np.concatenate([single, np.unique(wider.astype(np.int64))]))
-
-
-DEGREES: Int64[Tensor, " entries-1"] = _thresholds()
+_WIDER = 64 * np.exp2(np.arange(1, 8 * 18 + 1) / 8)
+DEGREES: Int64[Tensor, " entries-1"] = torch.from_numpy(
+    np.concatenate([np.arange(1, 65), np.unique(_WIDER.astype(np.int64))])
+)
 """The least degree of each entry but the first: up to 64 each has its own, above eight share each doubling."""
 
 
@@ -285,11 +282,7 @@ class DegreeBits(BitAllocator):
         known = torch.nonzero(self.counts > 0)[:, 0]
         if len(known) in (0, len(self.counts)):
             return at
-        above = torch.searchsorted(known, torch.arange(len(self.counts), device=known.device)).clamp(max=len(known) - 1)
-        below = (above - 1).clamp(min=0)
-        entries = torch.arange(len(self.counts), device=known.device)
-        nearer = (known[above] - entries).abs() < (entries - known[below]).abs()
-        return torch.where(nearer, known[above], known[below])[at]
+        return known[_closest(known, torch.arange(len(self.counts), device=known.device))][at]
 
 
 QUANTILE = 1 << 24
@@ -333,11 +326,15 @@ def nearest(x: Float[Tensor, "rows columns"], bits: Tensor, steps: Tensor, signe
     order = torch.argsort(ranges, stable=True)
     ascending = ranges[order]
     wanted = x.detach().abs().amax(1)
+    return order[torch.searchsorted(ascending, ascending[_closest(ascending, wanted)])]
+
+
+def _closest(ascending: Tensor, wanted: Tensor) -> Tensor:
+    """int64 [wanted]: where in `ascending` the value nearest to each lies; of two as near the lower one."""
     above = torch.searchsorted(ascending, wanted).clamp(max=len(ascending) - 1)
     below = (above - 1).clamp(min=0)
     nearer = (ascending[above] - wanted).abs() < (wanted - ascending[below]).abs()
-    ends = torch.where(nearer, above, below)
-    return order[torch.searchsorted(ascending, ascending[ends])]
+    return torch.where(nearer, above, below)
 
 
 # --- a target ---------------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ edges and the matrices as they are stored, each read or written once a layer. Bo
 from __future__ import annotations
 
 from contextlib import ExitStack, contextmanager
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -223,12 +223,10 @@ def network(workload: GraphWorkload, model: Gnn) -> Network:
     if any(isinstance(layer, Isomorphism) or layer.loops for layer in model.layers):
         indices = np.insert(indices, indptr[1:], np.arange(graph.nodes))
         indptr = indptr + np.arange(graph.nodes + 1)
-    known: dict[int, Any] = {}
 
+    @cache
     def cut(count: int) -> Any:
-        if count not in known:
-            known[count] = clusters(graph.indptr, graph.indices, min(count, graph.nodes), volume=False)
-        return known[count]
+        return clusters(graph.indptr, graph.indices, min(count, graph.nodes), volume=False)
 
     return Network(indptr, indices, cut, layers)
 

@@ -24,7 +24,7 @@ from espalier.graph.parts import part_inference
 from espalier.graph.sampling.subgraphs import infer
 from espalier.graph.tasks.node_classification import NodeTask
 from espalier.graph.workload import GraphWorkload
-from espalier.kernels.step_codes import STEPS, step_codes
+from espalier.kernels.step_codes import step_codes
 from espalier.mechanisms.few_bits import quantization
 from espalier.mechanisms.few_bits.a2q import Coded, ColumnQuantizer, FeatureQuantizer
 from espalier.mechanisms.few_bits.bit_allocator import STEP_RATE, NodeBits
@@ -104,7 +104,7 @@ def with_features(kept_graph: KeptGraph, folder: Path) -> KeptGraph:
     if not (folder / PACKED).exists():
         return kept_graph
     matrices, _ = package_file.read(folder / PACKED)
-    rows = _values(matrices[_INPUT])
+    rows = matrices[_INPUT].values()
     scale = _rest(folder).get(_SCALE)
     features = (rows if scale is None else rows * scale[:, None]).numpy()
     graph = replace(kept_graph.graph, features=features, placed=True)
@@ -121,7 +121,7 @@ def load(model: nn.Module, folder: Path) -> bool:
     state |= _packed_pairs(model, matrices)
     for name, matrix in matrices.items():
         if name.endswith(".weight"):
-            state[name.removesuffix(".weight") + _MATRIX] = _values(matrix)
+            state[name.removesuffix(".weight") + _MATRIX] = matrix.values()
     try:
         model.load_state_dict(state)
     except RuntimeError as error:
@@ -131,14 +131,9 @@ def load(model: nn.Module, folder: Path) -> bool:
 
 def _by_node(model: nn.Module) -> dict[str, FeatureQuantizer]:
     """The quantizers with a pair for each node by the names that begin those of their pairs."""
+    names = {module: name for name, module in model.named_modules()}
     features = quantization.equipped(model).features
-    return {
-        f"{name}.allocator.": quantizer
-        for name, quantizer in model.named_modules()
-        if quantizer in features
-        and isinstance(quantizer, FeatureQuantizer)
-        and isinstance(quantizer.allocator, NodeBits)
-    }
+    return {f"{names[each]}.allocator.": each for each in features if isinstance(each.allocator, NodeBits)}
 
 
 def _packed_pairs(model: nn.Module, matrices: Mapping[str, PackedRows]) -> dict[str, Tensor]:
@@ -184,11 +179,6 @@ def packed_input(features: Array) -> tuple[PackedRows, Tensor]:
         )
     ones = torch.ones(len(codes), dtype=torch.uint8)
     return encode(Coded(codes, ones, ones * 128)), scale
-
-
-def _values(packed: PackedRows) -> Tensor:
-    coded = packed.decoded()
-    return coded.codes * STEPS[coded.steps.long()][:, None]
 
 
 def _rest(folder: Path) -> Mapping[str, Tensor]:

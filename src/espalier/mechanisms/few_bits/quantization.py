@@ -25,7 +25,7 @@ from espalier.graph.parts.coded_rows import Coding, RowSize, row_size
 from espalier.graph.parts.halo import Halo
 from espalier.graph.sampling.batch_strategy import HeldRows
 from espalier.graph.sampling.subgraphs import forward
-from espalier.kernels.step_codes import STEPS, step_codes
+from espalier.kernels.step_codes import step_codes
 from espalier.mechanisms.few_bits import a2q
 from espalier.mechanisms.few_bits.a2q import ColumnQuantizer, FeatureQuantizer, Rule
 from espalier.mechanisms.few_bits.bit_allocator import (
@@ -133,8 +133,7 @@ class Quantization:
             return self.pieces[1][index.ids.to(self.pieces[1].device)].to(values)
         name = self.name(quantizer)
         self.stored[name] = encode(quantizer.codes(values, index))
-        coded = self.stored[name].decoded()
-        return (coded.codes * STEPS[coded.steps.long()][:, None]).to(values.dtype)
+        return self.stored[name].values().to(values.dtype)
 
     def pack(self, layer: nn.Module, rows: Rows, placed: dict[str, Any]) -> None:
         """Packs the rows of all nodes before `layer` reads them in pieces; nothing unless `packed`."""

@@ -125,30 +125,26 @@ class QuantizedRounding(Rounding):
         return answers.score(self.run.summary(means))
 
     def work(self, work: Work, network: nn.Module, reach: Sequence[Reach], times: Any, precision: str) -> Work:
-        return quantized_work(work, network, reach, times, precision)
-
-
-def quantized_work(work: Work, network: nn.Module, reach: Sequence[Reach], times: Any, precision: str) -> Work:
-    """`work` of a network that `quantization.equip` was called with: its quantizers' time and memory come on top. A
-    network that is not a `Gnn` is one layer, which passes over the first of `reach`."""
-    size = max(4, VALUE_BYTES[precision])
-    extra = []
-    back = 2 * work.moved if work.moved_back is None else work.moved_back
-    layers: list[Any] = list(network.layers) if isinstance(network, Gnn) else [network]
-    for layer, reached in zip(layers, reach, strict=True):
-        sources = reached.sources * times
-        targets = reached.targets * times
-        for name, part in layer.named_modules():
-            if isinstance(part, a2q.FeatureQuantizer):
-                extra.append(cost(sources * part.columns, size, part.allocator.fits))
-            elif isinstance(part, a2q.ColumnQuantizer) and part.dim:
-                extra.append(cost((targets if name.endswith("sums") else sources) * len(part.raw_step), size))
-            elif parametrize.is_parametrized(part):
-                extra.append(cost(part.weight.numel(), size))
-    return replace(
-        work,
-        moved=work.moved + sum(rounding.moved for rounding in extra),
-        moved_back=back + sum(rounding.moved_back for rounding in extra),
-        saved=work.saved + sum(rounding.saved for rounding in extra),
-        transient=reduce(np.maximum, (rounding.transient for rounding in extra), work.transient),
-    )
+        """`work` of a network that `quantization.equip` was called with: its quantizers' time and memory come on top.
+        A network that is not a `Gnn` is one layer, which passes over the first of `reach`."""
+        size = max(4, VALUE_BYTES[precision])
+        extra = []
+        back = 2 * work.moved if work.moved_back is None else work.moved_back
+        layers: list[Any] = list(network.layers) if isinstance(network, Gnn) else [network]
+        for layer, reached in zip(layers, reach, strict=True):
+            sources = reached.sources * times
+            targets = reached.targets * times
+            for name, part in layer.named_modules():
+                if isinstance(part, a2q.FeatureQuantizer):
+                    extra.append(cost(sources * part.columns, size, part.allocator.fits))
+                elif isinstance(part, a2q.ColumnQuantizer) and part.dim:
+                    extra.append(cost((targets if name.endswith("sums") else sources) * len(part.raw_step), size))
+                elif parametrize.is_parametrized(part):
+                    extra.append(cost(part.weight.numel(), size))
+        return replace(
+            work,
+            moved=work.moved + sum(rounding.moved for rounding in extra),
+            moved_back=back + sum(rounding.moved_back for rounding in extra),
+            saved=work.saved + sum(rounding.saved for rounding in extra),
+            transient=reduce(np.maximum, (rounding.transient for rounding in extra), work.transient),
+        )

@@ -254,9 +254,10 @@ class Members:
     def _fly(self, flight: PendingSum) -> None:
         coded = self._coded
         members = self.members
+        residual = flight.residual
         if coded is None:
             return
-        flight.attempt = attempt = SumAttempt(flight.sent.clone(), _copy(flight.residual))
+        flight.attempt = attempt = SumAttempt(flight.sent.clone(), residual if residual is None else residual.clone())
 
         def act(job: Any) -> None:
             begun = time.perf_counter()
@@ -376,7 +377,3 @@ class Members:
         self._waiting.put(None)
         if self._coded is not None:
             self._coded.close()
-
-
-def _copy(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.clone()

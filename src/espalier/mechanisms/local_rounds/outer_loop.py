@@ -61,14 +61,14 @@ class OuterSync:
         self.rounds = self.clock = self.begun = 0
         self.waited = self.flown = 0.0
         self.stopping = self.leaving = False
-        self.summoned: Callable[[], bool] = _no
+        self.summoned: Callable[[], bool] = bool
         self._asked = False
         self._total = total
         self._begun = time.perf_counter()
         self._still = 0.0
         self.stood = 0.0
-        self.on_moving: Callable[[], None] = _nothing
-        self.on_moved: Callable[[], None] = _nothing
+        self.on_moving: Callable[[], object] = bool
+        self.on_moved: Callable[[], object] = bool
         lossy = members is not None and not members.codec.lossless
         self.fragments = [fragment_of(part, choices, lossy, total) for part in split(live, choices.fragments)]
 
@@ -325,7 +325,6 @@ class OuterSync:
         """Everything but the live tensors; waits for what travels, and does not use it yet."""
         return {"common": self.common_state(), "own": self.own_state(live=False)}
 
-    @torch.no_grad()
     def load_state_dict(self, state: StateDict) -> None:
         """Takes back what `state_dict` gave, on the same shards."""
         self.load_common(state["common"])
@@ -339,6 +338,7 @@ class OuterSync:
             state[str(index)] = fragment.common_state()
         return state
 
+    @torch.no_grad()
     def load_common(self, state: Mapping[str, Any]) -> None:
         """Takes back what `common_state` gave."""
         self.rounds = int(state["rounds"])
@@ -351,6 +351,7 @@ class OuterSync:
         state: StateDict = {"clock": self.clock, "begun": self.begun, "wish": self.length.wish}
         return state | {str(index): fragment.own_state(live) for index, fragment in enumerate(self.fragments)}
 
+    @torch.no_grad()
     def load_own(self, state: Mapping[str, Any]) -> None:
         """Takes back what `own_state` gave."""
         self.clock = int(state["clock"])
@@ -360,11 +361,3 @@ class OuterSync:
         for index, fragment in enumerate(self.fragments):
             fragment.load_own(state[str(index)])
         self.on_moved()
-
-
-def _nothing() -> None:
-    pass
-
-
-def _no() -> bool:
-    return False

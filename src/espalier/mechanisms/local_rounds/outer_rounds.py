@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -48,6 +48,7 @@ class RefreshedSharding(Protocol):
         """Takes what was written into what is owned for everybody's parameters."""
 
 
+@dataclass(eq=False)
 class RoundsAgreement:
     """One step inside the replica, then the outer engine's. Has no state of its own.
 
@@ -59,18 +60,15 @@ class RoundsAgreement:
         replicas: the ranks of each.
     """
 
-    def __init__(
-        self,
-        inner: Agreement,
-        engine: OuterSync,
-        sharding: RefreshedSharding,
-        rate: float,
-        replicas: Sequence[tuple[int, ...]] = (),
-    ) -> None:
-        self.inner, self.engine, self.sharding, self.rate = inner, engine, sharding, rate
-        self.replicas = replicas
-        engine.on_moving = sharding.settle
-        engine.on_moved = sharding.adopt
+    inner: Agreement
+    engine: OuterSync
+    sharding: RefreshedSharding
+    rate: float
+    replicas: Sequence[tuple[int, ...]]
+
+    def __post_init__(self) -> None:
+        self.engine.on_moving = self.sharding.settle
+        self.engine.on_moved = self.sharding.adopt
 
     def step(self, outcome: Outcome, learning_rate: float, stop: bool) -> AgreedStep:
         """See `Agreement.step`; the loss is this replica's. All stop at the end of the same round."""
@@ -164,17 +162,12 @@ class Common:
         self.agreement.engine.begin()
 
 
+@dataclass(frozen=True)
 class StatePart:
     """One half of an outer engine's state. Stateful."""
 
-    def __init__(self, give: Callable[[], dict[str, Any]], take: Callable[[Mapping[str, Any]], None]) -> None:
-        self.state_dict = give
-        self._take = take
-
-    def load_state_dict(self, state: StateDict) -> None:
-        """Takes back what `state_dict` gave."""
-        with torch.no_grad():
-            self._take(state)
+    state_dict: Callable[[], StateDict]
+    load_state_dict: Callable[[StateDict], None]
 
 
 def parts(inner: StatefulParts, agreement: RoundsAgreement, replica: int, shard: str) -> dict[str, Stateful]:
@@ -314,11 +307,6 @@ class AtNodes(every_step.StepAgreement):
         self._asked = False
         return self
 
-    @property
-    def own_steps(self) -> int:
-        """Local steps of this replica in a round."""
-        return max(1, round(self.rounds.pace * self.rounds.steps))
-
     def step(self, outcome: Outcome, learning_rate: float, stop: bool) -> AgreedStep:
         """See `Agreement.step`; the loss is this replica's. All stop at the end of the same round."""
         agreed = super().step(outcome, learning_rate, stop)
@@ -326,7 +314,7 @@ class AtNodes(every_step.StepAgreement):
             return agreed
         self.clock += 1
         self._asked |= agreed.stop
-        if self.clock < self.own_steps:
+        if self.clock < self.rounds.own_steps:
             return agreed._replace(stop=False)
         begun = time.perf_counter()
         stopping = self._end(learning_rate)
@@ -340,7 +328,7 @@ class AtNodes(every_step.StepAgreement):
         return stopping
 
     def _reached(self, clock: int) -> int:
-        return self.begun + clock * self.rounds.steps // self.own_steps
+        return self.begun + clock * self.rounds.steps // self.rounds.own_steps
 
     @property
     def level(self) -> bool:  # type: ignore[override]

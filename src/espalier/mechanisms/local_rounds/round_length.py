@@ -42,6 +42,11 @@ class Rounds:
     weight: float = 1.0
     adapt: bool = False
 
+    @property
+    def own_steps(self) -> int:
+        """Local steps of this replica in a round."""
+        return max(1, round(self.pace * self.steps))
+
     def __post_init__(self) -> None:
         if self.steps < 1:
             raise UserError(f"sync.steps = {self.steps}.", why="a round has at least one step", do="sync.steps=1")

@@ -208,7 +208,7 @@ def round_of(options: ByRounds, made: Replicas, step: float, size: float) -> Rou
         + " Measured: docs/measured/rounds.md, up to 1.9 % more loss than Local SGD in rounds of 3 and 4 steps.",
     ]
     if options.steps is None and steps > MOST:
-        raise _never(made, step, size, name, hidden)
+        raise _never(made, step, flight, name, hidden)
     if options.steps is not None and options.steps < steps:
         waits = flight - (options.steps * step if hidden else 0.0)
         sentences.append(
@@ -217,10 +217,9 @@ def round_of(options: ByRounds, made: Replicas, step: float, size: float) -> Rou
     return RoundChoice(options.steps or steps, name, flight, tuple(sentences))
 
 
-def _never(made: Replicas, step: float, size: float, name: str, hidden: bool) -> UserError:
+def _never(made: Replicas, step: float, flight: float, name: str, hidden: bool) -> UserError:
     """Says what link, batch or method would do."""
     room = MOST * step * (1.0 if hidden else WAITING)
-    flight = float(cost.flight_seconds(size, made.count, made.link, ratio(name)))
     short = cost.MARGIN * flight / room
     other = "" if hidden or short * WAITING > 1 else 'sync.kind="eager", which computes meanwhile, '
     aim = "hides the exchange" if hidden else f"has an exchange of less than {WAITING:.0%} of its time"
@@ -260,7 +259,8 @@ def join(parts: Sequence[Plan], made: Replicas, chosen: RoundChoice, options: By
         paces=() if all(pace > 0.95 for pace in paces) else paces,
     )
     first = parts[0]
-    refuse_pieces(chosen_of(outer.method, dict(outer.settings)), len(first.ranks))
+    choices = chosen_of(outer.method, dict(outer.settings))
+    refuse_pieces(choices, len(first.ranks))
     return first.with_state(outer).changed(
         planner="co2",
         ranks=tuple(ranks),
@@ -269,7 +269,7 @@ def join(parts: Sequence[Plan], made: Replicas, chosen: RoundChoice, options: By
             *first.rules,
             AdaptiveRule(name="sync.steps", start=chosen.steps, low=1, high=MOST, signal="wait of a round"),
         ),
-        predicted=_predicted(first, made, chosen, outer),
+        predicted=_predicted(first, made, chosen, choices, outer.adapt),
         why=(*chosen.why, *first.why),
         runners_up=(),
     )
@@ -292,14 +292,13 @@ def _fragments(step: CostInputs, nodes: Sequence[int], count: int) -> Sequence[S
     return cut_sizes(owned(states.sizes, states.whole, factors, nodes, int(states.bucket_bytes)), count)
 
 
-def _predicted(part: Plan, made: Replicas, chosen: RoundChoice, outer: LocalRoundsState) -> Predicted | None:
+def _predicted(part: Plan, made: Replicas, chosen: RoundChoice, choices: OuterMethod, adapt: bool) -> Predicted | None:
     inside = part.predicted
     if inside is None:
         return None
-    delay = outer.settings.get("delay", METHODS[outer.method].delay)
-    hidden = chosen.steps * inside.step_seconds if delay else 0.0
+    hidden = chosen.steps * inside.step_seconds if choices.delay else 0.0
     exposed = max(0.0, chosen.flight - hidden) / chosen.steps
-    choices, shards = chosen_of(outer.method, dict(outer.settings)), len(outer.replicas[0])
+    shards = len(part.ranks)
     on = collective_time.fleet(made.clusters[0], shards, part.ranks[0].threads)
     step = CostInputs(made.request, on, on.kinds[0], of_view(part.layout))
     nodes = [rank.node if rank.device == "cpu" else 0 for rank in part.ranks]
@@ -310,7 +309,7 @@ def _predicted(part: Plan, made: Replicas, chosen: RoundChoice, outer: LocalRoun
     added = cost.cost(given, made.count, made.link)
     inside = _offloaded(inside, choices, on.kinds[0], given) if step.cuda else inside
     sent = {**inside.sent_bytes, **{key: float(value) for key, value in added.sent.items()}}
-    steering = cost.steering_bytes(shards, choices.fragments, choices.penalty, outer.adapt)
+    steering = cost.steering_bytes(shards, choices.fragments, choices.penalty, adapt)
     times = min(choices.fragments, chosen.steps)  # of a round in which live parameters are set
     again = {"control": steering, "parameters": times * float(refreshed(step.states, step.division))}
     sent |= {name: sent.get(name, 0.0) + size / chosen.steps for name, size in again.items() if size}

@@ -75,8 +75,8 @@ class Aggregator(ReductionServer):
         job: NodeJob,
         node: tuple[list[Address], str],
         door: socket.socket,
-        site: int = 0,
-        times: Times | None = None,
+        site: int,
+        times: Times,
     ) -> None:
         self.addresses, token = node
         super().__init__(job, door, token, times)

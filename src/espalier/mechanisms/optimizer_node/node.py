@@ -118,7 +118,7 @@ class OptimizerNode(ReductionServer):
         token: str,
         times: Times | None = None,
     ) -> None:
-        super().__init__(job, door, token, times)
+        super().__init__(job, door, token, times or Times())
         self.state, self._sums = files
         self.replica: Any = None
         self._reading = _Queue()

@@ -157,8 +157,8 @@ class ReductionServer(ABC):
     end_type: type[RoundEnd] = RoundEnd
     """Of `ends`."""
 
-    def __init__(self, job: NodeJob, door: socket.socket, token: str, times: Times | None) -> None:
-        self.job, self.door, self.token, self.times = job, door, token, times or Times()
+    def __init__(self, job: NodeJob, door: socket.socket, token: str, times: Times) -> None:
+        self.job, self.door, self.token, self.times = job, door, token, times
         host, port = door.getsockname()[:2]
         self.name = f"the {self.kind} at {host}:{port}"
         self.incarnation = secrets.token_hex(8)

@@ -12,7 +12,7 @@ import secrets
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Self
 
 import torch
@@ -77,6 +77,7 @@ class Standby(OptimizerNode):
                 self._step.number = frame.step
 
 
+@dataclass(eq=False)
 class Replica:
     """What a node does for its standby. Has state.
 
@@ -92,14 +93,15 @@ class Replica:
         finished: the run is over, and the standby is to hear that.
     """
 
-    finished = False
-
-    def __init__(self, job: NodeJob, address: tuple[Address, str], name: str, times: Times) -> None:
-        self.job, self.address, self.name, self.times = job, address, name, times
-        self.error: EspalierError | None = None
-        self.refused: Callable[[EspalierError], None] = lambda _: None
-        self._session: _ReplicaSession | None = None
-        self._shift = 0
+    job: NodeJob
+    address: tuple[Address, str]
+    name: str
+    times: Times
+    finished: bool = False
+    error: EspalierError | None = None
+    refused: Callable[[EspalierError], object] = bool
+    _session: _ReplicaSession | None = None
+    _shift: int = 0
 
     def begin(self, state: Generations, round: int) -> None:
         """From that round on the standby gets all; before, it is brought to where `state` stands.

@@ -171,7 +171,7 @@ class FrameLink:
         times: Times,
         dial: Callable[[FrameLink], tuple[socket.socket, int]] | None = None,
         *,
-        first: tuple[int, int] = (0, 0),
+        first: tuple[int, int],
     ) -> None:
         self.me, self.peer = names
         self.receiver = receiver
@@ -289,21 +289,21 @@ class FrameLink:
             if connection is None:
                 self._connect()
                 continue
-            frame = number = None
+            outgoing: list[tuple[Frame, int]] = []
             with self._changed:
                 self._rest()
                 if self._socket is not connection or self.error is not None:
                     continue
-                beat = self._beat()
+                if (beat := self._beat()) is not None:
+                    outgoing.append((beat, 0))
                 if self.sending.sendable():
                     if self.sending.cursor == self.sending.acked:  # nothing was outstanding
                         self._advanced = time.monotonic()
                     number, frame, _ = self._unacknowledged[self.sending.cursor - self._unacknowledged[0][0]]
+                    outgoing.append((frame, number))
                     self.sending.cursor += 1
             try:
-                if beat is not None:
-                    self._put(connection, Frame(FrameKind.HEARTBEAT, step=beat[0], count=beat[1], width=beat[2]), 0)
-                if frame is not None and number is not None:
+                for frame, number in outgoing:
                     self._put(connection, frame, number)
             except OSError:
                 self._broken(connection)
@@ -323,7 +323,7 @@ class FrameLink:
         many = window.expected - self._announced[0] >= _FRAMES
         return now >= self._next_beat or self._gap or many or (self.room is None and window.credit > self._announced[1])
 
-    def _beat(self) -> tuple[int, int, int] | None:
+    def _beat(self) -> Frame | None:
         now = time.monotonic()
         window = self.receiving
         if self.room is not None:
@@ -334,7 +334,7 @@ class FrameLink:
         self._gap = False
         self._announced = (window.expected, window.credit)
         self._next_beat = now + self.times.heartbeat
-        return window.expected, window.credit, int(gap)
+        return Frame(FrameKind.HEARTBEAT, step=window.expected, count=window.credit, width=int(gap))
 
     def _put(self, connection: socket.socket, frame: Frame, number: int) -> None:
         payload = frame.payload
@@ -494,7 +494,7 @@ def _drain(connection: socket.socket, size: int) -> None:
 # The opening of a connection
 
 
-def dial(address: Address, token: str, greeting: Greeting, seconds: float = _OPENING) -> tuple[socket.socket, Greeting]:
+def dial(address: Address, token: str, greeting: Greeting, seconds: float) -> tuple[socket.socket, Greeting]:
     """A connection to `address` on which both sides have proved themselves, and what the other side answers.
 
     `seconds`: each step of it may take so long.

@@ -54,7 +54,7 @@ class TaskWavesChoice(PlanChoice):
         work = [0.0] * len(plan.ranks)
         for part in plan.state(TaskWavesState).slices:
             for rank in part.ranks:
-                work[rank] += part.end - part.begin + part.back[1] - part.back[0]
+                work[rank] += part.seconds
         return tuple(work)
 
     def plan_on(self, request: Request, cluster: Cluster, plan: Plan, remaining: Sequence[int], speeds: Speeds) -> Plan:

@@ -4,6 +4,7 @@ Pure; no torch. See `mechanisms.task_waves.wave_search`.
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -38,8 +39,7 @@ class TimeCurve:
             return sizes[0] * times[0] / devices
         if devices >= sizes[-1]:
             return times[-1]
-        above = next(k for k, size in enumerate(sizes) if size >= devices)
-        a, b = self._segment(above)
+        a, b = self._segment(bisect.bisect_left(sizes, devices))
         return a + b / devices
 
     def _segment(self, above: int) -> tuple[float, float]:

@@ -47,12 +47,16 @@ class WaveSlice(PlanStruct, frozen=True):
     back: tuple[float, float] = (0.0, 0.0)
 
     @property
+    def seconds(self) -> float:
+        """Of both passes."""
+        return self.end - self.begin + self.back[1] - self.back[0]
+
+    @property
     def words(self) -> str:
         """What it is, and the seconds that it takes."""
         blocks = f", blocks {self.first} to {self.last}" if self.node != HEAD else ""
-        took = self.end - self.begin + self.back[1] - self.back[0]
         ranks = units.plural(len(self.ranks), "rank")
-        return f"{self.node} of {self.task}{blocks} on {ranks}: {units.show_seconds(took)}"
+        return f"{self.node} of {self.task}{blocks} on {ranks}: {units.show_seconds(self.seconds)}"
 
 
 class TaskWavesState(ChoiceState, frozen=True):

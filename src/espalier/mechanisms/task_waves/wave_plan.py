@@ -102,7 +102,7 @@ def with_waves(
 
 
 def devices_of(
-    request: Request, cluster: Cluster, seats: Sequence[Place], shown: Sequence[float] = (), memory: float = math.inf
+    request: Request, cluster: Cluster, seats: Sequence[Place], shown: Sequence[float], memory: float = math.inf
 ) -> Devices:
     """The devices of ranks that sit at `seats` and have `shown` to be so many times as slow, of `memory` bytes each."""
     slower = _slower(seats, request, first_seat(cluster))
@@ -200,7 +200,7 @@ def micro_batches(part: PartCost, parts: Sequence[PartCost], nested: int) -> lis
     return [last - first for first, last in (rows(part.rows, nested, k) for k in range(nested))]
 
 
-def _metaop(part: PartCost, seat: Place, request: Request, count: int, nested: int = 1) -> MetaOp:
+def _metaop(part: PartCost, seat: Place, request: Request, count: int, nested: int) -> MetaOp:
     """A part on 1, 2, 4, ... devices and on all of them, its micro-batches together."""
     batches = [size for size in micro_batches(part, parts_of(request), nested) if size]
     most = 1 if part.whole else min(count, max(batches))

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from espalier.checkpoint.all_names import AllNames
 from espalier.mechanisms.task_waves.state import TaskWavesState, crossings, rows
 from espalier.parallel.model_cut import ModelCut
-from espalier.parallel.model_stages import Elsewhere
+from espalier.parallel.model_stages import free
 from espalier.parallel.schedule import Accumulate, Loss
 from espalier.parallel.stage_messages import MessageForm, StageMessages, shapes_of
 from espalier.parallel.workload import HEAD, Outcome, TaskNode
@@ -403,22 +403,8 @@ class OwnTowers(Mechanism):
             holders[least] = tuple(sorted({*holders[least], *idle}))
         own_names = {name for name, ranks in holders.items() if mesh.rank in ranks}
         context.cut.peers = {name: holders[name] for name in own_names}
-        _free(model, own_names)
-
-
-def _free(module: nn.Module, own_names: set[str], prefix: str = "") -> None:
-    """Takes away the parameters whose names are not `own_names`."""
-    for name, value in list(module._parameters.items()):
-        if value is not None and prefix + name not in own_names:
-            module._parameters[name] = None
-    for name, child in list(module._modules.items()):
-        inside = (
-            [f"{prefix}{name}.{parameter}" for parameter, _ in child.named_parameters()] if child is not None else []
-        )
-        if inside and not own_names & set(inside):
-            module._modules[name] = Elsewhere()
-        elif child is not None:
-            _free(child, own_names, f"{prefix}{name}.")
+        parameters = dict(model.named_parameters())
+        free(model, {id(parameters[name]) for name in own_names}, set(map(id, parameters.values())))
 
 
 class Waves(Mechanism):

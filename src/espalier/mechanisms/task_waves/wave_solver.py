@@ -4,6 +4,7 @@ and the linear program over configurations with its repair. Pure; no torch. See 
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -65,12 +66,9 @@ def allocate(level: Sequence[MetaOp], devices: int) -> Allocation:
 def _bi_point(metaop: MetaOp, devices: float, seconds: float) -> list[Share]:
     """Operators at the size below `devices` and at that above it. Below the smallest size there is none."""
     curve = metaop.curve
-    below = [k for k, size in enumerate(curve.sizes) if size <= devices * (1 + 1e-9)]
-    if not below:
-        return [(metaop.name, curve.sizes[0], metaop.operators)]
-    at = below[-1]
-    if at == len(curve.sizes) - 1:
-        return [(metaop.name, curve.sizes[at], metaop.operators)]
+    at = bisect.bisect(curve.sizes, devices * (1 + 1e-9)) - 1
+    if at in (-1, len(curve.sizes) - 1):
+        return [(metaop.name, curve.sizes[max(0, at)], metaop.operators)]
     slow, fast = curve.times[at], curve.times[at + 1]
     more = min(metaop.operators, max(0, round((slow * metaop.operators - seconds) / (slow - fast))))
     shares = [(metaop.name, curve.sizes[at], metaop.operators - more), (metaop.name, curve.sizes[at + 1], more)]
@@ -174,10 +172,9 @@ def solve_program(
         prices = -solved.ineqlin.marginals
         before = len(columns)
         for level in range(levels):
-            inside = [
-                k for k, metaop in enumerate(metaops) if span[metaop.name].first <= level <= span[metaop.name].last
-            ]
-            value, sizes = _best_configuration([(metaops[k], float(prices[k])) for k in inside], devices)
+            priced = zip(metaops, prices.tolist(), strict=True)
+            inside = [pair for pair in priced if span[pair[0].name].first <= level <= span[pair[0].name].last]
+            value, sizes = _best_configuration(inside, devices)
             key = (level, tuple(sorted(sizes.items())))
             if value > 1 + 1e-9 and key not in seen:
                 seen.add(key)

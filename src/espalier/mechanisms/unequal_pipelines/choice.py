@@ -14,16 +14,15 @@ from typing import cast
 from espalier.machine.cluster import Cluster
 from espalier.mechanisms.unequal_pipelines import pipeline_search as flashflex
 from espalier.mechanisms.unequal_pipelines import unequal_plan as unequal
-from espalier.mechanisms.unequal_pipelines.cost import EngineCosts
-from espalier.mechanisms.unequal_pipelines.pipeline_solver import Group, Slot, SolvedPipeline
-from espalier.plan import base as plans
+from espalier.mechanisms.unequal_pipelines.cost import EngineCosts, slots
+from espalier.mechanisms.unequal_pipelines.pipeline_solver import Group, SolvedPipeline
 from espalier.plan import pins
 from espalier.plan.ask import Ask, PlanDecision
 from espalier.plan.base import Plan
 from espalier.plan.calibration import own_stack
 from espalier.plan.choice import PlanChoice
 from espalier.plan.measured_cluster import Speeds, measured, seats
-from espalier.plan.replan import check_sharing
+from espalier.plan.replan import check_sharing, seated
 from espalier.plan.request import Request
 from espalier.recipe import EveryStep, Pin, Recompute, units
 from espalier.recipe.errors import UserError
@@ -120,8 +119,8 @@ class UnequalPipelinesChoice(PlanChoice):
         costs = _costs(request, cluster, plan, range(len(plan.ranks)), Speeds((1.0,) * len(plan.ranks)))
         planned = [0.0] * len(plan.ranks)
         for pipeline in _pipelines(plan, costs):
-            for number, (group, layers, _) in enumerate(pipeline.stages):
-                each = layers * costs.layer(group) + costs.extra(group, Slot(number, len(pipeline.stages)))
+            for slot, (group, layers, _) in slots([pipeline]):
+                each = layers * costs.layer(group) + costs.extra(group, slot)
                 planned[group.kind] += pipeline.micro_batches * each
         return tuple(planned)
 
@@ -135,12 +134,7 @@ class UnequalPipelinesChoice(PlanChoice):
         for pin in (same, free):
             made = unequal.best(asked.changed(pin=pin), there)
             if made is not None:
-                new = unequal.plan_of(*made)
-                seated = tuple(
-                    placed.changed(device=old.device, node=old.node, threads=old.threads)
-                    for placed, old in zip(new.ranks, ranks, strict=True)
-                )
-                return plans.check(new.changed(ranks=seated), request.profile.global_batch, "the new plan")
+                return seated(unequal.plan_of(*made), ranks, request.profile.global_batch)
         raise UserError(
             f"{units.plural(len(remaining), 'rank')} cannot hold this run: "
             "no pipeline of them has room for its layers.",

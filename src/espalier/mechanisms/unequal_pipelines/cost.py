@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -70,14 +70,13 @@ class EngineCosts:
         self.layers, self.micro_batches = request.profile.layers, request.profile.global_batch // size
         self.awaits_sends = request.refuses is None
         """As others begin 1F1B; `train` has more micro-batches on their way where links are slow."""
-        self.places: list[list[Place]] = []
-        """The devices of each class."""
         known: dict[tuple[int, int], list[Place]] = {}
         cuda = bool(gpus(cluster))
         for place in cluster.devices():
             if (place.table.device.kind == "cuda") == cuda and device_model.has(place.table.device, request.precision):
                 known.setdefault((place.node, id(place.table)), []).append(place)
         self.places = list(known.values())
+        """The devices of each class."""
         first: dict[int, int] = {}
         self._alike = [first.setdefault(id(places[0].table), kind) for kind, places in enumerate(self.places)]
         """Of each class the first with equal machines: they cost the same."""
@@ -123,11 +122,8 @@ class EngineCosts:
         return self.request.pin.threads or max(1, cores)
 
     def _seconds(self, group: Group) -> tuple[float, float]:
+        group = group._replace(kind=self._alike[group.kind])
         if group not in self._layers:
-            alike = group._replace(kind=self._alike[group.kind])
-            if alike != group:
-                self._layers[group] = self._seconds(alike)
-                return self._layers[group]
             layer, stage = step_time.passes(step := self.inputs(group), self.size)
             self._layers[group] = float(layer.total), float(sum(stage.values()) - step.stage_layers * layer.total)
         return self._layers[group]
@@ -193,8 +189,8 @@ class EngineCosts:
         """See `StageCosts.sync`: of the rank that spends most."""
         gradients = self.gradients(pipelines)
         return max(
-            gradients[at] + self.optimizer(stage.group, Slot(number, len(pipeline.stages)), stage.layers)
-            for at, (pipeline, number, stage) in enumerate(numbered(pipelines))
+            gradients[at] + self.optimizer(stage.group, slot, stage.layers)
+            for at, (slot, stage) in enumerate(slots(pipelines))
         )
 
     def gradients(self, pipelines: Sequence[SolvedPipeline], seconds: bool = True) -> list[float]:
@@ -248,8 +244,8 @@ def _name(place: Place, machines: int) -> str:
     return f"{table.device.name} of {table.name or f'machine {place.node}'}" if machines > 1 else table.device.name
 
 
-def numbered(pipelines: Sequence[SolvedPipeline]) -> Iterator[tuple[SolvedPipeline, int, SolvedStage]]:
-    """(pipeline, number of the stage, stage) of all of them."""
+def slots(pipelines: Iterable[SolvedPipeline]) -> Iterator[tuple[Slot, SolvedStage]]:
+    """The stages of all of them, and where each stands."""
     for pipeline in pipelines:
         for number, stage in enumerate(pipeline.stages):
-            yield pipeline, number, stage
+            yield Slot(number, len(pipeline.stages)), stage

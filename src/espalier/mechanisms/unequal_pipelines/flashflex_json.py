@@ -24,7 +24,7 @@ from espalier.mechanisms.unequal_pipelines.pipeline_solver import (
     Group,
     SolvedPipeline,
     UnequalLayout,
-    share_micro_batches,
+    side_by_side,
 )
 from espalier.plan.request import Request
 from espalier.recipe import serialization
@@ -88,17 +88,16 @@ class Pipelines(msgspec.Struct, frozen=True):
 
     def size(self, origin: str) -> int | None:
         """Samples of a micro-batch; None: the file does not say. Raises UserError where pipelines differ in it."""
-        chunks = self.chunks or (1,) * len(self.global_bsz)
-        sizes = {samples / count for samples, count in zip(self.global_bsz, chunks, strict=True) if count}
         if not self.chunks:
             return None
-        if len(sizes) != 1 or not (only := sizes.pop()).is_integer():
+        sizes = sorted({samples / count for samples, count in zip(self.global_bsz, self.chunks, strict=True) if count})
+        if len(sizes) != 1 or not sizes[0].is_integer():
             raise UserError(
-                f"{origin}: micro-batches of {_told(sorted(sizes) or [only])} samples.",
+                f"{origin}: micro-batches of {_told(sizes)} samples.",
                 why="all pipelines have micro-batches of one size",
                 do="chunks in proportion to global_bsz",
             )
-        return int(only)
+        return int(sizes[0])
 
 
 def read(path: str) -> Pipelines:
@@ -128,17 +127,14 @@ def layout(file: Pipelines, request: Request, cluster: Cluster, origin: str) -> 
             raise
         costs = EngineCosts(request, cluster, size, degrees, "block")
         pipelines = _priced(file, costs, origin)
-    shares = _shares(file, pipelines, costs)
-    shared = tuple(replace(pipeline, micro_batches=share) for pipeline, share in zip(pipelines, shares, strict=True))
-    sync = costs.sync(shared)
-    used = [sum(pipeline.devices.get(kind, 0) for pipeline in shared) for kind in range(len(costs.classes))]
-    unused = {
-        kind: device_class.devices - used[kind]
-        for kind, device_class in enumerate(costs.classes)
-        if device_class.devices > used[kind]
-    }
-    seconds = costs.step(max(pipeline.seconds for pipeline in shared), sync)
-    return costs, UnequalLayout(shared, seconds, sync, unused, len(shared))
+    shares = [-(-samples // costs.size) for samples in file.global_bsz]
+    made = side_by_side(pipelines, costs.classes, costs, shares)
+    if made is None:
+        raise UserError(
+            f"{len(pipelines)} pipelines cannot share {costs.micro_batches} micro-batches.",
+            do="a larger train.batch_tokens, or a smaller plan.pin.micro_batch",
+        )
+    return costs, replace(made, priced=len(pipelines))
 
 
 def _priced(file: Pipelines, costs: EngineCosts, origin: str) -> list[SolvedPipeline]:
@@ -159,9 +155,9 @@ def _priced(file: Pipelines, costs: EngineCosts, origin: str) -> list[SolvedPipe
 
 def _groups(file: Pipelines, costs: EngineCosts, origin: str) -> list[list[Group]]:
     """The class of each stage: that of the machine which the file names, else the next one with devices left."""
-    left, groups = [device_class.devices for device_class in costs.classes], []
+    left, groups = [device_class.devices for device_class in costs.classes], list[list[Group]]()
     for pipeline, degrees in enumerate(file.hetero_configs):
-        groups.append(list[Group]())
+        groups.append([])
         for stage, tensor in enumerate(degrees):
             machines = (
                 set(file.devices_id[pipeline][stage])
@@ -184,18 +180,6 @@ def _groups(file: Pipelines, costs: EngineCosts, origin: str) -> list[list[Group
             left[kinds[0]] -= tensor
             groups[-1].append(Group(kinds[0], tensor))
     return groups
-
-
-def _shares(file: Pipelines, pipelines: Sequence[SolvedPipeline], costs: EngineCosts) -> Sequence[int]:
-    if file.global_bsz:
-        return [-(-samples // costs.size) for samples in file.global_bsz]
-    shares = share_micro_batches([(pipeline.fixed, pipeline.each) for pipeline in pipelines], costs.micro_batches)
-    if shares is None:
-        raise UserError(
-            f"{len(pipelines)} pipelines cannot share {costs.micro_batches} micro-batches.",
-            do="a larger train.batch_tokens, or a smaller plan.pin.micro_batch",
-        )
-    return shares
 
 
 def _told(numbers: Sequence[float]) -> str:

@@ -18,7 +18,6 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
 
 from espalier.mechanisms.unequal_pipelines.pipeline_solver import (
     DeviceClass,
@@ -29,7 +28,7 @@ from espalier.mechanisms.unequal_pipelines.pipeline_solver import (
     StageCosts,
     StageRate,
     UnequalLayout,
-    share_micro_batches,
+    side_by_side,
     solve_layers,
 )
 from espalier.recipe.errors import UserError
@@ -200,28 +199,15 @@ class Search:
 
     def layout(self, parts: Sequence[Counts]) -> UnequalLayout | None:
         """The layout of one pipeline for each of `parts`, with the best shares; None where one cannot be."""
-        used = [sum(part[kind] for part in parts) for kind in range(len(self.classes))]
-        if self.whole and used != list(self.counts):
+        devices = [device_class.devices for device_class in self.classes]
+        if self.whole and list(map(sum, zip(*parts, strict=True))) != devices:
             return None
         solved = [self.pipeline(part) for part in parts]
         made = [pipeline for pipeline in solved if pipeline is not None]
         if len(made) < len(solved) or not made:
             return None
-        shares = share_micro_batches([(pipeline.fixed, pipeline.each) for pipeline in made], self.costs.micro_batches)
-        if shares is None:
-            return None
-        pipelines = tuple(replace(pipeline, micro_batches=share) for pipeline, share in zip(made, shares, strict=True))
-        sync = self.costs.sync(pipelines)
-        unused = {kind: there - count for kind, (there, count) in enumerate(zip(self.counts, used, strict=True))}
-        seconds = self.costs.step(max(pipeline.seconds for pipeline in pipelines), sync)
-        if math.isinf(seconds):
-            return None
-        return UnequalLayout(pipelines, seconds, sync, {kind: count for kind, count in unused.items() if count})
-
-    @cached_property
-    def counts(self) -> Counts:
-        """All devices, also those that cannot be used."""
-        return tuple(device_class.devices for device_class in self.classes)
+        layout = side_by_side(made, self.classes, self.costs)
+        return None if layout is None or math.isinf(layout.seconds) else layout
 
     def best(self) -> UnequalLayout:
         """The fastest layout. Raises UserError where none fits."""
@@ -253,14 +239,8 @@ class Search:
             groups = [stage.group for stage in pipeline.stages]
             weight = max(1.0, pipeline.micro_batches - 1)
             better.append(_faster(pipeline, self._ordered(groups, weight), weight) or pipeline)
-        shares = share_micro_batches([(pipeline.fixed, pipeline.each) for pipeline in better], self.costs.micro_batches)
-        assert shares is not None
-        pipelines = tuple(
-            replace(pipeline, micro_batches=share) for pipeline, share in zip(better, shares, strict=True)
-        )
-        sync = self.costs.sync(pipelines)
-        seconds = self.costs.step(max(pipeline.seconds for pipeline in pipelines), sync)
-        return replace(layout, pipelines=pipelines, seconds=seconds, sync=sync) if seconds < layout.seconds else layout
+        made = side_by_side(better, self.classes, self.costs)
+        return layout if made is None or made.seconds >= layout.seconds else made
 
     def _candidates(self) -> Iterator[Sequence[Counts]]:
         """Partitions to try: all of them where devices are few."""

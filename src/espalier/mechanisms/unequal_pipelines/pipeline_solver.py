@@ -5,8 +5,10 @@ pipeline, and micro-batches of pipelines side by side. Pure; no torch. See
 
 from __future__ import annotations
 
+import bisect
 import heapq
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
@@ -115,11 +117,11 @@ class SolvedPipeline:
         return replace(self, stages=tuple(moved))
 
     @property
-    def devices(self) -> dict[int, int]:
+    def devices(self) -> Counter[int]:
         """How many of each class it has."""
-        counts: dict[int, int] = {}
+        counts = Counter[int]()
         for group, _, _ in self.stages:
-            counts[group.kind] = counts.get(group.kind, 0) + group.tensor
+            counts[group.kind] += group.tensor
         return counts
 
 
@@ -141,6 +143,11 @@ class UnequalLayout:
     unused: Mapping[int, int]
     priced: int = 0
     with_unused: Mapping[int, float] = field(default_factory=dict)
+
+    @property
+    def devices(self) -> Counter[int]:
+        """How many of each class it has."""
+        return sum((pipeline.devices for pipeline in self.pipelines), Counter[int]())
 
 
 # --- one pipeline: its layers -------------------------------------------------------------------------------------
@@ -177,13 +184,7 @@ def solve_layers(layers: int, stages: Sequence[StageRate], weight: float) -> tup
     for layer, extra, fitting, _ in stages:
         most[layer, extra] = max(fitting, most.get((layer, extra), 0))
     bounds = sorted({extra + n * layer for (layer, extra), fit in most.items() for n in range(1, min(fit, room) + 1)})
-    first, end = 0, len(bounds) - 1
-    while first < end:
-        middle = (first + end) // 2
-        if _fits(layers, stages, bounds[middle]):
-            end = middle
-        else:
-            first = middle + 1
+    first = bisect.bisect_left(bounds, True, hi=len(bounds) - 1, key=lambda bound: _fits(layers, stages, bound))
     order = sorted(range(len(stages)), key=lambda index: (stages[index].layer, index))
     least = sum(stage.extra for stage in stages) + _filled_seconds(layers, stages, order, math.inf)[0]
     best, best_seconds = None, math.inf
@@ -242,6 +243,22 @@ def share_micro_batches(profiles: Sequence[tuple[float, float]], count: int) -> 
         shares[at] += 1
         heapq.heapreplace(queue, (_ends(profiles[at], shares[at] + 1), at))
     return tuple(shares)
+
+
+def side_by_side(
+    pipelines: Sequence[SolvedPipeline], classes: Sequence[DeviceClass], costs: StageCosts, shares: Sequence[int] = ()
+) -> UnequalLayout | None:
+    """Pipelines that train together, with the best `shares` where none are given; None: one would have none."""
+    profiles = [(pipeline.fixed, pipeline.each) for pipeline in pipelines]
+    best = shares or share_micro_batches(profiles, costs.micro_batches)
+    if best is None:
+        return None
+    shared = tuple(replace(pipeline, micro_batches=share) for pipeline, share in zip(pipelines, best, strict=True))
+    sync = costs.sync(shared)
+    seconds = costs.step(max(pipeline.seconds for pipeline in shared), sync)
+    layout = UnequalLayout(shared, seconds, sync, {})
+    left = {kind: device_class.devices - layout.devices[kind] for kind, device_class in enumerate(classes)}
+    return replace(layout, unused={kind: count for kind, count in left.items() if count})
 
 
 def _ends(profile: tuple[float, float], share: int) -> float:

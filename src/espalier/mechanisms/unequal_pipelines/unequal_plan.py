@@ -9,7 +9,7 @@ import math
 
 from espalier.machine.cluster import Cluster, Place
 from espalier.mechanisms.unequal_pipelines import pipeline_search as flashflex
-from espalier.mechanisms.unequal_pipelines.cost import EngineCosts, numbered
+from espalier.mechanisms.unequal_pipelines.cost import EngineCosts, slots
 from espalier.mechanisms.unequal_pipelines.pipeline_solver import (
     Group,
     Slot,
@@ -217,7 +217,7 @@ def predicted(costs: EngineCosts, layout: UnequalLayout, spread: float = 0.0) ->
         "optimizer": optimizer,
     }
     tokens = request.profile.global_batch * request.profile.tokens_per_sample
-    used = [place.table.device for kind, count in _used(layout).items() for place in costs.places[kind][:count]]
+    used = [place.table.device for kind, count in layout.devices.items() for place in costs.places[kind][:count]]
     fullest, limit = _fullest(costs, layout)
     return Predicted(
         step_seconds=layout.seconds,
@@ -233,20 +233,9 @@ def predicted(costs: EngineCosts, layout: UnequalLayout, spread: float = 0.0) ->
     )
 
 
-def _used(layout: UnequalLayout) -> dict[int, int]:
-    counts: dict[int, int] = {}
-    for pipeline in layout.pipelines:
-        for kind, count in pipeline.devices.items():
-            counts[kind] = counts.get(kind, 0) + count
-    return counts
-
-
 def _fullest(costs: EngineCosts, layout: UnequalLayout) -> tuple[dict[str, float], float]:
     """Bytes by kind of the stage that is nearest to its limit, and the limit."""
-    every = [
-        costs.held(stage.group, Slot(number, len(pipeline.stages)), stage.layers)
-        for pipeline, number, stage in numbered(layout.pipelines)
-    ]
+    every = [costs.held(stage.group, slot, stage.layers) for slot, stage in slots(layout.pipelines)]
     sizes, limit = max(every, key=lambda pair: float(sum(pair[0].values())) / pair[1])
     return {name: float(size) for name, size in sizes.items()}, limit
 

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from espalier.kernels.step_codes import STEPS
 from espalier.mechanisms.few_bits.a2q import Coded
 from espalier.recipe.errors import UserError
 from espalier.recipe.offsets import offsets_of
@@ -120,6 +121,11 @@ class PackedRows:
         whole = torch.from_numpy(codes[chosen])
         widths_and_steps = torch.from_numpy(widths[chosen]), torch.from_numpy(np.ascontiguousarray(pairs[chosen, 1]))
         return Coded(whole.view(torch.int8) if self.signed else whole, *widths_and_steps)
+
+    def values(self) -> torch.Tensor:
+        """float32 [rows, columns]: codes times steps."""
+        coded = self.decoded()
+        return coded.codes * STEPS[coded.steps.long()][:, None]
 
     def pairs(self, start: int = 0, stop: int | None = None) -> Array:
         """uint8 [rows, 2]: width and step code of each of the rows `[start, stop)`."""
