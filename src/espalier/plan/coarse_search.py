@@ -80,13 +80,13 @@ def cuts(
 def shares_by_speed(layouts: Layouts, on: Fleet) -> Any:
     """Boolean [layouts]: those that are also priced with shares by speed. Where devices differ, equal shares say little
     of them."""
-    whole = (np.asarray(layouts.pp) == 1) & (layouts.algorithm == "data")
+    whole = (layouts.pp == 1) & (layouts.algorithm == "data")
     return (len(on.kinds) > 1) & (whole | (in_one_ring(layouts, on.ranks) & (layouts.algorithm == "isp")))
 
 
 def in_one_ring(layouts: Layouts, ranks: int) -> Any:
     """Boolean [layouts]: those in which all ranks share each sequence along the context."""
-    return np.broadcast_to(np.asarray(layouts.cp) == ranks, len(layouts)) & (len(layouts) > 0)
+    return np.broadcast_to(layouts.cp == ranks, len(layouts)) & (len(layouts) > 0)
 
 
 def refined(chosen: Iterable[Layouts], per_node: int, limits: Limits) -> Iterator[Layouts]:

@@ -112,14 +112,14 @@ class CostInputs:
             if loss is None:
                 loss = chunk_tokens(whole.rest, room)
             if feed_forward is None and not request.recipe.train.compile:
-                plain = (np.asarray(layouts.tp) == 1) & (np.asarray(layouts.schedule) != "zero_bubble")
+                plain = (layouts.tp == 1) & (layouts.schedule != "zero_bubble")
                 feed_forward = chunk_tokens(whole.layer, room, plain)
         return (0 if loss is None else loss), (0 if feed_forward is None else feed_forward)
 
     @property
     def cut(self) -> Cut:
         layouts = self.layouts
-        return Cut(layouts.tp, np.asarray(layouts.sp) / self.speed, layouts.algorithm != "fsp", layouts.hp)
+        return Cut(layouts.tp, layouts.sp / self.speed, layouts.algorithm != "fsp", layouts.hp)
 
     @cached_property
     def storage(self) -> StateBytes:
@@ -157,9 +157,9 @@ class CostInputs:
         if whole is None:
             each = request.bytes_each if request.system.storage is None else request.system.storage.params
             kind = "params"
-            whole = each * (profile.parameters - profile.trainable) / layouts.tp / np.asarray(layouts.pp)
+            whole = each * (profile.parameters - profile.trainable) / layouts.tp / layouts.pp
         uncut = (np.asarray(layouts.tp) * layouts.pp == 1) & (request.expert_ranks == 1)
-        shared = uncut & (np.asarray(layouts.params) > 1) & (request.system.storage is None)
+        shared = uncut & (layouts.params > 1) & (request.system.storage is None)
         away = request.offload.frozen != "device"
         if not (profile.untrained and (away or np.any(shared))):
             return Cost(memory_bytes={kind: whole})
@@ -210,13 +210,13 @@ class CostInputs:
         """Layers of the stage at hand."""
         if stages := self.request.system.stages:
             return max(stages) if self.stage is None else stages[self.stage]
-        return -(-self.request.profile.layers // np.asarray(self.layouts.pp))
+        return -(-self.request.profile.layers // self.layouts.pp)
 
     @property
     def stage_parameters(self) -> Number:
         """Trainable parameters that a rank of the fullest stage updates, before sharding."""
         request = self.request
-        pp = np.asarray(self.layouts.pp)
+        pp = self.layouts.pp
         outside = request.profile.outside / np.where(pp == 1, 1, request.profile.tables)
         return (self.stage_layers * request.layer_parameters + outside) / self.layouts.tp
 
@@ -227,14 +227,14 @@ class CostInputs:
         request = self.request
         if not request.low or request.system.storage is not None:
             return request.compute
-        return np.where(np.asarray(self.layouts.optimizer) > 1, request.low, request.bytes_each)
+        return np.where(self.layouts.optimizer > 1, request.low, request.bytes_each)
 
     @cached_property
     def bucket_bytes(self) -> Number:
         """Bytes of gradients exchanged at once: what was asked for, else more where many ranks sum them."""
         if (bucket := self.request.recipe.comm.bucket) != "auto":
             return units.size(bucket, "comm.bucket")
-        ranks = self.layouts.shards // np.asarray(self.layouts.grads)
+        ranks = self.layouts.shards // self.layouts.grads
         return np.clip(ranks * EACH, BUCKET, LARGEST)
 
     # --- what sharded states cost (see `plan.axes.sharding`)
@@ -260,10 +260,10 @@ class CostInputs:
             elements=self.stage_parameters,
             layers=self.stage_layers,
             layer=request.layer_parameters / layouts.tp,
-            outside=profile.outside / np.where(np.asarray(layouts.pp) == 1, 1, profile.tables) / layouts.tp,
+            outside=profile.outside / np.where(layouts.pp == 1, 1, profile.tables) / layouts.tp,
             table=profile.outside / max(1, profile.tables) / layouts.tp,
-            tied=(profile.tables == 1) * (np.asarray(layouts.pp) == 1),
-            cut=(np.asarray(layouts.tp) > 1) | (np.asarray(layouts.pp) > 1),
+            tied=(profile.tables == 1) * (layouts.pp == 1),
+            cut=(layouts.tp > 1) | (layouts.pp > 1),
             largest=largest / layouts.tp,
             width=request.bytes_each,
             bucket_bytes=self.bucket_bytes,
@@ -330,7 +330,7 @@ class CostInputs:
         int8 = request.recipe.comm.experts == "int8"
         in_turn = request.system.storage is not None
         load = ExpertLoad(request.profile.width, request.compute, int8, in_turn)
-        tokens = samples * request.profile.tokens_per_sample / np.asarray(layouts.sp) / rounds
+        tokens = samples * request.profile.tokens_per_sample / layouts.sp / rounds
         again = float(layouts.recompute != "none")
         layer = expert_cost(load, expected(tokens, request.experts.active, sizes), self.wire, again, layouts.tp)
         return layer.times(rounds * self.stage_layers)
@@ -342,7 +342,7 @@ class CostInputs:
         layouts = self.layouts
         on = self.on
         equal = on.ranks == on.nodes * on.per_node
-        machine = None if self.cuda or on.between is None else (on.per_node if equal else 1) // np.asarray(layouts.tp)
+        machine = None if self.cuda or on.between is None else (on.per_node if equal else 1) // layouts.tp
         return Division(layouts.params, layouts.grads, layouts.optimizer, layouts.shards, layouts.tp, machine)
 
     def wire(self, operation: Any, size: Number, ranks: Number, stride: Number, traffic: str) -> Number:
@@ -374,9 +374,9 @@ class CostInputs:
         taken = self.wire(operation, size, ranks, stride, traffic)
         if not self.cuda:
             turns = TURN * (1 / self.kind.setting.share - 1)
-            return taken + np.where(np.asarray(taken) > 0, turns, 0.0)
-        apart = (np.asarray(ranks) * stride > self.on.per_node) & (self.on.between is not None)
-        return taken + np.where(apart & (np.asarray(taken) > 0), self.on.factors.call * MEETING, 0.0)
+            return taken + np.where(taken > 0, turns, 0.0)
+        apart = (ranks * stride > self.on.per_node) & (self.on.between is not None)
+        return taken + np.where(apart & (taken > 0), self.on.factors.call * MEETING, 0.0)
 
     def sequence(self, tokens: Number, attention: Number = 0.0, coded: bool = False) -> Cost:
         """What ranks that share a sequence exchange in one layer of a micro-batch of `tokens` tokens of each rank.
@@ -413,11 +413,11 @@ class CostInputs:
         """Bytes of sharded states that wait outside the device, by kind."""
         waiting = offload.waiting(self.request.offload, self.sharded)
         if self.request.offload.parameters in ("host", "disk"):  # each rank has a share of all that it would hold
-            shares = [(cost(*part).memory_bytes, np.asarray(part[1].ranks)) for part in self.parts]
+            shares = [(cost(*part).memory_bytes, part[1].ranks) for part in self.parts]
             waiting = {kind: sum(sizes[kind] / ranks for sizes, ranks in shares) for kind in waiting}
         if self.request.offload.activations != "device":
-            each = -(-self.request.profile.global_batch // np.asarray(self.layouts.dp))
-            size = np.minimum(np.maximum(1, np.asarray(self.layouts.micro_batch)), each)
+            each = -(-self.request.profile.global_batch // self.layouts.dp)
+            size = np.minimum(np.maximum(1, self.layouts.micro_batch), each)
             rounds = -(-each // size) if offload.windowed(self.request.offload) else 1  # layer by layer
             saved = self.anatomy(size).layer.saved
             waiting["activations"] = rounds * offload_cost.activations(saved, self.stage_layers)
@@ -456,7 +456,7 @@ class CostInputs:
         """(bytes, ranks that have a share each) of a table, a layer, and its experts where they are spread; empty: no
         window of layers comes from host memory or disk."""
         request = self.request
-        dp = np.asarray(self.layouts.dp)
+        dp = self.layouts.dp
         ep = self.request.expert_ranks
         if request.offload.parameters not in ("host", "disk"):
             return ()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -69,8 +69,7 @@ class Priced:
         return sum(size for name, size in self.memory_bytes.items() if name not in UNCOUNTED[memory])
 
 
-@dataclass(frozen=True)
-class Grid:
+class Grid(NamedTuple):
     """Layouts priced on all kinds of ranks, each value [n]."""
 
     seconds: Any
@@ -83,7 +82,7 @@ class Grid:
 
 def samples_each(request: Request, layouts: Layouts) -> Number:
     """Samples of the replica that has most."""
-    return -(-request.profile.global_batch // np.asarray(layouts.dp))
+    return -(-request.profile.global_batch // layouts.dp)
 
 
 def price(
@@ -91,47 +90,41 @@ def price(
 ) -> list[Priced]:
     """Prices `layouts` on every kind of rank of a fleet."""
     costs = []
-    samples_of = shares.samples
-    speeds = shares.speeds
     for index, kind in enumerate(on.kinds):
-        samples = samples_each(request, layouts) if samples_of is None else np.asarray(samples_of[index])
-        step = CostInputs(
-            request, on, kind, layouts, 1.0 if speeds is None else np.asarray(speeds[index]), resident_optimizer
-        )
-        size = np.minimum(np.maximum(1, np.asarray(layouts.micro_batch)), samples)
-        memory_bytes = memory_model.memory_bytes(step, size, -(-samples // size))
-        limit = cost_inputs.limit(kind, request)
-        peak = sum(memory_bytes.values())
-        priced = Priced(step_time.step_seconds(step, samples), memory_bytes, limit, peak, peak - limit)
-        if request.offload != RESIDENT:
-            priced = replace(priced, over=step.lacking(priced.over), waiting=step.waiting)
-        costs.append(priced)
+        samples = samples_each(request, layouts) if shares.samples is None else shares.samples[index]
+        speed = 1.0 if shares.speeds is None else shares.speeds[index]
+        step = CostInputs(request, on, kind, layouts, speed, resident_optimizer)
+        costs.append(replace(_full(step, samples), seconds=step_time.step_seconds(step, samples)))
     return costs
+
+
+def _full(step: CostInputs, samples: Number) -> Priced:
+    """The bytes of layouts in which each replica has `samples` samples, without seconds."""
+    size = np.minimum(step.layouts.micro_batch, samples)
+    memory_bytes = memory_model.memory_bytes(step, size, -(-samples // size))
+    limit = cost_inputs.limit(step.kind, step.request)
+    peak = sum(memory_bytes.values())
+    if step.request.offload == RESIDENT:
+        return Priced({}, memory_bytes, limit, peak, peak - limit)
+    return Priced({}, memory_bytes, limit, peak, step.lacking(peak - limit), step.waiting)
 
 
 def grid(request: Request, on: Fleet, layouts: Layouts, memory: str = "device") -> Grid:
     """Prices arrays of layouts at once; the slowest and the tightest device count. `memory`: as `Priced.counted`."""
-    costs = price(request, on, layouts)
-    return Grid(
-        np.max([priced.step for priced in costs], axis=0),
-        np.max([priced.counted(memory) for priced in costs], axis=0),
-        np.max([priced.over for priced in costs], axis=0),
-    )
+    return worst(price(request, on, layouts), memory)
+
+
+def worst(costs: Sequence[Priced], memory: str = "device") -> Grid:
+    """Of the kinds of rank, the one that has most of each."""
+    rows = zip(*((priced.step, priced.counted(memory), priced.over) for priced in costs), strict=True)
+    return Grid(*(np.max(row, axis=0) for row in rows))
 
 
 def fullness(request: Request, on: Fleet, layouts: Layouts) -> tuple[Any, Any]:
     """Peak bytes and bytes beyond the limit of every layout, on the tightest kind of rank."""
     samples = samples_each(request, layouts)
-    size = np.minimum(layouts.micro_batch, samples)
-    peaks = []
-    overs = []
-    for kind in on.kinds:
-        step = CostInputs(request, on, kind, layouts)
-        peak = sum(memory_model.memory_bytes(step, size, -(-samples // size)).values())
-        peaks.append(peak)
-        over = peak - cost_inputs.limit(kind, request)
-        overs.append(over if request.offload == RESIDENT else step.lacking(over))
-    return np.max(peaks, axis=0).reshape(-1), np.max(overs, axis=0).reshape(-1)
+    tightest = worst([_full(CostInputs(request, on, kind, layouts), samples) for kind in on.kinds])
+    return tightest.peak.reshape(-1), tightest.over.reshape(-1)
 
 
 def slowest(request: Request, on: Fleet, layouts: Layouts) -> Number:

@@ -42,7 +42,7 @@ def measured(
     """A cluster of one device for each of `ranks`, as slow as `speeds` (in the same order). `places`: where they sit,
     on one machine or several; None: all count as in one machine."""
     apart = places is not None
-    places = places or [_place(cluster, rank) for rank in ranks]
+    places = places or [_places(cluster, rank)[0] for rank in ranks]
     used = [place.rank for place in places]
     inside = _slower(cluster.slowest(used, "inside"), speeds.link)
     tables = [
@@ -69,20 +69,12 @@ def seats(cluster: Cluster, plan: plans.Plan) -> list[Place]:
     """Where each rank of a plan sits. Of several processors in one machine the fastest, in the cluster's order."""
     places: list[Place] = []
     taken: set[int] = set()
-    every = cluster.devices()
     for rank in plan.ranks:
-        kind, _, slot = rank.device.partition(":")
-        fitting = [place for place in every if place.node == rank.node and place.table.device.kind == kind]
-        if kind == "cuda":
-            fitting = [place for place in fitting if place.slot == int(slot)]
-        else:
+        fitting = _places(cluster, rank)
+        if rank.device == "cpu":
             count = sum(other.node == rank.node and other.device == "cpu" for other in plan.ranks)
             fastest = sorted(fitting, key=lambda place: -max(place.table.device.flops.values()))[:count]
             fitting = [place for place in fitting if place in fastest and place.rank not in taken] or fitting
-        if not fitting:
-            raise UserError(
-                f"The cluster has no device {rank.device} on machine {rank.node}.", do="delete cluster.toml"
-            )
         places.append(fitting[0])
         taken.add(fitting[0].rank)
     return places
@@ -92,14 +84,13 @@ def _slower(link: Link, times: float) -> Link:
     return link.changed(bandwidth=link.bandwidth / times, latency=link.latency * times, launch=link.launch * times)
 
 
-def _place(cluster: Cluster, rank: plans.Rank) -> Place:
-    """Where a rank of a plan sits."""
-    kind, _, slot = rank.device.partition(":")
-    fitting = [place for place in cluster.devices() if place.node == rank.node and place.table.device.kind == kind]
-    for place in fitting:
-        if kind == "cpu" or place.slot == int(slot):
-            return place
-    raise UserError(f"The cluster has no device {rank.device} on machine {rank.node}.", do="delete cluster.toml")
+def _places(cluster: Cluster, rank: plans.Rank) -> list[Place]:
+    """Where a rank of a plan may sit. Raises UserError where that is nowhere."""
+    devices = (place for place in cluster.devices() if place.node == rank.node)
+    fitting = [place for place in devices if place.device_name == rank.device]
+    if not fitting:
+        raise UserError(f"The cluster has no device {rank.device} on machine {rank.node}.", do="delete cluster.toml")
+    return fitting
 
 
 def _table(table: Node, threads: int, ranks: int, slower: float) -> Node:

@@ -68,7 +68,7 @@ def ends(step: CostInputs, size: Number, in_flight: Number) -> tuple[Terms, Term
         ]
         return max(each, key=lambda sizes: float(np.max(sum(sizes.values())))), each[-1]
     first = stage(step, anatomy, in_flight, is_first=True)
-    if np.all(np.asarray(step.layouts.pp) == 1):
+    if np.all(step.layouts.pp == 1):
         return first, first
     return first, stage(step, anatomy, in_flight, is_first=False)
 
@@ -99,7 +99,7 @@ def stage(step: CostInputs, anatomy: Anatomy, micro_batches: Number, is_first: b
     crossing = _crossing(step, anatomy.layer, micro_batches, waiting)
     activations = inputs + late + crossing + has_head * anatomy.rest.saved
     travelling: Number = 0.0
-    if np.any(np.asarray(layouts.cp) > 1):
+    if np.any(layouts.cp > 1):
         travelling = step.sequence(anatomy.layer.tokens).memory_bytes["keys_values"]
     in_layer = anatomy.layer.transient + travelling + growing
     if request.system.storage is None:  # its work counts on room that the head's share leaves
@@ -122,10 +122,10 @@ def stage(step: CostInputs, anatomy: Anatomy, micro_batches: Number, is_first: b
     slack = SLACK[device.kind] if request.system.slack is None else request.system.slack
     sizes["slack"] = factors.activations * slack * within
     axes = [layouts.tp, layouts.sp, layouts.dp, layouts.pp]
-    groups = COMMUNICATION * sum(np.asarray(axis) > 1 for axis in axes)
+    groups = COMMUNICATION * sum(axis > 1 for axis in axes)
     libraries = (device.runtime or CUDA_RUNTIME) + groups if step.on.cuda else max(device.runtime, CPU_RUNTIME)
     sizes["runtime"] = libraries + (0 if step.cuda else request.profile.loaded)
-    zero = 0.0 * np.asarray(micro_batches)
+    zero = 0.0 * micro_batches
     return {name: value + zero for name, value in sizes.items()}
 
 
@@ -147,9 +147,9 @@ def _moments(step: CostInputs, anatomy: Anatomy, passes: StagePasses, micro_batc
     has_head = passes.has_head
     factor = step.on.factors.activations
     tail = has_head * anatomy.rest.saved
-    has_table = (np.asarray(step.layouts.pp) == 1) | ~np.asarray(has_head)
+    has_table = (step.layouts.pp == 1) | ~has_head
     rows = {
-        "next": (np.asarray(micro_batches) > 1, waits - tail, 0.0),
+        "next": (micro_batches > 1, waits - tail, 0.0),
         "loss": (has_head, waits, passes.loss),
         "head": (has_head, waits, passes.loss / LOGITS),
         "last": (True, waits, passes.layer),
@@ -170,8 +170,8 @@ def _put_off(step: CostInputs, layer: Work, micro_batches: Number, place: Number
     behind: of these, and of the one at work when its first layer comes, beyond what its layers have kept."""
     layouts = step.layouts
     layers = step.stage_layers
-    each = ((np.asarray(layouts.schedule) == "zero_bubble") & (np.asarray(layouts.pp) > 1)) * layer.put_off
-    behind = np.minimum(place, np.maximum(0, np.asarray(micro_batches) - 1)) / layouts.chunks
+    each = ((layouts.schedule == "zero_bubble") & (layouts.pp > 1)) * layer.put_off
+    behind = np.minimum(place, np.maximum(0, micro_batches - 1)) / layouts.chunks
     return behind * layers * each, (layers - 1) * np.maximum(0.0, each - layer.saved)
 
 
@@ -191,9 +191,9 @@ def _crossing(step: CostInputs, layer: Work, micro_batches: Number, waiting: Num
     layouts = step.layouts
     if step.request.system.storage is not None:
         return 0.0
-    messages = waiting if step.cuda else np.asarray(micro_batches) + 1
+    messages = waiting if step.cuda else micro_batches + 1
     size = layer.tokens * step.request.profile.width * step.stream_bytes / layouts.tp
-    return (np.asarray(layouts.pp) > 1) * messages * layouts.chunks * size
+    return (layouts.pp > 1) * messages * layouts.chunks * size
 
 
 def _temporaries(step: CostInputs) -> Number:
@@ -205,7 +205,7 @@ def _temporaries(step: CostInputs) -> Number:
 
 def _fsdp(step: CostInputs) -> Any:
     """Where PyTorch's FSDP shards parameters."""
-    return step.request.system.fsdp & (np.asarray(step.layouts.params) > 1)
+    return step.request.system.fsdp & (step.layouts.params > 1)
 
 
 def _resident(step: CostInputs) -> Number:
@@ -227,7 +227,7 @@ def orthogonal_bytes(request: Request, ranks: Number) -> Number:
         for (rows, columns), count in request.profile.matrices.items()
         if rows * columns
     )
-    copies = 4 + 3 * (np.asarray(ranks) > 1)
+    copies = 4 + 3 * (ranks > 1)
     return copies * request.bytes_each * max(at_once, default=0)
 
 

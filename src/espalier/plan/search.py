@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,7 +29,7 @@ from espalier.plan.calibration import DATASHEET, LEAST, Calibration
 from espalier.plan.coarse_search import in_one_ring, least_seconds, weakest
 from espalier.plan.collective_time import gpus
 from espalier.plan.cost_inputs import CostInputs
-from espalier.plan.layout_estimate import Priced, Shares, fullness, price, samples_each, slowest
+from espalier.plan.layout_estimate import Shares, fullness, price, samples_each, slowest, worst
 from espalier.plan.layouts import ALGORITHMS, MODES, Layouts, Limits
 from espalier.plan.request import Request
 from espalier.plan.step_time import compute
@@ -406,13 +406,9 @@ def _price(
 
     picked = _pick(seconds, peak, chosen, np.arange(len(fits)))
     priced = options(picked)
-    unequal = []
-    if len(on.kinds) > 1 and batch.algorithm == "data":
-        single = [index for index, option in zip(picked, priced, strict=True) if option.layout.pp == 1][:UNEQUAL]
-        unequal = by_speed(request, part, on, chosen.at(np.array(single, dtype=int)), seconds[single])
-    elif len(on.kinds) > 1 and batch.algorithm == "isp":
-        rings = [index for index in picked if in_one_ring(chosen, on.ranks)[index]][:UNEQUAL]
-        unequal = slots_by_speed(request, part, on, chosen.at(np.array(rings, dtype=int)), seconds[rings])
+    able = coarse_search.shares_by_speed(chosen, on)
+    apt = [index for index in picked if able[index]][:UNEQUAL]
+    unequal = by_speed(request, part, on, chosen.at(apt), seconds[apt]) if apt else []
     sent = {option.layout: option.leaving for option in priced}
     priced += [replace(option, leaving=sent[option.layout]) for option in unequal]
     unsharded = np.flatnonzero(np.broadcast_to(chosen.optimizer, fits.shape) == 1) if whole else np.empty(0, dtype=int)
@@ -435,16 +431,16 @@ def leaving(request: Request, on: collective_time.Fleet, layouts: Layouts) -> An
             sent = ring_bytes(exchange.operation, exchange.size, exchange.ranks) * machine / inside
             outgoing = outgoing + np.where(exchange.ranks * exchange.stride > machine, sent, 0.0)
     tokens = samples * request.profile.tokens_per_sample / layouts.sp
-    if np.any(np.asarray(layouts.sp) > 1):
+    if np.any(layouts.sp > 1):
         sent = sum(step.sequence(tokens).sent.values()) * step.stage_layers * machine
-        outgoing = outgoing + np.where((np.asarray(layouts.sp) > 1) & (layouts.sp * layouts.tp > machine), sent, 0.0)
+        outgoing = outgoing + np.where((layouts.sp > 1) & (layouts.sp * layouts.tp > machine), sent, 0.0)
     if request.expert_ranks > machine:
         outgoing = outgoing + step.experts(samples, rounds).sent["experts"] * machine
     # Of the residual stream; a stage's machines pass it on and back.
     value = tokens * request.profile.width * request.compute
-    hands = np.where(np.asarray(layouts.pp) > 1, 2.0 * layouts.chunks * value, 0.0)
-    shared = np.where(np.asarray(layouts.tp) > machine, 8.0 * step.stage_layers * value, 0.0)
-    return outgoing + machine / np.asarray(layouts.tp) * (hands + shared)
+    hands = np.where(layouts.pp > 1, 2.0 * layouts.chunks * value, 0.0)
+    shared = np.where(layouts.tp > machine, 8.0 * step.stage_layers * value, 0.0)
+    return outgoing + machine / layouts.tp * (hands + shared)
 
 
 def _pick(seconds: Any, peak: Any, layouts: Layouts, of: Any) -> list[int]:
@@ -453,9 +449,7 @@ def _pick(seconds: Any, peak: Any, layouts: Layouts, of: Any) -> list[int]:
     schedule = np.broadcast_to(layouts.schedule, seconds.shape)[of]
     chunks = np.broadcast_to(layouts.chunks, seconds.shape)[of]
     parts = (layouts.pp, layouts.optimizer, layouts.grads, layouts.params)
-    used = np.broadcast_to(
-        sum((np.asarray(degree) > 1) * 2**place for place, degree in enumerate(parts)), seconds.shape
-    )
+    used = np.broadcast_to(sum((degree > 1) * 2**place for place, degree in enumerate(parts)), seconds.shape)
     picked: list[int] = []
     for name, each in dict.fromkeys(zip(schedule.tolist(), chunks.tolist(), strict=True)):
         mine = of[(schedule == name) & (chunks == each)]
@@ -468,44 +462,27 @@ def _pick(seconds: Any, peak: Any, layouts: Layouts, of: Any) -> list[int]:
 
 
 def by_speed(request: Request, part: Cluster, on: collective_time.Fleet, layouts: Layouts, equal: Any) -> list[Option]:
-    """Data-parallel layouts with each rank's samples in proportion to its device's speed, where that fits and is faster
-    than the `equal` seconds [n]."""
-    if not len(equal):
-        return []
-    rates = _rates(request, on, layouts)
-    exact = _in_proportion(request.profile.global_batch, rates, np.array([kind.ranks for kind in on.kinds]))
-    shares = np.ceil(exact - 1e-9).astype(int)
-    costs = price(request, on, layouts, Shares(np.maximum(1, shares)))
-    seconds, peak, over = _worst(costs)
-    least = np.where(np.asarray(layouts.grads) > 1, -(-shares.max(axis=0) // layouts.micro_batch), 1)
-    wins = np.flatnonzero((exact.astype(int).min(axis=0) >= least) & (over <= 0) & (seconds < equal))
-    values = (seconds[wins].tolist(), peak[wins].tolist(), over[wins].tolist(), map(tuple, shares[:, wins].T.tolist()))
-    return [Option(layout, part, *known) for layout, *known in zip(layouts.each(wins), *values, strict=True)]
-
-
-def slots_by_speed(
-    request: Request, part: Cluster, on: collective_time.Fleet, layouts: Layouts, equal: Any
-) -> list[Option]:
-    """Layouts in which all ranks share each sequence along the context, with each rank's tokens in proportion to its
-    device's speed, where that fits and is faster than the `equal` seconds [n]."""
-    if not len(equal):
-        return []
+    """Layouts with each rank's part in proportion to its device's speed, where that fits and is faster than the `equal`
+    seconds [n]: of the samples, or, where all ranks share each sequence along the context, of its tokens."""
     rates = _rates(request, on, layouts)
     ranks = np.array([kind.ranks for kind in on.kinds])
-    speeds = rates * ranks.sum() / (rates * ranks[:, None]).sum(0)
-    costs = price(request, on, layouts, Shares(speeds=speeds))
-    seconds, peak, over = _worst(costs)
-    wins = np.flatnonzero((over <= 0) & (seconds < equal))
-    values = (seconds[wins].tolist(), peak[wins].tolist(), over[wins].tolist(), map(tuple, speeds[:, wins].T.tolist()))
-    return [
-        Option(layout, part, taken, most, beyond, speeds=each)
-        for layout, taken, most, beyond, each in zip(layouts.each(wins), *values, strict=True)
-    ]
-
-
-def _worst(costs: Sequence[Priced]) -> tuple[Any, ...]:
-    """Seconds, peak and the bytes beyond the limit [layouts], of the kind of rank that has most of each."""
-    return tuple(np.max([getattr(priced, name) for priced in costs], axis=0) for name in ("step", "peak", "over"))
+    name = "shares" if layouts.algorithm == "data" else "speeds"
+    able: Any = True
+    if name == "shares":
+        exact = _in_proportion(request.profile.global_batch, rates, ranks)
+        parts = np.ceil(exact - 1e-9).astype(int)
+        able = exact.astype(int).min(axis=0) >= np.where(
+            layouts.grads > 1, -(-parts.max(axis=0) // layouts.micro_batch), 1
+        )
+        costs = price(request, on, layouts, Shares(np.maximum(1, parts)))
+    else:
+        parts = rates * ranks.sum() / (rates * ranks[:, None]).sum(0)
+        costs = price(request, on, layouts, Shares(speeds=parts))
+    most = worst(costs)
+    wins = np.flatnonzero(able & (most.over <= 0) & (most.seconds < equal))
+    values = (column[wins].tolist() for column in most)
+    rows: Any = zip(layouts.each(wins), map(tuple, parts[:, wins].T.tolist()), *values, strict=True)
+    return [Option(layout, part, *known, **{name: each}) for layout, each, *known in rows]
 
 
 def _rates(request: Request, on: collective_time.Fleet, layouts: Layouts) -> Any:
@@ -515,7 +492,7 @@ def _rates(request: Request, on: collective_time.Fleet, layouts: Layouts) -> Any
     for kind in on.kinds:
         work = request.profile.anatomy(size, layouts.recompute, request.precision, WHOLE).whole
         alone = compute(CostInputs(request, on, kind, layouts), work)
-        rates.append(1.0 / (alone.forward + alone.backward + alone.recompute) + 0.0 * np.asarray(layouts.dp))
+        rates.append(1.0 / (alone.forward + alone.backward + alone.recompute) + 0.0 * layouts.dp)
     return np.array(rates)
 
 

@@ -82,7 +82,7 @@ class Pass:
 def step_seconds(step: CostInputs, samples: Number) -> Terms:
     """Seconds by part of a step in which each replica has `samples` samples; they add up to the whole."""
     layouts = step.layouts
-    size = np.minimum(np.maximum(1, np.asarray(layouts.micro_batch)), samples)
+    size = np.minimum(np.maximum(1, layouts.micro_batch), samples)
     full = samples // size
     rest = samples % size
     whole, stage = passes(step, size)
@@ -181,7 +181,7 @@ def core_seconds(step: CostInputs, work: Work) -> Number:
         product = device_model.written(work)
         return factors.attention * device_model.product_seconds(device, request.precision, product, setting, factors)
     taken = device_model.attention_seconds(device, request.precision, work, setting, factors)
-    tokens = request.profile.tokens_per_sample / np.asarray(step.layouts.cp)
+    tokens = request.profile.tokens_per_sample / step.layouts.cp
     return taken / (device_model.kernel_share(kernel, tokens) if catalogued else 1.0)
 
 
@@ -215,12 +215,12 @@ def _exchanged(step: CostInputs, layer: Pass, anatomy: Anatomy) -> Pass:
     """A layer's pass with what its tensor, sequence and state groups exchange in it."""
     request = step.request
     layouts = step.layouts
-    again = np.asarray(anatomy.layer.again) > 0.4
+    again = anatomy.layer.again > 0.4
     stream = anatomy.layer.tokens * request.profile.width * request.compute
-    tensor = sequence = 0.0 * np.asarray(layer.forward)
-    if np.any(np.asarray(layouts.tp) > 1):
+    tensor = sequence = 0.0 * layer.forward
+    if np.any(layouts.tp > 1):
         tensor = tensor_seconds(step, stream, again)
-    if np.any(np.asarray(layouts.sp) > 1):
+    if np.any(layouts.sp > 1):
         sequence = sequence_seconds(step, anatomy.layer)
     made = replace(layer, tensor=tensor, sequence=sequence)
     by_start = gathering(step, made, anatomy.layer)
@@ -244,8 +244,8 @@ def tensor_seconds(step: CostInputs, stream: Number, again: Number) -> Number:
 def ends_seconds(step: CostInputs, tokens: Number) -> Number:
     """Seconds that tensor ranks exchange for embedding, head and loss of `tokens`. Published figures leave them out."""
     request = step.request
-    if request.system.storage is not None or not request.profile.width or np.all(np.asarray(step.layouts.tp) == 1):
-        return 0.0 * np.asarray(tokens)
+    if request.system.storage is not None or not request.profile.width or np.all(step.layouts.tp == 1):
+        return 0.0 * tokens
 
     return tensor_cost.cost(tensor_load(step, tokens, 0), step.awaited).seconds["tensor"]
 
@@ -304,8 +304,8 @@ def gathering(step: CostInputs, layer: Pass, work: Work) -> dict[Prefetch, Numbe
     scatter = transfers["reduce_scatter"]
     backward = layer.backward + layer.recompute
     # Whether ranks that share a sequence and ranks that split parameters are as far apart as each other.
-    within = [np.asarray(ranks) * layouts.tp <= step.on.per_node for ranks in (layouts.sp, layouts.params)]
-    waited = (within[0] == within[1]) * layer.sequence / (2 + (np.asarray(work.again) > 0))
+    within = [ranks * layouts.tp <= step.on.per_node for ranks in (layouts.sp, layouts.params)]
+    waited = (within[0] == within[1]) * layer.sequence / (2 + (work.again > 0))
 
     def beside(taken: Number, window: Number) -> Number:
         contested = np.minimum(taken, waited)
@@ -447,7 +447,7 @@ def gradients(step: CostInputs) -> Terms:
         return {"seconds": step.exchanged.seconds["reduce"], "units": units}
     size = step.storage.grads * step.stage_parameters / layouts.grads
     units = np.maximum(1, np.ceil(size / step.bucket_bytes))
-    replicas = layouts.shards // np.asarray(layouts.grads)
+    replicas = layouts.shards // layouts.grads
     whole = step.wire("all_reduce", size / units, replicas, layouts.tp * layouts.grads, "gradients")
     return {"seconds": units * whole, "units": units}
 
@@ -458,7 +458,7 @@ def refresh(step: CostInputs) -> Number:
     if step.request.system.refresh != "broadcast":
         return step.exchanged.seconds["refresh"]
     size = step.storage.params * step.stage_parameters / layouts.params
-    ranks = layouts.optimizer // np.asarray(layouts.params)
+    ranks = layouts.optimizer // layouts.params
     return _owner_by_owner(step, size, ranks, layouts.tp * layouts.params, step.request.profile.tensors)
 
 
@@ -472,7 +472,7 @@ def optimizer(step: CostInputs) -> Number:
     foreach = step.cuda and request.system.temporaries > 0
     moved = request.bytes_each / 4 * (each + CLIP_BYTES + foreach * FOREACH_BYTES) * step.owned
     taken = device_model.moved_seconds(device, moved, setting, step.on.factors)
-    of_host = foreach * step.issue * UPDATE * request.profile.tensors / np.asarray(step.layouts.pp)
+    of_host = foreach * step.issue * UPDATE * request.profile.tensors / step.layouts.pp
     taken = np.maximum(taken, of_host)
     if request.muon:
         share = step.owned / max(1, request.profile.trainable)

@@ -50,17 +50,17 @@ class PipelineLoad:
 def cost(load: PipelineLoad) -> Cost:
     """`pipeline`: seconds without work; `send`: seconds of hand-overs; `activations`: bytes of the rank that sends most
     of them (gradients of activations too)."""
-    ranks = np.asarray(load.ranks)
-    several = np.asarray(load.ranks) > 1
-    put_off = np.where(load.split, 2 * np.asarray(load.weights), 0.0)
+    ranks = load.ranks
+    several = ranks > 1
+    put_off = np.where(load.split, 2 * load.weights, 0.0)
     idle = waits(load) * np.maximum(0.0, load.seconds - put_off) / load.chunks
-    ahead = load.ahead & (np.asarray(load.chunks) == 1)
+    ahead = load.ahead & (load.chunks == 1)
     times = hand_overs(ranks, load.micro_batches, ahead) * load.chunks * several
     # Each way the link carries a message for each micro-batch, and one may take longer than its passes.
-    late = np.where(ahead, (np.asarray(load.micro_batches) - 1) * np.maximum(0.0, load.message - load.seconds), 0.0)
+    late = np.where(ahead, (load.micro_batches - 1) * np.maximum(0.0, load.message - load.seconds), 0.0)
     # A rank sends for each of its stages forward and back, but for the first and the last stage of all.
-    messages = (2 * np.asarray(load.chunks) - (ranks == 2)) * several
-    near = np.minimum(messages, np.clip(np.asarray(load.together) - 1, 0, 2) * np.asarray(load.chunks))
+    messages = (2 * load.chunks - (ranks == 2)) * several
+    near = np.minimum(messages, np.clip(load.together - 1, 0, 2) * load.chunks)
     away = load.message_bytes if load.away_bytes is None else load.away_bytes
     return Cost(
         seconds={"pipeline": idle, "send": times * load.message + several * late},
@@ -71,8 +71,8 @@ def cost(load: PipelineLoad) -> Cost:
 def waits(load: PipelineLoad) -> Number:
     """Micro-batches for whose time a rank has no work, in 1F1B: the first ones until they come to it, the last ones
     until they come back. Ranks that share cores are slowed down by the others' work only."""
-    ranks = np.asarray(load.ranks)
-    count = np.asarray(load.micro_batches)
+    ranks = load.ranks
+    count = load.micro_batches
     alone = (count + ranks - 1) * load.share  # the longest chain of passes, with cores of its own
     shared = count + (ranks - load.together) * load.share  # all work of the cores that begin last
     return np.maximum(0.0, np.maximum(alone, shared) - count)
@@ -82,9 +82,9 @@ def hand_overs(ranks: Number, micro_batches: Number, ahead: Any = False) -> Numb
     """Transfers on the critical path of 1F1B. With more forward passes `ahead`, those in between are hidden, and the
     pipeline waits for messages while it fills and drains."""
     every = np.minimum(ranks, micro_batches) + (micro_batches - 1) + np.minimum(ranks, micro_batches)
-    return np.where(ahead, np.minimum(every, 2 * (np.asarray(ranks) - 1)), every)
+    return np.where(ahead, np.minimum(every, 2 * (ranks - 1)), every)
 
 
 def most_in_flight(ranks: Number, chunks: Number = 1) -> Number:
     """Micro-batches whose activations the first rank keeps at once, each of all its stages; the last keeps one."""
-    return np.where(np.asarray(chunks) > 1, ranks + (np.asarray(ranks) - 1) / chunks, ranks)
+    return np.where(chunks > 1, ranks + (ranks - 1) / chunks, ranks)

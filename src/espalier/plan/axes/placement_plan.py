@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from espalier.plan.base import Exchange, Unit
     from espalier.store.base import WeightStore
 
 
@@ -83,31 +84,7 @@ class Spread:
         return next((factors for pattern, factors in self.factors if fnmatchcase(name, pattern)), ShardFactors())
 
 
-class PlannedUnit(Protocol):
-    """What is read of a plan's units."""
-
-    @property
-    def pattern(self) -> str:
-        """Of parameter names."""
-
-    @property
-    def params(self) -> Sequence[int]:
-        """Ranks that split the parameters."""
-
-    @property
-    def grads(self) -> Sequence[int]:
-        """Ranks that split the gradients."""
-
-    @property
-    def optimizer(self) -> Sequence[int]:
-        """Ranks that split the optimizer's state."""
-
-    @property
-    def whole(self) -> bool:
-        """Matrices stay on one rank each."""
-
-
-def factors(units: Iterable[PlannedUnit]) -> list[tuple[str, ShardFactors]]:
+def factors(units: Iterable[Unit]) -> list[tuple[str, ShardFactors]]:
     """The factors that a plan's units ask for, by pattern of names."""
     return [
         (unit.pattern, ShardFactors(*(len(ranks) or 1 for ranks in (unit.params, unit.grads, unit.optimizer))))
@@ -115,23 +92,7 @@ def factors(units: Iterable[PlannedUnit]) -> list[tuple[str, ShardFactors]]:
     ]
 
 
-class PlannedExchange(Protocol):
-    """What is read of a plan's exchanges."""
-
-    @property
-    def traffic(self) -> str:
-        """Its class."""
-
-    @property
-    def level(self) -> str:
-        """`inside` machines, `between` them, or `all`."""
-
-    @property
-    def codec(self) -> str:
-        """As `comm.codecs.codec` reads it."""
-
-
-def codecs(exchanges: Iterable[PlannedExchange], strict: bool = False) -> dict[tuple[str, str], str]:
+def codecs(exchanges: Iterable[Exchange], strict: bool = False) -> dict[tuple[str, str], str]:
     """The codecs that a plan's exchanges ask for, by class and level; `strict`: ones that stop at NaN."""
     return {
         (exchange.traffic, level): exchange.codec.removesuffix("!") + "!" if strict else exchange.codec
@@ -141,7 +102,7 @@ def codecs(exchanges: Iterable[PlannedExchange], strict: bool = False) -> dict[t
     }
 
 
-def claim(units: Iterable[PlannedUnit]) -> Claim:
+def claim(units: Iterable[Unit]) -> Claim:
     """What the units of a plan bring."""
     units = tuple(units)
     optimizer_claim = SPLIT if any(len(unit.optimizer) > 1 and not unit.whole for unit in units) else WHOLE

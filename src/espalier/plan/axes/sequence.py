@@ -49,15 +49,15 @@ class SequenceGrid:
     @property
     def windows(self) -> Number:
         """Inner rings."""
-        return np.asarray(self.context) // self.window
+        return self.context // self.window
 
     @property
     def strides(self) -> tuple[Number, Number, Number]:
         """Distances of neighbours in a row, in an inner ring and in an outer ring."""
         row = np.where(self.head_first, 1, self.context) * self.stride
         inner = np.where(self.head_first, self.heads, self.apart) * self.stride
-        between = np.where(np.asarray(self.apart) > 1, 2 * np.asarray(self.window) - 1, self.window)
-        return row, inner, np.where(self.head_first, self.heads * np.asarray(self.window), between) * self.stride
+        between = np.where(self.apart > 1, 2 * self.window - 1, self.window)
+        return row, inner, np.where(self.head_first, self.heads * self.window, between) * self.stride
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ def cost(
         `sent`: `keys_values` and `activations` in the ledger's bytes. `memory_bytes`: `keys_values` on their way.
         `seconds`: `heads`, the all-to-alls, and `ring`, transfers that attention does not hide.
     """
-    hp, cp, w, rings = np.asarray(grid.heads), np.asarray(grid.context), np.asarray(grid.window), grid.windows
+    hp, cp, w, rings = grid.heads, grid.context, grid.window, grid.windows
     width = load.head_size * load.element_bytes
     local_tokens = load.tokens / (hp * cp)
     keys = np.maximum(load.kv_heads, hp)

@@ -116,7 +116,7 @@ class Division:
     @property
     def by_level(self) -> Any:
         """Whether exchanges go through machines and then between them: see `Placement`."""
-        return (np.asarray(self.each) > 1) & (self.each < np.asarray(self.ranks))
+        return (self.each > 1) & (self.each < self.ranks)
 
     def of_experts(self, ep: int) -> Division:
         """That of experts which groups of `ep` ranks divide among them: see `plan.axes.state_holders`."""
@@ -128,7 +128,7 @@ class Division:
     @property
     def multiple(self) -> Any:
         """What lengths are multiples of: see `Placement.multiple`."""
-        replicas = np.asarray(self.ranks) // self.optimizer
+        replicas = self.ranks // self.optimizer
         inner = inside(replicas, self.optimizer, self.each)
         return self.optimizer * np.where((inner > 1) & (inner < replicas), inner, 1)
 
@@ -257,11 +257,10 @@ def volumes(states: StateSizes, division: Division) -> Sequence[Volume]:
     if not states.sizes and states.tensors is None:
         return [_even(states, division)]
     exact = _arranged(states, division)
-    cut = np.asarray(states.cut)
-    if not np.any(cut):
+    if not np.any(states.cut):
         return exact
     even = _even(states, division)
-    return [*exact, Volume(even.storage, *(np.where(cut, value, 0) for value in even[1:]))]
+    return [*exact, Volume(even.storage, *(np.where(states.cut, value, 0) for value in even[1:]))]
 
 
 def _arranged(states: StateSizes, division: Division) -> list[Volume]:
@@ -306,13 +305,13 @@ def _sums(units: Units) -> tuple[int, int, int, int]:
 
 def _even(states: StateSizes, division: Division) -> Volume:
     """As if all parameters were one length; a whole matrix makes every owner's share as long as itself."""
-    gathered = np.asarray(division.params) > 1
+    gathered = division.params > 1
     limit = np.where(division.by_level, np.minimum(states.bucket_bytes, PIPED), states.bucket_bytes)
-    wanted = np.maximum(states.elements, states.largest * (np.asarray(division.optimizer) > 1) * division.optimizer)
+    wanted = np.maximum(states.elements, states.largest * (division.optimizer > 1) * division.optimizer)
     elements = np.ceil(np.ceil(wanted) / division.multiple) * division.multiple
     buckets = np.maximum(1, np.ceil(elements * states.storage.grads / limit))
     staying = np.minimum(elements, states.outside + states.layer)
-    blocks = states.layers + (np.asarray(states.outside) > 0)
+    blocks = states.layers + (states.outside > 0)
     return Volume(
         states.storage, elements, np.where(gathered, blocks, buckets), staying, np.minimum(2, blocks) * (staying > 0)
     )
@@ -354,11 +353,11 @@ def cost(states: StateSizes, division: Division, *, rounds: Number = 1, wire: Wi
 def exchanges(state_volumes: Sequence[Volume], division: Division, rounds: Number = 1) -> Iterator[GroupTraffic]:
     """Everything that a step sends of `state_volumes`. Axes that go on from one another count as one: in all a rank
     sends the bytes of one flat collective (see `plan.axes.placement`)."""
-    params = np.asarray(division.params)
-    grads = np.asarray(division.grads)
-    optimizer = np.asarray(division.optimizer)
-    stride = np.asarray(division.stride)
-    replicas = np.asarray(division.ranks) // optimizer
+    params = division.params
+    grads = division.grads
+    optimizer = division.optimizer
+    stride = division.stride
+    replicas = division.ranks // optimizer
     for volume in state_volumes:
         size = volume.elements * volume.storage.grads
         back = volume.elements * volume.storage.params
@@ -378,8 +377,8 @@ def memory_bytes(states: StateSizes, division: Division, state_volumes: Sequence
     """Bytes on a rank by kind (AMSP, section 2.4): the states, where these are sharded two whole layers of parameters
     and of gradients on their way (the one at work and the next) and what is outside the layers, which stays from
     forward to backward, gradients in buckets, and what codecs keep back."""
-    params = np.asarray(division.params)
-    grads = np.asarray(division.grads)
+    params = division.params
+    grads = division.grads
     whole = [sum(volume.storage[state] * volume.elements for volume in state_volumes) for state in range(3)]
     layers = 2 * states.layer
     storage = states.storage
@@ -391,10 +390,10 @@ def memory_bytes(states: StateSizes, division: Division, state_volumes: Sequence
         "grads": summed,
         "optimizer": whole[2] / division.optimizer,
         "gathered": gathered,
-        "buckets": np.where(np.asarray(division.ranks) > grads, np.minimum(2 * states.bucket_bytes, summed), 0.0),
+        "buckets": np.where(division.ranks > grads, np.minimum(2 * states.bucket_bytes, summed), 0.0),
     }
     if states.lossy:
-        rounds_off = np.asarray(division.ranks) > (division.each if states.lossy == "between" else 1)
+        rounds_off = division.ranks > (division.each if states.lossy == "between" else 1)
         feedback = sum(np.maximum(FEEDBACK_BYTES, volume.storage.grads) * volume.elements for volume in state_volumes)
         result["feedback"] = rounds_off * feedback
     return result
@@ -413,8 +412,8 @@ def passing(states: StateSizes, division: Division, staged: bool) -> dict[str, t
         `next`: the end of a later micro-batch's forward pass; the backward passes of the `loss`, of the `head`, of the
         `last` layer, of a `layer` before it, and of the `table`; the `update`.
     """
-    params, grads, optimizer = (np.asarray(factor) for factor in (division.params, division.grads, division.optimizer))
-    each, layer, table, layers = states.storage, states.layer, states.table, np.asarray(states.layers)
+    params, grads, optimizer = division.params, division.grads, division.optimizer
+    each, layer, table, layers = states.storage, states.layer, states.table, states.layers
     total = sum(volume.elements for volume in volumes(states, division))
     bucket = states.bucket_bytes / each.grads
     unit = np.minimum(total, np.maximum(bucket, table))

@@ -58,8 +58,6 @@ class Transfers(NamedTuple):
 def of_layer(again: Number, regather: Any, sharded: Any = True, repeated: int = 3) -> Transfers:
     """What one layer exchanges of its stream in a micro-batch. `repeated`: exchanges that recomputation repeats (4 in
     systems that compute to the layer's end)."""
-    again = np.asarray(again) * 1.0
-    regather = np.asarray(regather) * 1.0
     if not np.all(sharded):
         return Transfers(0.0 * again, 0.0 * again, 4 + (repeated - 2) * again)
     return Transfers(4 + 2 * again + 2 * regather, 4 + (repeated - 2) * again, 0.0 * again)
@@ -69,14 +67,13 @@ def cost(load: TensorLoad, wire: Wire | None = None, carried: Carried = uncoded)
     """Bytes that leave a rank in forward and backward, and their seconds on a wire, none of them hidden."""
     product, stream = (load.tokens * load.width * each for each in (load.compute, load.whole))
     layer = of_layer(load.again, load.regather, load.sharded)
-    regather = np.asarray(load.regather) * 1.0
     parts: list[tuple[str, Number, Number, int]] = [
         ("all_gather", product, load.layers * layer.gathers, load.compute),
         ("reduce_scatter", product, load.layers * layer.scatters, load.compute),
         ("all_reduce", product, load.layers * layer.reductions, load.compute),
         ("reduce_scatter", stream, load.ends, load.whole),  # the embedding
         ("all_gather", stream, load.ends, load.whole),
-        ("all_gather", product, load.ends * (1 + regather), load.compute),  # the head
+        ("all_gather", product, load.ends * (1 + load.regather), load.compute),  # the head
         ("reduce_scatter", product, load.ends, load.compute),
     ]
     # The largest logit; the sum of exponentials and the target's logit.

@@ -6,13 +6,14 @@ under which its measurements are compared: a calibration on one stack is worth l
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from espalier.plan.reference_models import FOREACH, LOSSES
 from espalier.plan.request import Kernel, Request
 from espalier.recipe import units
+from espalier.recipe.data_table import data_table
 from espalier.recipe.errors import UserError, nearest
 
 Meanings = Mapping[Any, str]
@@ -22,27 +23,15 @@ PRECISIONS: Meanings = {
     **{name: name for name in ("fp16", "bf16", "tf32", "fp32", "fp64")},
     **{"float16": "fp16", "half": "fp16", "bfloat16": "bf16", "float32": "fp32", "float64": "fp64"},
 }
-KERNELS: Meanings = {
-    **dict.fromkeys(("flash", "flash-attention", "flash-attn", "flash2", "flash-attention-2", "cudnn"), "flash"),
-    **dict.fromkeys(("fused", "sdpa", "te", "transformer-engine"), "auto"),
-    **dict.fromkeys(("efficient", "memory-efficient", "cutlass", "xformers"), "efficient"),
-    **dict.fromkeys(("written", "unfused", "eager", "math", "core"), "written"),
-    "auto": "auto",
-}  # fmt: skip
-"""Names of attention kernels: `flash`; `efficient`, which writes no scores either; `written`, which does; `auto`, the
-best that the device has."""
-UPDATES: Meanings = {
-    "fused": "fused", "apex": "fused", "foreach": "foreach", "multi-tensor": "foreach", "loop": "loop",
-    "for-loop": "loop", "8bit": "8bit", "bitsandbytes": "8bit",
-}  # fmt: skip
-MEMORIES: Meanings = {
-    "allocated": "allocated", "max-allocated": "allocated", "reserved": "reserved", "max-reserved": "reserved",
-    "device": "device", "nvidia-smi": "device", "smi": "device",
-}  # fmt: skip
-HAND_OVER = 32e-3
-"""Seconds that a hand-over takes nanotron: two messages of shapes go first, which the host reads
-number by number, while device and neighbour wait (its p2p.py). Fitted to half of
-bench/planner.py's steps."""
+_TABLES = data_table(__file__)
+
+
+def _spelled(words: Mapping[str, Sequence[str]]) -> Meanings:
+    """Our word for each spelling of it."""
+    return {spelling: word for word, spellings in words.items() for spelling in spellings}
+
+
+KERNELS, UPDATES, MEMORIES = (_spelled(_TABLES[name]) for name in ("kernels", "updates", "memories"))
 WHOLE = 2**40
 """Bytes of a bucket that holds all gradients."""
 
@@ -81,38 +70,8 @@ class Habits(NamedTuple):
     stall: float = 0.0
 
 
-EXECUTORS: Mapping[str, Habits] = {
-    "megatron-lm": Habits(overlap=False, bucket=WHOLE, update="fused", gradients="fp32", kernels="kernels", fsdp=False),
-    "nemo": Habits(update="fused", gradients="fp32", kernels="fused", fsdp=False),
-    "megatron-deepspeed": Habits(
-        overlap=False, update="fused", sequence_parallel=False, kernels="kernels", fsdp=False, flattens=True
-    ),
-    "deepspeed": Habits(update="fused", fsdp=False, flattens=True),
-    "ddp": Habits(bucket=25 * 2**20, gradients="fp32"),
-    "fsdp": Habits(update="fused", loss="fused"),
-    "torchtitan": Habits(update="fused"),
-    "llm-foundry": Habits(update="loop", loss="fused", kernels="fused"),
-    "litgpt": Habits(loss="chunked"),
-    "llmq": Habits(update="fused", loss="fused-chunked", states="bf16", kernels="fused"),
-    "nanotron": Habits(
-        update="fused",
-        gradients="fp32",
-        loss="parallel",
-        keeps_shards=False,
-        rotates=True,
-        balances=True,
-        fsdp=False,
-        slack=0.025,
-        stall=HAND_OVER,
-    ),
-    "internevo": Habits(update="fused", broadcast=True, kernels="kernels", fsdp=False, flattens=True),
-    "espalier": Habits(),
-}
-ALIASES = {"megatron": "megatron-lm", "megatron-core": "nemo", "megatron-bridge": "nemo", "zero": "deepspeed",
-    "fsdp1": "fsdp", "fsdp2": "fsdp", "hybrid": "fsdp", "accelerate": "fsdp", "lightning": "fsdp", "pytorch": "ddp",
-    "composer": "llm-foundry", "mosaicml": "llm-foundry", "llmfoundry": "llm-foundry", "lit-gpt": "litgpt",
-    "internlm": "internevo"}  # fmt: skip
-SYSTEMS: Meanings = {**{name: name for name in EXECUTORS}, **ALIASES}
+EXECUTORS: Mapping[str, Habits] = {name: Habits(**habits) for name, habits in _TABLES["executors"].items()}
+SYSTEMS: Meanings = {**{name: name for name in EXECUTORS}, **_TABLES["aliases"]}
 UNNAMED = Habits()
 
 FLAGS = ("sequence_parallel", "overlap", "graphs")
