@@ -322,6 +322,7 @@ NOT_OPENED = {
     "probe": "measures this machine, and opens no run",
     "--trust": "test_trust_or_ones_own_option_uses_a_place_and_says_so",
     "--hosts --slurm --ray": "reach what the user names; the run is opened there as by train",
+    "--sources": "says what a plan's figures rest on",
     "--json --port --chat --turntable --tokens --temperature --top-k --seed": "say how an opened run answers",
     "--merge --no-bos --out": "say how an opened run is written",
     "--serve": "opens the run as predict and report do, and then waits for questions",

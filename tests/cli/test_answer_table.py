@@ -157,7 +157,7 @@ def test_links_have_both_ends(tmp_path: Path) -> None:
 
 
 def asked(run: Path, *words: str) -> Any:
-    return cli.parser().parse_args(["predict", str(run), *words])
+    return cli.parsed(["predict", str(run), *words])
 
 
 @pytest.mark.parametrize(

@@ -152,7 +152,8 @@ def test_adapters_that_peft_cannot_hold_are_refused_by_name() -> None:
 
 
 def test_a_hub_name_stays_one_in_peft_and_first_layers_have_no_whole_base() -> None:
-    made = SimpleNamespace(recipe=SimpleNamespace(model=config.Gpt(initial="hf:org/base@v2"), tune=config.Lora(rank=2)))
+    model = config.Gpt(initial="hf:org/base@v2")
+    made = SimpleNamespace(initial=model.initial, recipe=SimpleNamespace(model=model, tune=config.Lora(rank=2)))
     table = peft.config_of(made, [])  # type: ignore[arg-type]
     assert (table["base_model_name_or_path"], table["revision"]) == ("org/base", "v2")
     made.recipe.model = config.Gpt(initial="hf:org/base", layers="first 2")

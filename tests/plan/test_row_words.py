@@ -114,7 +114,14 @@ def test_a_word_changes_the_prediction(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize("name", [f"{table}.{key}" for table, keys in UNPRICED.items() for key in keys])
 def test_a_word_that_changes_nothing_is_named_in_the_result(tmp_path: Path, name: str) -> None:
     table, key = name.split(".")
-    value: Any = {"family": "qwen2", "balancing": "bias", "rope": {"factor": 2.0}, "normalized": False}.get(key, 1)
+    value: Any = {
+        "family": "qwen2",
+        "attention_bias": True,
+        "layers": "first 1",
+        "balancing": "bias",
+        "rope": {"factor": 2.0},
+        "normalized": False,
+    }.get(key, 1)
     if table == "model" and key not in ("name", "initial"):
         base = SPREAD if key in ("balance", "balancing", "z_loss", "normalized") else {}
     else:

@@ -137,6 +137,22 @@ def weights(place: Path) -> Path:
 
 FACTORY = {"preferences": {"file_name": "a.json", "ranking": True, "columns": {"prompt": "prompt"}}}
 GRAPH, NODE, LINK = "a graph", 'task = "node"', 'task = "link"'
+RING = {
+    "directed": False,
+    "multigraph": False,
+    "graph": {},
+    "nodes": [{"id": n, "label": "odd" if n % 2 else "even", "size": n / 60} for n in range(60)],
+    "edges": [{"source": n, "target": (n + 1) % 60} for n in range(60)],
+}
+METIS = "60 60\n" + "".join(f"{(n - 1) % 60 + 1} {(n + 1) % 60 + 1}\n" for n in range(60))
+GRAPHML = (
+    '<?xml version="1.0"?><graphml xmlns="http://graphml.graphdrawing.org/xmlns"><graph edgedefault="undirected">'
+    + "".join(f'<node id="{n}"/>' for n in range(60))
+    + "".join(f'<edge source="{n}" target="{(n + 1) % 60}"/>' for n in range(60))
+    + "</graph></graphml>"
+)
+
+
 LAYOUTS: dict[str, list[tuple[Written, str, str]]] = {
     "text: files, folders, globs": [
         (file("a.txt", "some text of a file " * 4000), "text", 'kind = "gpt"'),
@@ -226,6 +242,11 @@ LAYOUTS: dict[str, list[tuple[Written, str, str]]] = {
         (scipy_matrix, GRAPH, LINK),
     ],
     "arrays (`.npz`)": [(inputs.npz, GRAPH, NODE)],
+    "networkx (`.json`, `.graphml`), METIS (`.metis`, `.graph`)": [
+        (file("a.json", json.dumps(RING)), GRAPH, NODE),
+        (file("a.graphml", GRAPHML), GRAPH, LINK),
+        (file("a.metis", METIS), GRAPH, LINK),
+    ],
     "PyG (`.pt`)": [
         (inputs.saved, GRAPH, NODE),
         (without_labels, GRAPH, LINK),

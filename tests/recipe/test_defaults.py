@@ -18,8 +18,16 @@ def recipe(model=None, **train) -> config.Recipe:
 
 def none_left(struct, path="") -> list[str]:
     """Dotted keys that are still None among those that resolve has to fill."""
-    off = {"head_size", "window", "attention_cap", "logit_cap", "attention_scale", "rope"}  # None: as in Llama
-    free = {"model.shape", "model.initial", *(f"model.{name}" for name in off)}
+    off = {
+        "head_size",
+        "window",
+        "attention_cap",
+        "logit_cap",
+        "attention_scale",
+        "rope",
+        "local_theta",
+    }  # None: as in Llama
+    free = {"model.shape", "model.initial", "model.layers", *(f"model.{name}" for name in off)}
     names = [f"{path}{name}" for name in struct.__struct_fields__]
     found = []
     for key in names:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import ast
 import json
-import pickle
 import re
 import zipfile
 from collections.abc import Iterator, Sequence
@@ -133,6 +132,9 @@ def _file(path: str, place: Path) -> FoundData:
         return FoundData("scene", path, f"a scene: it holds cameras ({size})")
     if any(map(place.match, WEIGHTS)):
         raise _pickled(path, place.parent)
+    if ending in (".graphml", *edge_lists.METIS) or (ending == ".json" and _holds_links(entry)):
+        labelled = any(f'"{name}"'.encode() in row_files.head_of(entry) for name in LABELS)
+        return FoundData("graph", path, f"a graph ({size})", task="node" if labelled else "link")
     if ending in ARRAYS or (why := _edges(entry, place)):
         says = f"a graph: {'arrays' if ending in ARRAYS else why} ({size})"
         return FoundData("graph", path, says, task=_task(place))
@@ -143,6 +145,12 @@ def _file(path: str, place: Path) -> FoundData:
         )
     content = _rows(entry, path)
     return content._replace(says=f"{content.says} ({size})")
+
+
+def _holds_links(entry: SourceFile) -> bool:
+    """Whether a file of JSON is a graph as networkx writes it."""
+    keys = {"nodes", "links", "edges"}.intersection(row_files.first_keys(row_files.head_of(entry)))
+    return len(keys) == 2 and "nodes" in keys
 
 
 def _rows(entry: SourceFile, path: str) -> FoundData:
@@ -251,7 +259,8 @@ def _task(edges: Path) -> str:
     if row_files.ending_of(edges.name) in ARRAYS and zipfile.is_zipfile(edges):
         with zipfile.ZipFile(edges) as archive:
             tables = [archive.read(name) for name in archive.namelist() if name.endswith("data.pkl")]
-            if any(table[2:3] == pickle.EMPTY_LIST for table in tables):
+            # What begins with an empty list is a list of graphs.
+            if any(table[2:3] == b"]" for table in tables):
                 return "graph"
             labels = [name for name in archive.namelist() if name.partition(".")[0] in LABELS]
             return "node" if labels or any(b"\1\0\0\0y" in table for table in tables) else "link"

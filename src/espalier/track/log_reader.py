@@ -109,7 +109,7 @@ class LogReader:
                     span.steps.append(events.decode_step(line))
                     span.lines.append(line)
                     continue
-                except msgspec.DecodeError:
+                except (msgspec.DecodeError, UnicodeDecodeError):
                     pass  # a number that is not finite, or a line of somebody else
             torn = not self._lines and number == len(lines) - 1
             event, reason = events.parsed(line)

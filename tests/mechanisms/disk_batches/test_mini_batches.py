@@ -11,7 +11,7 @@ import torch
 from tests.graph.conftest import made
 
 from espalier.graph.data import synthetic
-from espalier.graph.tasks import node_classification
+from espalier.graph.tasks import answers
 from espalier.graph.workload import GraphWorkload
 from espalier.mechanisms.disk_batches import PrepareOptions, inference, manifest, prepare
 from espalier.mechanisms.disk_batches.mini_batches import RunBatches
@@ -103,7 +103,7 @@ def test_evaluation_and_answers_from_disk_are_those_in_memory(tmp_path, monkeypa
         (folder,) = tmp_path.glob("inference-*")
         done = {path.name: path.read_bytes() for path in folder.iterdir()}
         assert done.keys() == {"inference.json", "layer-0.rows", "layer-1.rows", "lock"}
-        patch.setattr(node_classification, "TOLD", 7)
+        patch.setattr(answers, "AT_ONCE", 7)
         patch.setattr(inference._LayerPass, "write", lambda *_: pytest.fail("all rows are there already"))
         assert list(again.task.each(model, range(graph.nodes))) == first
     assert [one["probability"] for one in first] == pytest.approx(

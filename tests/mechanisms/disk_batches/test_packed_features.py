@@ -107,9 +107,10 @@ def test_what_if_there_were_more_memory_for_them(tmp_path: Path, capsys: pytest.
     (tmp_path / "cluster.toml").write_text(MACHINE + DISK.format(read=1e9))
     command = ["plan", str(tmp_path / "recipe.toml"), "--cluster", str(tmp_path / "cluster.toml")]
     assert main([*command, "--what-if", "store.memory=8MiB"]) == 0
-    before, _, after = capsys.readouterr().out.partition("What if")
-    assert "store.memory = 4.00 MiB" in before
-    assert "store.memory = 8.00 MiB" in after
+    answer, _, plain = capsys.readouterr().out.partition("store.memory = 4.00 MiB")
+    assert "What if" in answer
+    assert "store.memory = 8.00 MiB" in answer
+    assert plain
 
 
 @pytest.mark.parametrize(("nodes", "memory", "pays"), [(20000, "8MiB", True), (6000, "3MiB", False)])
