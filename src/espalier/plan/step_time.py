@@ -27,6 +27,7 @@ from espalier.plan.base import RESIDENT
 from espalier.plan.cost_inputs import CostInputs
 from espalier.plan.device_model import OVERLAP
 from espalier.recipe.cost import Anatomy, Cost, Number, Product, Terms, Work
+from espalier.recipe.data_table import data_table
 
 OPERATIONS = 6.0
 """Operations issued per matrix product in an eager forward pass where the workload does not count them: a decoder block
@@ -507,23 +508,18 @@ def sources(step: CostInputs) -> dict[str, str]:
     on = step.on
     links = [("inside", on.inside)] + ([("between", on.between)] if on.between is not None else [])
     listed = "; ".join(f"{n}: {k.bandwidth:.3g} bytes/s, {k.latency:.2g} s per hop ({k.source})" for n, k in links)
-    return {
-        "forward": f"products, attention and memory traffic on {device.name}: {device_model.describe(device)}",
-        "backward": f"two products for each, attention x{device_model.ATTENTION_BACKWARD}, "
-        f"traffic x{BACKWARD:g} (assumed)",
-        "recompute": "the share of forward that the workload repeats",
-        "launch": f"operations counted by the workload, or {OPERATIONS:g} per product (assumed), "
-        f"{device_model.issue_seconds(device) * 1e6:.1f} µs each; on a GPU only what the device waits for",
-        "tensor": "all-gathers and reduce-scatters of each layer's activations (Buff, arXiv 2401.09149)",
-        "sequence": "all-to-alls of queries, keys, values and results, and transfers of rings that attention does not "
-        "hide (LoongTrain, arXiv 2406.18485)",
-        "weights": "gathers of sharded parameters and scatters of gradients in every micro-batch, less what is hidden",
-        "pipeline": "(stages - 1) micro-batches of one stage (1F1B), divided by its chunks",
-        "send": f"activations from stage to stage, and {STALL * 1e6:g} µs for each hand-over (assumed)",
-        "all_reduce": "launch + hops x latency + 2(n-1)/n bytes/bandwidth per bucket, less what backward "
-        f"hides; {listed}",
-        "refresh": "gathers of updated parameters, on GPUs less what the next forward hides",
-        "optimizer": f"memory traffic: {ADAM_BYTES} bytes per AdamW parameter, {MUON_BYTES} per Muon parameter and its "
-        f"{NEWTON_SCHULZ} iterations of 3 products, {CLIP_BYTES} for clipping",
-        "offload": "reads and writes of what waits on another tier, less what computation hides",
+    known = {
+        "device": device.name,
+        "described": device_model.describe(device),
+        "attention": device_model.ATTENTION_BACKWARD,
+        "traffic": BACKWARD,
+        "operations": OPERATIONS,
+        "issue": device_model.issue_seconds(device) * 1e6,
+        "stall": STALL * 1e6,
+        "links": listed,
+        "adam": ADAM_BYTES,
+        "muon": MUON_BYTES,
+        "iterations": NEWTON_SCHULZ,
+        "clip": CLIP_BYTES,
     }
+    return {name: text.format(**known) for name, text in data_table(__file__)["sources"].items()}

@@ -33,48 +33,32 @@ from espalier.plan.precision import fast
 from espalier.plan.reference_models import DOUBLE, MEGATRON, ReferenceDecoder
 from espalier.plan.request import AUTO, Request
 from espalier.recipe import Muon, recipe_file
+from espalier.recipe.data_table import data_table
 from espalier.recipe.errors import UserError, nearest
 
-RECOMPUTES: Meanings = {
-    "none": "none", "selective": "selective", "block": "block", "full": "block", True: "block", False: "none",
-}  # fmt: skip
-OPTIMIZERS: Meanings = {"adamw": "adamw", "muon": "muon", "adam": "adamw"}
-
+_DATA = data_table(__file__)
+RECOMPUTES: Meanings = {**_DATA["recomputes"], True: "block", False: "none"}
+OPTIMIZERS: Meanings = _DATA["optimizers"]
+PLACEMENTS: Meanings = _DATA["placements"]
+SCHEDULES: Meanings = _DATA["schedules"]
 STATES = ("params", "grads", "optimizer")
-NAMES: dict[str, tuple[str, tuple[str, ...]]] = {
-    **{name: (name, ()) for name in ALGORITHMS},
-    **dict.fromkeys(("ddp", "dp"), ("data", ())),
-    **dict.fromkeys(("fsdp", "fsdp1", "fsdp2", "zero-3", "zero3"), ("data", STATES)),
-    **dict.fromkeys(("zero-2", "zero2"), ("data", STATES[1:])),
-    **dict.fromkeys(("zero", "zero-1", "zero1", "distributed-optimizer"), ("data", STATES[2:])),
-    **dict.fromkeys(("tp", "tensor", "mtp", "msp", "megatron-lm", "megatron-sp", "3d"), ("megatron", ())),
-    **dict.fromkeys(("ulysses", "deepspeed-ulysses", "sp", "sequence", "intern"), ("isp", ())),
+NAMES: dict[str, tuple[str, list[str]]] = {name: (name, []) for name in ALGORITHMS} | {
+    name: (row["algorithm"], row["states"]) for row in _DATA["systems"] for name in row["names"]
 }
 """Other systems' names: the algorithm each means, and the states it splits over all replicas unless `shard` says."""
 
-PLACEMENTS: Meanings = {name.replace("_", "-"): name for name in ("head_first", "context_first", "interleaved")}
-SCHEDULES: Meanings = {"1f1b": "1f1b", "zero-bubble": "zero_bubble", "zb": "zero_bubble", "gpipe": "gpipe"}
 CHUNKS = ("chunks", "vp", "interleave")
 """Names of the number of stages that each rank of a pipeline holds."""
 FP8 = "fp8"
 _KEYS = {
     "model": MODEL_KEYS,
-    "layout": (*("dp", "tp", "sp", "cp", "pp", "ep", "algorithm", "shard", "micro_batch", "accumulate", "recompute"),
-               *("precision", *CHUNKS, "stages", "window", "placement", "schedule", "waves"), *stack_words.KEYS),
+    "layout": (*_DATA["keys"]["layout"], *CHUNKS, *stack_words.KEYS),
     "train": (*config.Train.__struct_fields__, *stack_words.KEYS),
     "tune": TUNE_KEYS,
-    "measured": ("step_seconds", "peak_gib", "out_of_memory", "memory"),
-}  # fmt: skip
+    "measured": _DATA["keys"]["measured"],
+}
 _TABLES = ("model", "cluster", "layout", "train", "tune", "measured")
-UNPRICED = {
-    "model": ("name", "rope_theta", "norm_epsilon", "initial", "family", "window", "attention_cap", "logit_cap",
-              "attention_scale", "local_theta", "rotary", "attention_bias", "embedding_scale",
-              "residual_scale", "logit_scale", "layers", "rope", "balance", "balancing", "z_loss", "normalized",
-              "context"),
-    "layout": ("waves",),
-    "train": ("steps", "seed", "schedule", "clip", "validate_every", "validate_tokens"),
-    "tune": ("alpha", "rslora", "dora", "adapter"),
-}  # fmt: skip
+UNPRICED: dict[str, list[str]] = _DATA["unpriced"]
 """Keys that change neither the seconds nor the bytes that are predicted, by table."""
 
 
@@ -371,11 +355,11 @@ def _layout(words: RowTable, samples: int | None, cluster: Cluster, notes: set[s
     return replace(layouts, threads=max(1, cluster.nodes[0].cores // -(-ranks // devices))), samples
 
 
-def _algorithm(words: RowTable) -> tuple[str | None, tuple[str, ...]]:
+def _algorithm(words: RowTable) -> tuple[str | None, list[str]]:
     """Our name of the algorithm (None: not said), and the states it splits by itself."""
     given = words.get("algorithm")
     if given is None:
-        return None, ()
+        return None, []
     name = str(given).lower().replace("_", "-").replace(" ", "-")
     if name not in NAMES:
         near = nearest(name, NAMES)
