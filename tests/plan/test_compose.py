@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import tomllib
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -201,7 +202,8 @@ def test_one_name_for_two_mechanisms_is_our_mistake() -> None:
 
 
 def claims_in_the_code() -> list[Claim]:
-    """Every claim that a module declares at its top level, read from its text: importing them all would load torch."""
+    """Every claim that a module declares at its top level, or a table of claims beside it, read from their texts:
+    importing them all would load torch."""
     names = {"Claim": Claim, "compose": SimpleNamespace(Claim=Claim), "frozenset": frozenset}
     found = []
     for path in sorted(PACKAGE.rglob("*.py")):
@@ -209,7 +211,8 @@ def claims_in_the_code() -> list[Claim]:
             call = node.value if isinstance(node, ast.Assign) else None
             if isinstance(call, ast.Call) and ast.unparse(call.func) in ("Claim", "compose.Claim"):
                 found.append(eval(ast.unparse(call), names))
-    return found
+    table = tomllib.loads((PACKAGE / "train" / "table.toml").read_text(encoding="utf-8"))
+    return [*found, *(Claim(name, **claim) for name, claim in table.items())]
 
 
 def test_the_codes_claims_have_names_of_their_own_and_needs_that_another_meets() -> None:

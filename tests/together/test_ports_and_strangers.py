@@ -66,7 +66,7 @@ class Gate:
 
     def opening(self, line: socket.socket, token: str) -> bytes:
         challenge, nonce = line.recv(32, socket.MSG_WAITALL), secrets.token_bytes(32)
-        return nonce + store_gate._proof(token, "visitor", challenge + nonce)
+        return nonce + store_gate.code(token, "gate: visitor", challenge + nonce)
 
 
 class Wire:

@@ -89,7 +89,8 @@ class Curves(dict[str, StepCurve]):
         self.length = self.length or int(steps[-1]) // STRETCHES + 1
         stretches = np.minimum(steps // self.length, STRETCHES - 1)
         starts = np.flatnonzero(np.diff(stretches, prepend=-1))
-        for name, column in columns.items():
+        for name, given in columns.items():
+            column = np.asarray(given, np.float64)  # an integer of somebody else's may be beyond 64 bits
             if name in self or np.isfinite(column).any():
                 self.setdefault(name, StepCurve()).add(stretches[starts], starts, column)
 
