@@ -127,9 +127,23 @@ def test_staging_buffers_are_kept_from_one_save_to_the_next(tmp_path: Path) -> N
     checkpoints, box = Checkpoints(tmp_path), Box(x=torch.ones(100))
     addresses = set()
     for step in (1, 2):
-        checkpoints.save(step, {"box": box}, {}, wait=True)
+        checkpoints.save(step, {"box": box}, {})
+        checkpoints.wait()
         addresses.add(checkpoints._stage._buffers["box/x"].data_ptr())
     assert len(addresses) == 1
+
+
+@pytest.mark.parametrize("always", [False, True])
+def test_a_save_that_training_waits_for_copies_nothing(tmp_path: Path, always: bool) -> None:
+    checkpoints = Checkpoints(tmp_path)
+    box = Box(x=torch.ones(100))
+    checkpoints.waits = always
+    checkpoints.save(1, {"box": box}, {}, wait=not always)
+    assert not checkpoints.busy
+    assert not checkpoints._stage._buffers
+    restored = Box(x=torch.zeros(100))
+    checkpoints.load({"box": restored})
+    assert restored.state_dict()["x"].sum() == 100
 
 
 def test_what_writes_leaves_the_cores_to_what_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

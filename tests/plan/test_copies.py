@@ -89,3 +89,26 @@ def test_a_recipe_s_faults_memory_is_what_is_priced(given: str | int) -> None:
 
 def test_a_plan_without_a_prediction_stays_as_it_is() -> None:
     assert checkpoint_cost.with_copies(Plan(), "auto", processor()) == Plan()
+
+
+def test_a_checkpoint_is_written_from_a_copy_that_counts_and_training_waits_where_it_has_no_room() -> None:
+    roomy = decide(decoder(pin=Pin(ranks=1, threads=1)), processor(cores=2)).plan
+    sizes = held(roomy)
+    assert sizes["staging"] == sizes["params"] + sizes["optimizer"] > 0
+    assert sizes["peak"] == pytest.approx(sum(size for kind, size in sizes.items() if kind != "peak"))
+    assert not checkpoint_cost.waits(roomy)
+    asked = decoder(pin=Pin(ranks=1, threads=1, micro_batch=1))
+    without = held(decide(asked, processor(cores=2)).plan)
+    limit = without["peak"] - without["staging"] / 2
+    tight = decide(asked.changed(memory=limit), processor(cores=2)).taken
+    assert held(tight)["staging"] == 0
+    assert checkpoint_cost.waits(tight)
+    assert any(sentence.startswith("Training waits while a checkpoint is written") for sentence in tight.why)
+
+
+def test_a_compiler_that_is_imported_counts() -> None:
+    runtime = {
+        mode: held(decide(decoder(pin=Pin(ranks=1, threads=1), recompute=mode), processor(cores=2)).plan)["runtime"]
+        for mode in ("none", "block")
+    }
+    assert runtime["block"] - runtime["none"] == 66 * 2**20

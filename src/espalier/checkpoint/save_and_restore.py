@@ -111,6 +111,8 @@ class Checkpoints:
         """What is to be said of whose checkpoint the last `load` took, see `run_identity.doubt`."""
         self.rate = math.inf
         """Bytes/s that this rank writes at most."""
+        self.waits = False
+        """Whether every save waits until it is written, since there is no room for a copy of the state."""
         self.wrote = 0.0
         """Seconds that the last save took to be written, on this rank."""
 
@@ -137,17 +139,16 @@ class Checkpoints:
         ones are DTensors; what differs by rank goes into a part whose name does too. `meta` is JSON. Waits for an
         earlier save first, and raises its error if it failed: UserError for a full disk or an unwritable folder; what
         `alike` raises, where ranks do not hold the same, of which nothing is kept.
-        With `wait`, or where some tensors are not in memory, of which none is copied then, returns when the checkpoint
-        is on the disk.
+        With `wait`, where this object `waits`, or where some tensors are not in memory, returns when the checkpoint is
+        on the disk; no tensor in this memory is copied then.
         """
         began = time.monotonic()
         self.wait()
         tensors, skeletons = state_tree.flatten(parts)
-        stored = any(isinstance(tensor, StoredSlice) for tensor in tensors.values())
-        state = {**self._stage.copy(tensors, changing=not stored), **skeletons}
+        wait = wait or self.waits or any(isinstance(tensor, StoredSlice) for tensor in tensors.values())
+        state = {**self._stage.copy(tensors, changing=not wait), **skeletons}
         loss = None if loss is None or not math.isfinite(loss) else loss
         job = WriteJob(step, state, dict(meta), loss, self.rate, self.run)
-        wait = wait or stored
         self._writing = (
             f"checkpoint-{step}",
             self._writer.submit(self._run, job, began, None if wait else time.monotonic()),

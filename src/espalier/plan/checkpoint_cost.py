@@ -24,6 +24,8 @@ from espalier.recipe.errors import UserError
 NAME = "checkpoint.every"
 FAILURES = "mtbf"
 COPIES = "copies"
+STAGING = "staging"
+"""Kind of memory: what a checkpoint is written from while training goes on; 0: training waits."""
 LEAST = 1
 MOST = 1_000_000
 
@@ -104,6 +106,35 @@ def first(plan: Plan) -> tuple[int, float]:
     return max(1, round(starts.get(NAME, save_interval.FIRST))), starts.get(FAILURES, young_daly.ASSUMED)
 
 
+def with_staging(plan: Plan, cluster: Cluster) -> Plan:
+    """The plan with the bytes of the copy of its state from which a checkpoint is written; where a rank on a processor
+    has no room for it, training waits for the writing."""
+    predicted = plan.predicted
+    if predicted is None or gpus(cluster) or plan.offload != RESIDENT:
+        return plan  # the host's memory; and what waits on a disk is not copied
+    size = sum(predicted.state_bytes.values())
+    room = predicted.memory_limit - predicted.memory_bytes["peak"]
+    if size <= room:
+        return plan.changed(predicted=_holding(predicted, STAGING, size, "parameters and optimizer states, once"))
+    predicted = _holding(predicted, STAGING, 0.0, "no room")
+    left = f"a copy of its state takes {units.show_size(size)}, {units.show_size(max(0.0, room))} are left"
+    return _with(plan, f"Training waits while a checkpoint is written: {left}.", predicted)
+
+
+def waits(plan: Plan) -> bool:
+    """Whether training waits while a checkpoint is written, for want of memory."""
+    return plan.predicted is not None and plan.predicted.memory_bytes.get(STAGING) == 0
+
+
+def _holding(predicted: Predicted, kind: str, size: float, source: str) -> Predicted:
+    """The same with so many more bytes, of a new kind."""
+    peak = predicted.memory_bytes["peak"] + size
+    return predicted.changed(
+        memory_bytes={**predicted.memory_bytes, kind: size, "peak": peak},
+        sources={**predicted.sources, kind: source},
+    )
+
+
 def with_copies(plan: Plan, memory: int | str, cluster: Cluster) -> Plan:
     """The plan with the bytes of its copies and why it keeps them, or why not; as it is where none were asked for.
 
@@ -134,10 +165,8 @@ def with_copies(plan: Plan, memory: int | str, cluster: Cluster) -> Plan:
     if size > room:
         left = f"{units.show_size(max(0.0, room))} of the limit are left; faults.memory=0 keeps none"
         return _with(plan, f"Copies in memory come on top of the peak: {taken}, {left}.")
-    memory_bytes = {**predicted.memory_bytes, COPIES: size, "peak": predicted.memory_bytes["peak"] + size}
-    sources = {**predicted.sources, COPIES: "parameters and optimizer states, once for each copy in memory"}
-    predicted = predicted.changed(memory_bytes=memory_bytes, sources=sources)
-    return _with(plan, f"{taken} of memory.", predicted)
+    source = "parameters and optimizer states, once for each copy in memory"
+    return _with(plan, f"{taken} of memory.", _holding(predicted, COPIES, size, source))
 
 
 def _count(plan: Plan) -> int:

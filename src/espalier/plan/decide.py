@@ -59,6 +59,7 @@ def _decided(ask: Ask) -> PlanDecision:
     plan = best.plan
     if best.fits:
         plan = checkpoint_cost.paced(plan, request.recipe.checkpoint, there)
+        plan = checkpoint_cost.with_staging(plan, cluster)
         plan = checkpoint_cost.with_copies(plan, request.recipe.faults.memory, cluster)
     sentences = plan_summary.sentences(plan, there)
     measured = not gpus(there) or len(plan.trainers) < 2 or ask.calibration.ranks > 1

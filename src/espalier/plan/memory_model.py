@@ -25,6 +25,8 @@ CUDA_RUNTIME = 800 * 2**20
 since 11.7, more than 1,000 MB before: pytorch/pytorch issue 107667), kernels that a step then loads, and workspaces."""
 CPU_RUNTIME = 180 * 2**20
 """Anonymous and shared pages of a rank whose model is next to nothing: 163 to 205 MiB measured, of 12 recipes."""
+CPU_COMPILER = 66 * 2**20
+"""Bytes of torch._dynamo and sympy, which `torch.utils.checkpoint` imports, and `torch.compile`: 154 MiB become 220."""
 ROOMY = {"cuda": 0.8, "cpu": 0.5}
 """Share of what a rank may hold up to which larger micro-batches are preferred among equals: fewer passes."""
 SLACK = {"cuda": 0.1, "cpu": 0.4}
@@ -121,12 +123,20 @@ def stage(step: CostInputs, anatomy: Anatomy, micro_batches: Number, is_first: b
     within = sum(sizes.values()) if step.cuda else sizes["activations"] + sizes["transient"]
     slack = SLACK[device.kind] if request.system.slack is None else request.system.slack
     sizes["slack"] = factors.activations * slack * within
-    axes = [layouts.tp, layouts.sp, layouts.dp, layouts.pp]
-    groups = COMMUNICATION * sum(axis > 1 for axis in axes)
-    libraries = (device.runtime or CUDA_RUNTIME) + groups if step.on.cuda else max(device.runtime, CPU_RUNTIME)
-    sizes["runtime"] = libraries + (0 if step.cuda else request.profile.loaded)
+    sizes["runtime"] = _runtime(step) + (0 if step.cuda else request.profile.loaded)
     zero = 0.0 * micro_batches
     return {name: value + zero for name, value in sizes.items()}
+
+
+def _runtime(step: CostInputs) -> Number:
+    """Bytes of libraries and of buffers of communication."""
+    layouts = step.layouts
+    device = step.kind.table.device
+    if step.on.cuda:
+        groups = sum(axis > 1 for axis in [layouts.tp, layouts.sp, layouts.dp, layouts.pp])
+        return (device.runtime or CUDA_RUNTIME) + COMMUNICATION * groups
+    compiles = layouts.recompute != "none" or step.request.recipe.train.compile
+    return max(device.runtime, CPU_RUNTIME) + compiles * CPU_COMPILER
 
 
 class StagePasses(NamedTuple):
