@@ -1,14 +1,15 @@
 """Codecs and encoded collectives: speeds beside zfpy, blosc2 and torch's int8; all-reduces and DDP over slow links.
 
-    python bench/hybrid.py [--quick] [--pairs N] [--json FILE] [--only codecs,links,mpi,fast,sites,ddp]
+    python bench/hybrid.py [--quick] [--pairs N] [--json FILE] [--only codecs,links,mpi,fast,sites,ddp,cuts]
 
 Codecs: one thread, 4 MiB of normal float32 that lie in memory, encoded and decoded in turn; zfpy and blosc2 where they
 are installed. Links: an all-reduce of 64 MiB (--quick: 16 MiB) over 4 hosts with an uplink each, beside Gloo in float32
 and in half precision (what DDP's fp16 hook sends), in turn in the same processes; `auto` is what the break-even rule
 chooses there. Bytes: the interface's payload and the ledger's. MPI: int8 beside MPI_Allreduce of the mpich wheel,
 under its mpiexec. Fast: the same hosts with no limit. Sites: a ring of 4 machines at two sites, ranks numbered by the
-measured links beside ranks numbered in turn. DDP: steps of a perceptron with 16 MiB of gradients. All hosts share this
-machine's cores. All but codecs need root (see bench/netlab.py), MPI also `espalier-train[mpi]`.
+measured links beside ranks numbered in turn. DDP: steps of a perceptron with 16 MiB of gradients. Cuts: steps of a
+decoder of 4 M parameters that stages, tensor ranks or replicas share over two machines, by each scheme of codecs. All
+hosts share this machine's cores. All but codecs need root (see bench/netlab.py), MPI also `espalier-train[mpi]`.
 """
 
 from __future__ import annotations
@@ -31,6 +32,14 @@ from netlab import Lab, Shape, first_said
 from table import Row, arguments, compare, publish
 
 RATES = (50e6, 100e6, 500e6, 1000e6)
+CUT_RATES = (50e6, 200e6)
+CUTS = {
+    "2 stages": (1, {"pp": 2, "micro_batch": 2}),
+    "matrices over 2": (1, {"tp": 2, "micro_batch": 8}),
+    "samples over 2": (1, {"dp": 2, "micro_batch": 4}),
+    "2 stages x 2 replicas": (2, {"pp": 2, "dp": 2, "micro_batch": 2}),
+}
+"""Hosts of a machine, and what the plan is held to."""
 HOSTS = 4
 VALUES = 2**20
 LINK = 125.0
@@ -128,6 +137,29 @@ def ddp(turns: int, quick: bool) -> list[Row]:
     return rows
 
 
+def cuts(turns: int, quick: bool) -> list[Row]:
+    """A decoder cut over two machines, each scheme beside the exact run."""
+    rows = []
+    schemes = ["exact", "naive", "mzhybrid", "zhybrid"]
+    for rate in CUT_RATES[:1] if quick else CUT_RATES:
+        for name, (hosts, pin) in CUTS.items():
+            machines = (
+                f'[[nodes]]\ndevice = "cpu"\ncores = {hosts}\nmemory = "8GiB"\ncount = 2\n'
+                f'[links]\nbetween = "{rate / 1e6:g}Mbit/s"'
+            )
+            task = {"what": "cut", "contestants": schemes, "machines": machines, "pin": pin}
+            found = over_links(task | {"turns": turns, "steps": 1}, Shape(nodes=2, hosts=hosts, rate=rate))
+            case = f"decoder of 4 M, {name} over 2 machines, {rate / 1e6:g} Mbit/s"
+            rows += [beside(case, found["seconds"], scheme, "exact") for scheme in schemes[1:]]
+            for scheme in schemes[1:]:
+                exact, coded = (sum(found["sent"][label].values()) for label in ("exact", scheme))
+                rows.append(
+                    Row(f"{case}, {scheme}: bytes of a step", "exact", exact, coded, exact / coded, "bytes", "-")
+                )
+            print(f"{case}: losses {found['losses']}; sent {found['sent']}; {found['why']}", file=sys.stderr)
+    return rows
+
+
 # --- codecs --------------------------------------------------------------------------------------------------------
 
 
@@ -213,7 +245,7 @@ def codecs(turns: int) -> list[Row]:
 
 
 def main() -> None:
-    asked = arguments((__doc__ or "").splitlines()[0], only={"default": "codecs,links,mpi,fast,sites,ddp"})
+    asked = arguments((__doc__ or "").splitlines()[0], only={"default": "codecs,links,mpi,fast,sites,ddp,cuts"})
     torch.set_num_threads(1)
     turns = asked.pairs or (3 if asked.quick else 5)
     rows: list[Row] = []
@@ -222,7 +254,7 @@ def main() -> None:
     publish(rows, asked.json)
 
 
-PARTS = {"links": links, "mpi": mpi, "fast": fast, "sites": sites, "ddp": ddp}
+PARTS = {"links": links, "mpi": mpi, "fast": fast, "sites": sites, "ddp": ddp, "cuts": cuts}
 
 if __name__ == "__main__":
     try:

@@ -18,13 +18,19 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+import espalier
+from cuts_rank import Cut, RandomTokens, Task, place_batches
 from espalier.comm import Traffic, connect, ddp_hook, disconnect, traffic
 from espalier.comm.codecs import codec
 from espalier.launch.launchers import detect_launcher
+from espalier.machine import cluster as clusters
 from espalier.machine import link
 from espalier.machine.cluster import machine_order
 from espalier.mechanisms.codecs import hybrid_compression
-from espalier.train.rank_spec import store
+from espalier.recipe import defaults, recipe_file
+from espalier.train.rank_setup import RankSetup
+from espalier.train.rank_spec import RankSpec, store
+from espalier.train.trainer import Trainer
 
 TIMEOUT = 300.0
 WARM = 2**18
@@ -198,7 +204,41 @@ def train(task: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-TASKS = {"all_reduce": reduce, "sites": sites, "ddp": train}
+def cut(task: dict[str, Any]) -> dict[str, Any]:
+    """Seconds of steps of a decoder that is cut over the hosts, by the plan of each scheme of codecs, in turn; the loss
+    of the last step, and the bytes of a step that rank 0 sent, by class of traffic, and that its plan foretold."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    machines = clusters.loads(task["machines"])
+    runs, result = {}, {"seconds": {}, "losses": {}, "sent": {}, "planned": {}, "why": {}}
+    for label in task["contestants"]:
+        table = recipe_file.to_table(Task(Cut()).recipe())
+        table |= {"comm": {"codec": label}, "sync": {"kind": "every_step"}}
+        recipe = defaults.resolve(recipe_file.from_table(table))[0]
+        plan = espalier.make_plan(recipe, machines, ranks=world, threads=1, **task["pin"])
+        setting = RankSetup(recipe, plan, RandomTokens(recipe), RankSpec(rank=rank, world=world))
+        runs[label] = (setting, Trainer(setting, dist.new_group(timeout=timedelta(seconds=TIMEOUT))))
+        result["seconds"][label] = []
+        result["planned"][label] = plan.predicted.sent_bytes if plan.predicted else {}
+        result["why"][label] = [sentence for sentence in plan.why if "odec" in sentence or " as " in sentence]
+    for turn in range(-1, task["turns"]):
+        for label, (setting, trainer) in runs.items():
+            dist.barrier()
+            before = traffic.ledger.by_class()
+            begin = time.perf_counter()
+            for number in range(task["steps"]):
+                batches = place_batches(setting, (turn + 1) * task["steps"] + number)
+                result["losses"][label] = float(trainer.train_step(batches).loss)
+            dist.barrier()
+            if turn >= 0:
+                result["seconds"][label].append((time.perf_counter() - begin) / task["steps"])
+            now = traffic.ledger.by_class()
+            result["sent"][label] = {
+                str(kind): (size - before.get(kind, 0)) / task["steps"] for kind, size in now.items()
+            }
+    return result
+
+
+TASKS = {"all_reduce": reduce, "sites": sites, "ddp": train, "cut": cut}
 
 
 def main() -> None:

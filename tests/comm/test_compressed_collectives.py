@@ -224,7 +224,7 @@ def test_nothing_can_be_exchanged() -> None:
 
 
 def _back_to_exact(channel: Channel) -> Any:
-    for name in ("int4", "exact"):
+    for name in ("int4", "split", "int4", "exact"):
         channel.use(Traffic.ACTIVATIONS, codec(name))
         x = mine(channel, 9000)
         dist.all_reduce(x)
@@ -234,7 +234,7 @@ def _back_to_exact(channel: Channel) -> Any:
     same(x, plain, bitwise=True)
 
 
-def test_a_codec_can_be_taken_back() -> None:
+def test_a_codec_can_be_changed_and_taken_back() -> None:
     ranks(2, _back_to_exact)
 
 

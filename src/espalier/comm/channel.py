@@ -9,6 +9,7 @@ sends half as much and gives each rank the same bits whatever the timing.
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -90,6 +91,7 @@ class Channel(_ProcessGroup):
         self._carriers: dict[tuple[Traffic, Any], Any] = {}
         self._coded: dict[Traffic, CodedCollectives] = {}
         self._near: dict[Traffic, frozenset[int]] = {}
+        self._uses = itertools.count()
         self._alone = next(iter(inner.values())) if len(set(inner.values())) == 1 else None
         self._stream = inner["cuda"] if line.inner == "nccl" else None
         self._rank = asked.rank
@@ -136,7 +138,7 @@ class Channel(_ProcessGroup):
         made = INNER["gloo" if self.line.inner in ("nccl", "staged") else self.line.inner]
         name = f"{self.group_name} {kind._value_}"
         reach = self.line.watch.reach(self.timeout)
-        store = PrefixStore(f"coded {kind._value_}", self._store)
+        store = PrefixStore(f"coded {next(self._uses)}", self._store)
         return made(GroupRequest(store, self._rank, self._size, reach, self.members, name))["cpu"]
 
     def _coding(self, tensors: Sequence[Tensor], operation: Any = None, parts: bool = False) -> CodedCollectives | None:
