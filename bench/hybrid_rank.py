@@ -214,7 +214,7 @@ def cut(task: dict[str, Any]) -> dict[str, Any]:
         table = recipe_file.to_table(Task(Cut()).recipe())
         table |= {"comm": {"codec": label}, "sync": {"kind": "every_step"}}
         recipe = defaults.resolve(recipe_file.from_table(table))[0]
-        plan = espalier.make_plan(recipe, machines, ranks=world, threads=1, **task["pin"])
+        plan = espalier.make_plan(recipe, machines, ranks=world, **task["pin"])
         setting = RankSetup(recipe, plan, RandomTokens(recipe), RankSpec(rank=rank, world=world))
         runs[label] = (setting, Trainer(setting, dist.new_group(timeout=timedelta(seconds=TIMEOUT))))
         result["seconds"][label] = []
@@ -223,7 +223,7 @@ def cut(task: dict[str, Any]) -> dict[str, Any]:
     for turn in range(-1, task["turns"]):
         for label, (setting, trainer) in runs.items():
             dist.barrier()
-            before = traffic.ledger.by_class()
+            before = dist.group.WORLD.ledger.by_class()
             begin = time.perf_counter()
             for number in range(task["steps"]):
                 batches = place_batches(setting, (turn + 1) * task["steps"] + number)
@@ -231,7 +231,7 @@ def cut(task: dict[str, Any]) -> dict[str, Any]:
             dist.barrier()
             if turn >= 0:
                 result["seconds"][label].append((time.perf_counter() - begin) / task["steps"])
-            now = traffic.ledger.by_class()
+            now = dist.group.WORLD.ledger.by_class()
             result["sent"][label] = {
                 str(kind): (size - before.get(kind, 0)) / task["steps"] for kind, size in now.items()
             }
