@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 
 from espalier.cli import host_worker
-from espalier.recipe.errors import UserError
+from espalier.recipe.errors import Interrupted, UserError
 from espalier.train.rank_spec import RankSpec
 
 
@@ -26,3 +29,26 @@ def test_the_first_host_needs_the_folder_unless_the_run_has_a_place_of_its_own(t
         host_worker._enter(RankSpec(), away)
     host_worker._enter(RankSpec(), {**away, "absolute": True})
     host_worker._enter(RankSpec(rank=1), away)
+
+
+IGNORING = """
+import os, signal, sys
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+os.execv(sys.executable, [sys.executable, "-m", "espalier.cli.host_worker"])
+"""
+
+
+def test_a_worker_that_was_started_with_ctrl_c_ignored_stops_when_it_is_asked_to() -> None:
+    """As under `nohup espalier train … --hosts … &` in a script."""
+    with subprocess.Popen(
+        [sys.executable, "-c", IGNORING], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as worker:
+        assert worker.stdin is not None
+        assert worker.stdout is not None
+        worker.stdout.readline()  # its hello
+        worker.stdin.write('{"is": "stop"}\n')
+        worker.stdin.flush()
+        try:
+            assert worker.wait(60) == Interrupted.exit_code
+        finally:
+            worker.kill()

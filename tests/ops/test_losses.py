@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from espalier.ops.diagnosis import departure
+from espalier.ops.diagnosis import departure, diagnose
 from espalier.ops.log_scan.scan import Loss
 
 
@@ -41,3 +41,31 @@ def test_a_blip_that_comes_back_is_none(before, after, wide):
 )
 def test_short_and_signless_series_say_nothing(values):
     assert departure(series(values)) is None
+
+
+SOUND = [f"{{'loss': {3 - 0.02 * at:.2f}, 'grad_norm': 1.1, 'epoch': {at / 100}}}" for at in range(40)]
+SUMMARY = "{'train_runtime': 812.5, 'train_samples_per_second': 9.8, 'train_loss': 1.3, 'epoch': 1.0}"
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        "{'loss': nan, 'grad_norm': nan, 'epoch': 0.4}",
+        "{'loss': 0.0, 'grad_norm': nan, 'epoch': 0.4}",
+        "{'loss': 'nan', 'grad_norm': '1.2', 'epoch': '0.4'}",
+    ],
+)
+@pytest.mark.parametrize("end", [[], [SUMMARY]])
+def test_runs_of_hugging_faces_trainer_whose_loss_is_no_number_any_more(tmp_path, bad, end):
+    log = tmp_path / "log"
+    log.write_text("\n".join([*SOUND, *[bad] * 40, *end]) + "\n")
+    (diagnosis,) = diagnose(log)
+    assert diagnosis.reason == "Loss Anomaly"
+    assert diagnosis.evidence[0].line == 41
+
+
+@pytest.mark.parametrize("end", ["{'loss': 0.0, 'grad_norm': 0.3}", "{'loss': 2.2, 'grad_norm': nan}"])
+def test_a_loss_of_zero_and_a_step_that_was_skipped_are_none(tmp_path, end):
+    log = tmp_path / "log"
+    log.write_text("\n".join([*SOUND, end, SUMMARY]) + "\n")
+    assert [diagnosis.reason for diagnosis in diagnose(log)] == ["No Failure"]

@@ -265,3 +265,13 @@ def test_tf32_is_switched_on_by_its_plans_only(tmp_path) -> None:  # type: ignor
             assert torch.get_float32_matmul_precision() == wanted
     finally:
         torch.set_float32_matmul_precision(before)
+
+
+def test_a_faster_precision_in_which_nothing_fits_is_named_with_what_would_make_it_fit() -> None:
+    table = {"model": {"kind": "gpt", "shape": "llama3-1b"}, "data": {"path": "python:stdlib"}}
+    recipe = defaults.resolve(recipe_file.from_table(table))[0]
+    plan = decide(request_from_recipe.of_recipe(recipe), gpus("RTX 4090", devices=1)).plan
+    assert plan.precision == "fp32"
+    sentence = next(sentence for sentence in plan.why if sentence.startswith("fp32: "))
+    assert re.search(r"no layout in bf16 fits: .* are missing. Cheapest change: plan.pin.offload=\"host\"", sentence)
+    assert not any("nothing narrower" in sentence for sentence in plan.why)

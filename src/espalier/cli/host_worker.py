@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import sys
 import time
 import traceback
@@ -24,6 +25,7 @@ def main() -> int:
     from espalier.track.progress import Forgiving  # a launcher that is gone reads nothing
 
     sys.stdout, sys.stderr = cast("TextIO", Forgiving(sys.stdout)), cast("TextIO", Forgiving(sys.stderr))
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a stop comes as one; under `nohup … &` it is ignored
     launcher = Launcher()
     place = RankSpec()
     try:

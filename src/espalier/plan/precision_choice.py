@@ -6,13 +6,14 @@ import math
 from collections.abc import Iterable
 from dataclasses import replace
 
-from espalier.plan import precision, search, trials
+from espalier.plan import precision, refusals, search, trials
 from espalier.plan.ask import Ask, PlanDecision
 from espalier.plan.choice import PlanChoice
 from espalier.plan.collective_time import gpus
 from espalier.plan.decide import decide
 from espalier.plan.layout_decision import with_trials
 from espalier.plan.request import AUTO
+from espalier.recipe import units
 from espalier.recipe.errors import UserError
 
 
@@ -56,8 +57,20 @@ def _fastest(ask: Ask) -> PlanDecision:
         raise refusal
     best_of = min(made, key=_rank)
     others = {decision.request.precision: decision.search_result for decision in made if decision is not best_of}
-    why = (*best_of.plan.why, *precision.reasons(best_of.plan, ask.cluster, others))
-    return best_of.changed(why=why)
+    rates, *left_out = precision.reasons(best_of.plan, ask.cluster, others)
+    unfit = next((decision for decision in made if best_of.fits and not decision.fits), None)
+    cause = rates if unfit is None else _remedy(best_of, unfit)
+    return best_of.changed(why=(*best_of.plan.why, cause, *left_out))
+
+
+def _remedy(taken: PlanDecision, unfit: PlanDecision) -> str:
+    """Why a plan has not the first precision that people would use, and the cheapest change after which it would."""
+    nearest = unfit.search_result.closest
+    sentence = f"{taken.request.precision}: no layout in {unfit.request.precision} fits"
+    if nearest is None:
+        return f"{sentence}."
+    cure = refusals.cures(unfit.request, unfit.cluster, nearest)[0]
+    return f"{sentence}: {units.show_size(nearest.over)} are missing. Cheapest change: {cure}."
 
 
 def _measured(ask: Ask) -> PlanDecision:

@@ -68,7 +68,9 @@ BRANCH = 32
 _OPENS = (b"traceback", b"rootcause", b"failuresother", b"stacktrace")
 
 _NUMBER = rb"[-+]?(?:nan|NaN|NAN|inf|Inf|INF|\d[\d.]*(?:[eE][-+]?\d+)?)"
-_LOSS = re.compile(rb"oss(?:es)?['\"\]]?[ \t]{0,4}[:=|]?[ \t]{0,4}(?:tensor\()?(" + _NUMBER + rb")")
+_IS = rb"['\"\]]?[ \t]{0,4}[:=|]?[ \t]{0,4}['\"]?"
+_LOSS = re.compile(rb"oss(?:es)?" + _IS + rb"(?:tensor\()?(" + _NUMBER + rb")")
+_GRADIENT_IS_NAN = re.compile(rb"grad_?norm" + _IS + rb"nan", re.I)
 _OTHER_LOSS = re.compile(
     rb"(val|valid|validation|eval|evaluation|test|best|min|aux|balanc(e|ed|er|ing)|z|router)(idation)?loss"
 )
@@ -414,8 +416,12 @@ def weight(line: bytes) -> int:
 
 
 def loss_in(number: int, line: bytes, shape: bytes) -> Loss | None:
-    """The training loss that the line of this number and shape tells, if it does."""
-    if b"loss" not in shape:
+    """The training loss that the line of this number and shape tells, if it does.
+
+    Hugging Face's Trainer writes the mean of a whole run last, beside `train_runtime`, and 0 for a loss that is not
+    finite (`logging_nan_inf_filter`): where the gradient is NaN too, the loss was.
+    """
+    if b"loss" not in shape or b"trainruntime" in shape:
         return None
     match = _LOSS.search(line)
     if match is None:
@@ -425,9 +431,10 @@ def loss_in(number: int, line: bytes, shape: bytes) -> Loss | None:
         if _OTHER_LOSS.search(near) or not keywords.matters(shape):
             return None
     try:
-        return Loss(number, float(match[1]), cut(line))
+        value = float(match[1])
     except ValueError:
         return None
+    return Loss(number, value if value or not _GRADIENT_IS_NAN.search(line) else math.nan, cut(line))
 
 
 @lru_cache(maxsize=256)
