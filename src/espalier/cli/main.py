@@ -132,7 +132,7 @@ def _unknown(parser: argparse.ArgumentParser, word: str, known: Iterable[str]) -
     from espalier.recipe import recipe_errors
 
     name = word.partition("=")[0]
-    meant, note = recipe_errors.lead(name) if name.startswith("-") else ("", "")
+    meant, note = recipe_errors.lead(name, "lead" if name.startswith("-") else "verb")
     meant = meant or (not note and nearest(name, known)) or ""
     words = (f"unrecognized argument: {word}", meant and f"(did you mean {meant}{'=VALUE' * ('.' in meant)}?)", note)
     parser.error(" ".join(filter(None, words)))

@@ -36,10 +36,13 @@ def resolve(recipe: config.Recipe, vocabulary: int | None = None) -> tuple[confi
     model_kinds.of(recipe.model).fill(draft)
     if (steps := draft.get("train.steps")) is not None:
         cost = model_kinds.of(draft.recipe.model).validation
-        allowed = max(VALIDATION_SHARE * steps, dearest := cost(draft.recipe))
+        dearest = cost(draft.recipe)
         every = max(1, min(1000, steps // 10))
+        sequence = draft.get("train.sequence") or VALIDATE_TOKENS
+        shortest = min(1.0, math.ceil(steps / every) * sequence / VALIDATE_TOKENS)  # one sequence each time
+        allowed = max(VALIDATION_SHARE * steps, shortest * dearest)
         bound = f", for at most {allowed / (steps + allowed):.0%} of the time" if dearest else ""
-        if (sequence := draft.get("train.sequence")) and dearest:  # rather fewer tokens than seldom
+        if draft.get("train.sequence") and dearest:  # rather fewer tokens than seldom
             tokens = VALIDATE_TOKENS * min(1, allowed / dearest / math.ceil(steps / every))
             tokens = max(1, math.floor(tokens / sequence)) * sequence
             draft.fill("train.validate_tokens", tokens, f"few enough for a validation every {every:,} steps{bound}")

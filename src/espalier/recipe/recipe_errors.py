@@ -68,13 +68,15 @@ def _chosen(structs: list[Any], table: Mapping[str, Any], origin: str, path: tup
     return tags[kind]
 
 
-def lead(word: str) -> tuple[str, str]:
-    """The option that a `word` of other programs, or its last name alone, stands for (empty: nobody knows), and what
-    differs."""
+def lead(word: str, kind: Literal["lead", "verb"] = "lead") -> tuple[str, str]:
+    """The option (`verb`: the verb) that a `word` of other programs, or its last name alone, stands for (empty: nobody
+    knows), and what differs."""
     name = word.lstrip("-").replace("-", "_")
-    for row in data_table(__file__)["lead"]:
+    for row in data_table(__file__)[kind]:
         if name.lower().rpartition(".")[2] in row["words"].split():
             return row.get("to", ""), row.get("note", "")
+    if kind == "verb":
+        return "", ""
     always = known_keys(choices=False)  # comes before what a choice brings
     same_name = [key for key in (*always, *known_keys()) if f".{key}".endswith(f".{name}")]
     return next(iter(same_name), ""), ""

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
+from espalier.recipe.errors import PeerLost
 from espalier.recipe.resource import Resource
 from espalier.recipe.terminal import say, visible
 from espalier.recipe.units import plural, show_count, show_seconds, show_size
@@ -120,8 +121,9 @@ class Progress:
         run has not finished, wherever it stands."""
         if self._open:
             over = "finished" if self.step >= self.total else "phase finished"
-            there = self.step >= self._until and sys.exc_info()[0] is None
-            self._end({"reason": over if there else "stopped"})
+            passing = sys.exc_info()[1]
+            short = "attempt ended" if isinstance(passing, PeerLost) else "stopped"
+            self._end({"reason": over if self.step >= self._until and passing is None else short})
 
     def _take(self, event: Event) -> None:
         now = self._clock()

@@ -30,6 +30,9 @@ from espalier.recipe import data_hash, recipe_file
 from espalier.recipe.cache_dir import BEFORE, replace, replace_folder, table, writing
 from espalier.recipe.errors import UserError
 
+SHOWN = 3
+"""Options of another run that its refusal names."""
+
 
 @dataclass
 class RunFolder:
@@ -259,12 +262,12 @@ def refuse_other_meaning(folder: RunFolder, recipe: config.Recipe) -> None:
         before = before.changed(train=train)
     changed = recipe_file.changed(*map(located, _in_common(before, recipe)))
     if changed:
-        key, old, new = changed[0]
-        more = f" (and {len(changed) - 1} that follow from it)" if len(changed) > 1 else ""
+        shown = ", ".join(f"{key} = {old!r}, not {new!r}" for key, old, new in changed[:SHOWN])
+        more = f" (and {len(changed) - SHOWN} more)" if len(changed) > SHOWN else ""
         raise UserError(
-            f"{folder.path} holds a run with {key} = {old!r}, not {new!r}{more}.",
+            f"{folder.path} holds a run with {shown}{more}.",
             why="resuming it would mix two different runs",
-            do=f"name={folder.path.name}-2 or --run FOLDER for a new run, or set {key} back",
+            do=f"name={folder.path.name}-2 or --run FOLDER for a new run, or set back what was changed",
         )
     old_steps = before.train.steps or 0
     new_steps = recipe.train.steps or 0
