@@ -129,3 +129,11 @@ def test_a_core_that_others_use_does_not_matter_where_enough_are_free(
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: frozenset({0, 1}))
     monkeypatch.setattr(time, "sleep", lambda seconds: write(root, {"proc/stat": "cpu  50 0 0 50 0 0 0 0 0 0\n"}))
     assert resource_limits.busy(0.1) == 0
+
+
+def test_processes_killed_for_want_of_memory_are_those_that_the_kernel_counts(tmp_path, monkeypatch):
+    monkeypatch.setattr(resource_limits, "ROOT", tmp_path)
+    assert resource_limits.oom_kills() is None
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/vmstat").write_text("pgfault 12\noom_kill 3\n")
+    assert resource_limits.oom_kills() == 3

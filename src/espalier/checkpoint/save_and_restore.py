@@ -149,12 +149,12 @@ class Checkpoints:
         state = {**self._stage.copy(tensors, changing=not wait), **skeletons}
         loss = None if loss is None or not math.isfinite(loss) else loss
         job = WriteJob(step, state, dict(meta), loss, self.rate, self.run)
-        self._writing = (
-            f"checkpoint-{step}",
-            self._writer.submit(self._run, job, began, None if wait else time.monotonic()),
-        )
-        if wait:
+        if wait:  # in this thread, whose priority is that of training
+            self._run(job, began, None)
             self.wait()
+        else:
+            written = self._writer.submit(self._run, job, began, time.monotonic())
+            self._writing = (f"checkpoint-{step}", written)
         return time.monotonic() - began
 
     def wait(self, timeout: float = 1800.0) -> None:

@@ -79,6 +79,12 @@ def free_memory() -> int:
     return max(0, min(left))
 
 
+def oom_kills() -> int | None:
+    """Processes that the kernel has killed since it started for want of memory; None where it does not say."""
+    rows = (line.split() for line in (_text(ROOT / "proc/vmstat") or "").splitlines())
+    return next((int(row[1]) for row in rows if row[0] == "oom_kill"), None)
+
+
 def refuse_large(what: str, needed: float, do: str = "a smaller one, or more memory") -> None:
     """Raises UserError where `needed` bytes are more than half of the memory, and more than is free of it (files that
     the system caches count as taken, so that alone says little). Every reader of files of others asks first."""

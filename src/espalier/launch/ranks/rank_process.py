@@ -25,12 +25,14 @@ from typing import Any
 
 from espalier.comm import store_client
 from espalier.launch.ranks import child_process as forks
+from espalier.machine import resource_limits
 from espalier.recipe import errors, serialization
 from espalier.recipe.errors import EspalierError, Interrupted, RunFailed, UserError
 from espalier.train import rejoin_signal
 from espalier.train.rank_spec import Entrypoint, RankSpec
 from espalier.train.rejoin_signal import Recall
 
+OOM_KILLS = resource_limits.oom_kills()
 STACKS = signal.SIGUSR2
 """Makes a rank write where each of its threads is to its log, whatever it is doing."""
 
@@ -270,8 +272,17 @@ def ended(who: str, status: int) -> tuple[str, str]:
     if status >= 0:
         return f"{who} ended with exit code {status}.", "" if status else "it left before its work was done"
     name = signal.Signals(-status).name
-    why = "the system was probably out of memory" if name == "SIGKILL" else f"the process got {name}"
-    return f"{who} was killed ({name}).", why
+    return f"{who} was killed ({name}).", _killer() if name == "SIGKILL" else f"the process got {name}"
+
+
+def _killer() -> str:
+    """Who may have killed a process, by the kernel's count since this program began."""
+    now = resource_limits.oom_kills()
+    if now is None or OOM_KILLS is None:
+        return "the system was probably out of memory"
+    if now > OOM_KILLS:
+        return "the system was out of memory: the kernel killed a process"
+    return "somebody else killed it: the kernel has killed nothing for want of memory"
 
 
 def _tail(log: Path | None) -> str:
