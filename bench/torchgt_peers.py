@@ -69,8 +69,8 @@ def peer(name: str, inputs: int, outputs: int, depth: int = DEPTH, width: int = 
         size = {"head_channels": WIDTH // HEADS} if kind == "performer" else {}  # PyG's own are 64 columns each
         made = [GPSConv(WIDTH, None, heads=HEADS, attn_type=kind, attn_kwargs=size) for _ in range(depth)]
         return Stack(made, inputs, outputs)
-    if name == "SGFormer":
-        return Batched(SGFormer(inputs, width, outputs, trans_num_heads=HEADS, gnn_num_layers=depth))
+    if name == "SGFormer":  # with the one head that is its default
+        return Batched(SGFormer(inputs, width, outputs, gnn_num_layers=depth))
     return Batched(
         Polynormer(inputs, width, outputs, local_layers=depth, global_layers=1)
     )  # PyG's fails with more heads
