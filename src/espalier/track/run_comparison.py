@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from espalier.recipe import cache_dir
 from espalier.recipe.errors import UserError
@@ -18,6 +19,8 @@ from espalier.track.page import Figure
 from espalier.track.run_tables import VALIDATION, RunTables
 
 NAME = "comparison.html"
+REPEATED = ("seed", "graph.split", "checkpoint.target")
+"""Options in which runs differ that repeat one experiment."""
 
 
 class Summary(NamedTuple):
@@ -90,6 +93,28 @@ def differences(runs: Sequence[Summary]) -> list[tuple[str, list[str]]]:
     return [(name, values) for name, values in rows if len(set(values)) > 1]
 
 
+def held_out(runs: Sequence[Summary]) -> dict[str, NDArray[np.float64]]:
+    """float64 [runs] of each figure of their last validations that all have, such as `validation_accuracy` and
+    `test_accuracy`; empty where the runs do not repeat one experiment (`REPEATED`)."""
+    if len(runs) < 2 or any(name not in REPEATED for name, _ in differences(runs)):
+        return {}
+    shared = [name for name in runs[0].run.curves if all(name in entry.run.curves for entry in runs)]
+    columns = {name.removeprefix(VALIDATION): name for name in shared if name.startswith(VALIDATION)}
+    wanted = [*runs[0].run.metrics()[: report.METRICS], "loss"]
+    pairs = [(prefix + name, columns.get(test + name)) for name in wanted for prefix, test in _PARTS]
+    values = {name: [entry.run.curves[curve].last for entry in runs] for name, curve in pairs if curve}
+    return {name: np.array(row, np.float64) for name, row in values.items()}
+
+
+_PARTS = (("validation_", ""), ("test_", "test_"))
+
+
+def spread(runs: Sequence[Summary]) -> list[tuple[str, str]]:
+    """(figure, mean ± sample standard deviation) of runs that repeat one experiment."""
+    figures = held_out(runs).items()
+    return [(name.replace("_", " "), f"{row.mean():.4g} ± {row.std(ddof=1):.2g}") for name, row in figures]
+
+
 def write(runs: Sequence[Summary], folder: Path) -> Path:
     """Writes the page of several runs into `folder` and returns its path."""
     path = folder / NAME
@@ -103,13 +128,17 @@ def render(runs: Sequence[Summary]) -> str:
     return page.render(
         "track/run_comparison.html.j2",
         title="Comparison of runs", kind="comparison", state=f"{len(runs)} runs", subtitle=names,
-        figures=[Figure(Path(entry.name).name, *_headline(entry)) for entry in runs],
+        figures=[
+            *(Figure(name, text, f"mean ± standard deviation, {len(runs)} runs") for name, text in spread(runs)),
+            *(Figure(Path(entry.name).name, *headline(entry)) for entry in runs),
+        ],
         names=names, tables=[("Figures", figures(runs)), ("Options that differ", differences(runs))],
         plots=_plots(runs), clocks=report.clocks(*(entry.run for entry in runs)),
     )  # fmt: skip
 
 
-def _headline(entry: Summary) -> tuple[str, str]:
+def headline(entry: Summary) -> tuple[str, str]:
+    """(the first figure's value, its name and the step)."""
     name, value = next(iter(entry.metrics.items()), ("no figure yet", None))
     return _shown(value) or "–", f"{name.replace('_', ' ')}, step {entry.step:,}"
 
