@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, Subset
 
 from espalier.graph.data import sources as graphs
+from espalier.graph.data.text_columns import with_text
 from espalier.language import text_sources
 from espalier.radiance import scenes
 from espalier.radiance.scenes import Scene
@@ -175,7 +176,7 @@ def _own(task: TaskOptions, folder: Path | None) -> Dataset[Sample]:
 
 
 def _nodes(task: TaskOptions) -> Nodes:
-    graph = graphs.load(Data(path=task.data), GraphOptions())
+    graph = with_text(graphs.load(Data(path=task.data), GraphOptions()), 0)
     if graph.labels is None or np.asarray(graph.labels).ndim != 1:
         raise UserError(f"The graph of the task {task.name!r} has no class for its nodes.", do="a graph with labels")
     return Nodes(graph)

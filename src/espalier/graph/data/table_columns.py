@@ -84,7 +84,7 @@ class NodeTable:
         ids: a column, or None: the row numbers.
         maybe: the name of a column that may be the ids; `settled` decides by the ends of edges.
         labels: a column as it is stored, or several; label_columns: their names.
-        features: float64 columns.
+        features: float64 columns; texts: columns of words.
     """
 
     table: Table
@@ -94,6 +94,7 @@ class NodeTable:
     label_columns: tuple[str, ...] = ()
     parts: DataSplit | None = None
     features: Columns = field(default_factory=dict)
+    texts: Columns = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
 
@@ -288,7 +289,7 @@ def nodes_of(table: Table) -> NodeTable:
         tuple(label_columns),
         _parts(table, taken.get("part"), masks),
         left,
-        tuple(notes),
+        notes=tuple(notes),
     )
 
 
@@ -392,9 +393,20 @@ def settled(nodes: NodeTable, sources: Array, targets: Array) -> NodeTable:
             notes.append(nodes.table.unused(name, f"{'it counts' if counts else 'edges name'} the rows"))
         elif distinct and numbers:
             notes.append(f"column {printable(name)!r} of {origin} is a feature: edges name the rows")
-    return replace(
-        nodes, features=_numeric(nodes.table, nodes.features, "the feature {} of nodes", notes), notes=tuple(notes)
-    )
+    texts = {name: column for name, column in nodes.features.items() if _is_text(column)}
+    others = {name: column for name, column in nodes.features.items() if name not in texts}
+    features = _numeric(nodes.table, others, "the feature {} of nodes", notes)
+    return replace(nodes, features=features, texts=texts, notes=tuple(notes))
+
+
+def _is_text(column: Array) -> bool:
+    """Whether a column has words, and neither numbers nor lists, which networkx may write."""
+    if column.dtype.kind not in "OUS" or any(isinstance(cell, dict | list | np.ndarray) for cell in column):
+        return False
+    words = set(as_words(column))
+    truths = {word.lower() for word in words} <= {"true", "false"}
+    has_letters = any(letter.isalpha() for word in words.difference(MISSING) for letter in word)
+    return has_letters and not truths and not any(map(_is_decimal, words))
 
 
 def _may_be_ids(column: Array) -> bool:
