@@ -10,7 +10,7 @@ import pytest
 from table_graphs import accuracy, opened
 
 from espalier.graph.data import kept_graph
-from espalier.graph.data.text_columns import hashed, useless, words_of
+from espalier.graph.data.text_columns import hashed, tells_rows_apart, words_of
 from espalier.recipe.errors import UserError
 
 CLASSES = ("plumber and pipes and taps", "violin or cello or bow", "wheat with barley with rye")
@@ -52,12 +52,10 @@ def test_rows_have_length_one_and_no_order(tmp_path: Path) -> None:
     assert np.array_equal(rows[0], rows[1])
 
 
-def test_columns_that_say_nothing_are_told_apart() -> None:
-    assert useless(np.array(["u1", "u2", "u3"])) == "an id: no words are repeated"
-    assert useless(np.array(["http://x/1a", "http://x/2b"])) == "an id: no words are repeated"
-    assert useless(np.array(["Ulm", "ulm"])) == "the same words in each row"
-    assert useless(np.array(["", None], object)) == "no values"
-    assert useless(np.array(["Ulm", "Ulm am Rhein", "Köln am Rhein"])) == ""
+def test_columns_whose_words_tell_no_rows_apart_are_as_ids() -> None:
+    for same in (["u1", "u2", "u3"], ["http://x/1a", "http://x/2b"], ["Ulm", "ulm"], ["", ""]):
+        assert not tells_rows_apart(np.array(same))
+    assert tells_rows_apart(np.array(["Ulm", "Ulm am Rhein", "Köln am Rhein"]))
 
 
 def test_a_class_that_only_words_tell_is_learned_and_the_id_is_named(tmp_path: Path) -> None:
@@ -70,18 +68,21 @@ def test_a_class_that_only_words_tell_is_learned_and_the_id_is_named(tmp_path: P
     assert graph.columns[0] == "age"
     assert all(name.startswith("bio (words ") for name in graph.columns[1:])
     notes = workload.notes()
-    assert "not used: column 'key' (an id: no words are repeated)" in notes
-    assert f"columns of words, hashed: bio ({len(graph.columns) - 1}) (graph.text)" in notes
-    assert "not used: column 'bio' (words: graph.text = 0)" in opened(path, text=0).notes()
+    assert "not used: column 'key' (words, none of them in several rows, as of an id)" in notes
+    assert f"words of 'bio': {len(graph.columns) - 1} columns (graph.text)" in notes
+    assert "not used: column 'bio' (words)" in opened(path, text=0).notes()
 
 
 def test_words_weigh_by_how_few_rows_that_train_have_them(tmp_path: Path) -> None:
     graph = opened(table(tmp_path)).graph
     plain = opened(tmp_path / "edges.csv", standardise=False).graph
+    assert np.array_equal(graph.features[:, 1:], plain.features[:, 1:])
+    assert plain.features[:, 0].mean() > 18, "the age as it is"
     train = graph.parts.train
-    has = (plain.features[train, 1:] != 0).sum(0)
-    weights = np.log((1 + len(train)) / (1 + has)) + 1
-    assert graph.features[:, 1:] == pytest.approx(plain.features[:, 1:] * weights, abs=1e-6)
+    weights = np.log((1 + len(train)) / (1 + (graph.features[train, 1:] != 0).sum(0))) + 1
+    texts = [line.split(",")[3] for line in (tmp_path / "nodes.csv").read_text().splitlines()[1:]]
+    rows = hashed(np.array(texts), 128)[:, [int(name.split()[2]) for name in graph.columns[1:]]]
+    assert graph.features[:, 1:] == pytest.approx(rows * weights, abs=1e-6)
 
 
 def test_words_alone_take_the_place_of_degrees(tmp_path: Path) -> None:
@@ -117,7 +118,7 @@ def test_other_rows_have_the_columns_of_the_run(tmp_path: Path) -> None:
     before = replace(run, graph=replace(run.graph, columns=("age",), column_scales=run.graph.column_scales[:, :1]))
     old = opened(path, replace(before, widths=(1, 0)))  # of a run that left words out
     assert old.graph.columns == ("age",)
-    assert "not used: column 'bio' (words that the run did not read)" in old.notes()
+    assert "not used: column 'bio' (words)" in old.notes()
 
 
 def test_lists_dates_and_words_of_edges_are_left_out(tmp_path: Path) -> None:

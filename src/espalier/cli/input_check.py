@@ -6,11 +6,9 @@ import argparse
 import glob
 import os
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
-from espalier.cli import answer_table
-from espalier.launch.launchers.detect_launcher import LAUNCHERS
+from espalier.cli import answer_table, finished_run
 from espalier.machine import cluster as clusters
 from espalier.recipe import data_path, defaults, foreign_files, graphs, model_kinds, recipe_file
 from espalier.recipe.errors import UserError
@@ -26,8 +24,13 @@ def check(arguments: argparse.Namespace) -> None:
     elsewhere = any(getattr(arguments, name, None) for name in ("hosts", "slurm", "ray"))  # where the data may lie
     if getattr(arguments, "recipe", None) is not None and getattr(arguments, "score", None) is None:
         recipe = recipe_file.load(arguments.recipe, arguments.overrides)
-        if arguments.verb == "train" and graphs.has_all_splits(recipe):
-            _refuse_splits(arguments, launchers)
+        forked = getattr(arguments, "source", None) is not None
+        if graphs.has_all_splits(recipe) and (launchers or forked or finished_run.is_launched()):
+            raise UserError(
+                'graph.split = "all" is not possible with --hosts, --from or a launcher of ranks.',
+                why="the splits are trained one after the other on this machine, each as a run of its own",
+                do="for each split: graph.split=0 --run runs/NAME/split-0, and so on; then espalier report runs/NAME",
+            )
         if getattr(recipe.model, "initial", None) is None:  # else the weights say the sizes
             defaults.resolve(recipe)
         named = getattr(arguments, "cluster", None) or recipe.plan.cluster
@@ -43,26 +46,11 @@ def check(arguments: argparse.Namespace) -> None:
         _check_inputs(arguments)
 
 
-def _refuse_splits(arguments: argparse.Namespace, launchers: Sequence[str]) -> None:
-    """Raises UserError where all splits of a graph are to be trained by ranks that something else starts, or begun from
-    another run."""
-    started = [name for name, names in LAUNCHERS if any(variable in os.environ for variable in names)]
-    forked = getattr(arguments, "source", None) is not None
-    options = [f"--{name}" for name in (*launchers, *["from"] * forked)]
-    for launcher in [*options, *started][:1]:
-        raise UserError(
-            f'graph.split = "all" is not possible with {launcher}.',
-            why="the splits are trained one after the other on this machine, each as a run of its own",
-            do="for each split: graph.split=0 --run runs/NAME/split-0, and so on; then espalier report runs/NAME",
-        )
-
-
 def _check_runs(arguments: argparse.Namespace) -> None:
     """Raises UserError where a folder holds no run."""
     _check_order(arguments)
     for run in [arguments.run] if arguments.verb != "report" else arguments.runs:
-        if arguments.verb != "report" or not runs.splits_in(run):
-            runs.find(run)
+        runs.find((runs.splits_in(run) or [run])[0])
 
 
 def _check_order(arguments: argparse.Namespace) -> None:

@@ -71,7 +71,9 @@ def _compare(arguments: argparse.Namespace) -> None:
     summaries = [run_comparison.summary(runs.find(run).path) for run in arguments.runs]
     page = run_comparison.write(summaries, summaries[0].run.folder.parent)
     if arguments.json:
-        print(json.dumps({"comparison": str(page), "runs": [_plain(summary) for summary in summaries]}))
+        figures = {name: figure._asdict() for name, figure in run_comparison.repeated(summaries).items()}
+        plain = {"runs": [_plain(summary) for summary in summaries], **({"repeated": figures} if figures else {})}
+        print(json.dumps({"comparison": str(page), **plain}))
         return
     spread = run_comparison.spread(summaries)
     if spread:

@@ -273,7 +273,7 @@ def open_graph(
         graph = kept_graph.divided(graph, run_graph, asked.shares, seed)
     if run_graph is None and graph.partition is None:
         graph = with_scales(graph) if asked.standardise else graph
-        graph = with_text(graph, asked.text, asked.standardise)
+        graph = with_text(graph, asked.text)
     sentences = []
     if graph.partition is not None:
         sentences.append(f"Order: that in which {graph.origin} was cut.")

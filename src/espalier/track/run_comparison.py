@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from espalier.recipe import cache_dir
 from espalier.recipe.errors import UserError
@@ -19,7 +18,7 @@ from espalier.track.page import Figure
 from espalier.track.run_tables import VALIDATION, RunTables
 
 NAME = "comparison.html"
-REPEATED = ("seed", "graph.split", "checkpoint.target")
+REPEATED = ("train.seed", "graph.split", "checkpoint.target")
 """Options in which runs differ that repeat one experiment."""
 
 
@@ -93,26 +92,32 @@ def differences(runs: Sequence[Summary]) -> list[tuple[str, list[str]]]:
     return [(name, values) for name, values in rows if len(set(values)) > 1]
 
 
-def held_out(runs: Sequence[Summary]) -> dict[str, NDArray[np.float64]]:
-    """float64 [runs] of each figure of their last validations that all have, such as `validation_accuracy` and
-    `test_accuracy`; empty where the runs do not repeat one experiment (`REPEATED`)."""
+class Repeated(NamedTuple):
+    """A figure of runs that repeat one experiment: of each, their mean and their sample standard deviation."""
+
+    values: list[float]
+    mean: float
+    deviation: float
+
+
+def repeated(runs: Sequence[Summary]) -> dict[str, Repeated]:
+    """The figures of the last validations, such as `validation_accuracy` and `test_accuracy`; empty where the runs do
+    not repeat one experiment (`REPEATED`)."""
     if len(runs) < 2 or any(name not in REPEATED for name, _ in differences(runs)):
         return {}
-    shared = [name for name in runs[0].run.curves if all(name in entry.run.curves for entry in runs)]
-    columns = {name.removeprefix(VALIDATION): name for name in shared if name.startswith(VALIDATION)}
-    wanted = [*runs[0].run.metrics()[: report.METRICS], "loss"]
-    pairs = [(prefix + name, columns.get(test + name)) for name in wanted for prefix, test in _PARTS]
-    values = {name: [entry.run.curves[curve].last for entry in runs] for name, curve in pairs if curve}
-    return {name: np.array(row, np.float64) for name, row in values.items()}
-
-
-_PARTS = (("validation_", ""), ("test_", "test_"))
+    figures = {}
+    for name in [*runs[0].run.metrics()[: report.METRICS], "loss"]:
+        for part, curve in (("validation_", VALIDATION + name), ("test_", f"{VALIDATION}test_{name}")):
+            if all(curve in entry.run.curves for entry in runs):
+                row = np.array([entry.run.curves[curve].last for entry in runs], np.float64)
+                figures[part + name] = Repeated(row.tolist(), float(row.mean()), float(row.std(ddof=1)))
+    return figures
 
 
 def spread(runs: Sequence[Summary]) -> list[tuple[str, str]]:
-    """(figure, mean ± sample standard deviation) of runs that repeat one experiment."""
-    figures = held_out(runs).items()
-    return [(name.replace("_", " "), f"{row.mean():.4g} ± {row.std(ddof=1):.2g}") for name, row in figures]
+    """(figure, mean ± deviation) of runs that repeat one experiment."""
+    figures = repeated(runs).items()
+    return [(name.replace("_", " "), f"{figure.mean:.4g} ± {figure.deviation:.2g}") for name, figure in figures]
 
 
 def write(runs: Sequence[Summary], folder: Path) -> Path:

@@ -34,73 +34,67 @@ def words_of(text: str) -> list[str]:
 def hashed(column: Array, size: int) -> Array:
     """float32 [rows, size]: the words of each cell, the same in every process; a row without words is 0."""
     rows = np.zeros((len(column), size), np.float32)
-    digests: dict[str, int] = {}
     for row, text in zip(rows, as_words(column), strict=True):
         for word, count in Counter(words_of(text)).items():
-            digest = digests.get(word)
-            if digest is None:
-                digest = digests[word] = xxhash.xxh64_intdigest(word.encode("utf-8", "surrogatepass"))
+            digest = xxhash.xxh64_intdigest(word.encode("utf-8", "surrogatepass"))
             row[digest % size] += np.log1p(count) * (1 if digest >> 63 else -1)
     return rows / np.maximum(np.linalg.norm(rows, axis=1, keepdims=True), 1e-12)
 
 
-def useless(column: Array) -> str:
-    """Why nothing can be learned from a column of words; empty: something can."""
+def tells_rows_apart(column: Array) -> bool:
+    """Whether a word is in several rows and not in all of them: an id has none."""
     texts = [set(words_of(text)) for text in as_words(column)]
     rows = Counter(word for words in texts for word in words)
-    if not rows:
-        return "no values"
-    if any(1 < count < len(texts) for count in rows.values()):
-        return ""
-    return "the same words in each row" if min(rows.values()) > 1 else "an id: no words are repeated"
+    return any(1 < count < len(texts) for count in rows.values())
 
 
-def names_of(column: str, size: int) -> list[str]:
-    """What the columns are called that a column is hashed into."""
-    return [f"{column} (words {at} of {size})" for at in range(size)]
-
-
-def with_text(graph: Graph, size: int, scaled: bool = False, known: Collection[str] | None = None) -> Graph:
+def with_text(graph: Graph, size: int, known: Collection[str] | None = None) -> Graph:
     """`graph` with its columns of words as features after the others, which notes say.
 
     Args:
         graph: as it was read; what it has in place of features gives way to them.
         size: columns that each may take; 0: they are left out.
-        scaled: whether they are weighted by how few of the rows that train have them, in `column_scales`.
-        known: the columns of the run that is taken up again, which has the weights (None: a new run's are chosen).
+        known: the columns of the run that is taken up again, which has the weights; None: those of a new run are
+            chosen, and weighted by how few of the rows that train have them.
     """
     train = np.arange(graph.nodes) if graph.parts is None else graph.parts.train
     features = dict[str, Array]()
-    unread, taken = list[str](), list[str]()
+    notes = list(graph.notes)
     for column, cells in graph.texts.items():
-        reason = "words: graph.text = 0" if not size else useless(cells[train]) if known is None else ""
-        values = np.zeros((len(cells), 0), np.float32) if reason else hashed(cells, size)
-        names = names_of(column, values.shape[1])
-        wanted = values[train].any(0).tolist() if known is None else [name in known for name in names]
-        features |= {name: values[:, at] for at, name in enumerate(names) if wanted[at]}
-        if any(wanted):
-            taken.append(f"{column} ({sum(wanted)})")
+        columns = {
+            f"{column} (words {at} of {size})": values
+            for at, values in enumerate(hashed(cells, size).T if size else ())
+        }
+        if known is None:
+            chosen = tells_rows_apart(cells[train])
+            columns = {name: values for name, values in columns.items() if chosen and values[train].any()}
         else:
-            unread.append(unused("column", column, reason or "words that the run did not read"))
-    graph = replace(graph, texts={}, notes=(*graph.notes, *unread))
+            columns = {name: values for name, values in columns.items() if name in known}
+        features |= columns
+        why = "words, none of them in several rows, as of an id" if size and known is None else "words"
+        notes.append(
+            f"words of {printable(column)!r}: {len(columns)} columns (graph.text)"
+            if columns
+            else unused("column", column, why)
+        )
     if not features:
-        return graph
-    note = f"columns of words, hashed: {printable(', '.join(taken), 300)} (graph.text)"
-    if graph.columns == DEGREE_COLUMNS:
-        notes = tuple(note for note in graph.notes if not note.startswith(NO_FEATURE))
-        graph = replace(graph, columns=(), features=graph.features[:, :0], notes=notes)
-    return _appended(replace(graph, notes=(*graph.notes, note)), features, train if scaled else None)
-
-
-def _appended(graph: Graph, features: dict[str, Array], train: Array | None) -> Graph:
-    """`graph` with more columns of features, weighted by the rows that `train`, where these are given."""
+        return replace(graph, texts={}, notes=tuple(notes))
     rows = np.stack([*features.values()], 1)
+    if graph.columns == DEGREE_COLUMNS:
+        notes = [note for note in notes if not note.startswith(NO_FEATURE)]
+        graph = replace(graph, columns=(), features=graph.features[:, :0])
     scales = graph.column_scales
-    if train is not None:
+    if known is None:
         weights = np.log((1 + len(train)) / (1 + np.count_nonzero(rows[train], 0))) + 1
         added = np.stack([0 * weights, 1 / weights, 0 * weights])
         rows = standardised(rows, added)
         plain = np.tile([[0.0], [1], [0]], len(graph.columns))
         scales = np.concatenate([plain if scales is None else scales, added], 1)
-    columns = (*graph.columns, *features)
-    return replace(graph, features=np.concatenate([graph.features, rows], 1), columns=columns, column_scales=scales)
+    return replace(
+        graph,
+        features=np.concatenate([graph.features, rows], 1),
+        columns=(*graph.columns, *features),
+        column_scales=scales,
+        texts={},
+        notes=tuple(notes),
+    )
