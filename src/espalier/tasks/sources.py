@@ -23,7 +23,7 @@ from espalier.radiance import scenes
 from espalier.radiance.scenes import Scene
 from espalier.recipe import Data, GraphOptions, Recipe, TaskOptions
 from espalier.recipe.cache_dir import CACHE, cache_folder, writing
-from espalier.recipe.errors import UserError, missing_extra
+from espalier.recipe.errors import UserError
 from espalier.recipe.import_function import function
 
 Sample = dict[str, Tensor]
@@ -243,10 +243,8 @@ def glyphs(length: int, faces: int = 8) -> ArrayDataset:
 
 def _drawn(files: Sequence[Path]) -> Iterator[tuple[NDArray[Any], int]]:
     """(picture, character) of each character that has a name and a glyph of its own, character by character."""
-    try:
-        from PIL import Image, ImageDraw, ImageFont
-    except ImportError:
-        raise missing_extra("Pillow", "tasks", "data = 'python:glyphs'") from None
+    from PIL import Image, ImageDraw, ImageFont
+
     faces = [ImageFont.truetype(str(file), SIDE - 8) for file in files]
     absent = [bytes(face.getmask("\uffff")) for face in faces]
     for code in range(0x21, LAST + 1):
