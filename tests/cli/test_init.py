@@ -149,7 +149,7 @@ def written(kind: str) -> str:
         frames.append({"file_path": f"{at}.png", "transform_matrix": pose})
     writers = {
         "rows.csv": lambda path: path.write_text(
-            "text,url\n" + "".join(f"some words number {at},u\n" for at in range(99))
+            "text,url\n" + "".join(f"some words number {at},u\n" for at in range(2000))
         ),
         "rows.parquet": lambda path: parquet.write_table(rows, path),
         "edges.csv": lambda path: path.write_text("source,target\n" + "".join(f"{at},{at + 1}\n" for at in range(12))),
