@@ -393,20 +393,9 @@ def settled(nodes: NodeTable, sources: Array, targets: Array) -> NodeTable:
             notes.append(nodes.table.unused(name, f"{'it counts' if counts else 'edges name'} the rows"))
         elif distinct and numbers:
             notes.append(f"column {printable(name)!r} of {origin} is a feature: edges name the rows")
-    texts = {name: column for name, column in nodes.features.items() if _is_text(column)}
-    others = {name: column for name, column in nodes.features.items() if name not in texts}
-    features = _numeric(nodes.table, others, "the feature {} of nodes", notes)
+    texts: dict[str, Array] = {}
+    features = _numeric(nodes.table, nodes.features, "the feature {} of nodes", notes, texts)
     return replace(nodes, features=features, texts=texts, notes=tuple(notes))
-
-
-def _is_text(column: Array) -> bool:
-    """Whether a column has words, and neither numbers nor lists, which networkx may write."""
-    if column.dtype.kind not in "OUS" or any(isinstance(cell, dict | list | np.ndarray) for cell in column):
-        return False
-    words = set(as_words(column))
-    truths = {word.lower() for word in words} <= {"true", "false"}
-    has_letters = any(letter.isalpha() for word in words.difference(MISSING) for letter in word)
-    return has_letters and not truths and not any(map(_is_decimal, words))
 
 
 def _may_be_ids(column: Array) -> bool:
@@ -521,12 +510,18 @@ def alike(ids: Array) -> Array:
     return np.array([int(word) for word in words] if all(map(WHOLE.fullmatch, words)) else words)
 
 
-def _numeric(table: Table, columns: Columns, what: str, notes: list[str]) -> dict[str, Array]:
-    """float64 columns of numbers. Columns of words alone are left out, which is said in `notes`."""
+def _numeric(
+    table: Table, columns: Columns, what: str, notes: list[str], texts: dict[str, Array] | None = None
+) -> dict[str, Array]:
+    """float64 columns of numbers. Columns of words alone are put into `texts`; without it, and where they have no
+    letters or are lists, they are left out, which is said in `notes`."""
     numbers = {}
     for name, column in columns.items():
         values, reason = _as_float(column, f"{table.shown}: {what.format(repr(printable(name)))}")
-        if values is None:
+        has_letters = reason.startswith("words") and any(map(str.isalpha, "".join({*as_words(column)} - {*MISSING})))
+        if texts is not None and has_letters and not str(column[0]).startswith(("[", "{")):
+            texts[name] = column
+        elif values is None:
             notes.append(table.unused(name, reason))
         else:
             numbers[name] = values

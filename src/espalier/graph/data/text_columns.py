@@ -61,22 +61,16 @@ def with_text(graph: Graph, size: int, known: Collection[str] | None = None) -> 
     features = dict[str, Array]()
     notes = list(graph.notes)
     for column, cells in graph.texts.items():
-        columns = {
-            f"{column} (words {at} of {size})": values
-            for at, values in enumerate(hashed(cells, size).T if size else ())
-        }
-        if known is None:
-            chosen = tells_rows_apart(cells[train])
-            columns = {name: values for name, values in columns.items() if chosen and values[train].any()}
-        else:
-            columns = {name: values for name, values in columns.items() if name in known}
-        features |= columns
+        tells = bool(size) and (known is not None or tells_rows_apart(cells[train]))
+        rows = hashed(cells, size) if tells else np.zeros((len(cells), 0))
+        wanted = {f"{column} (words {at} of {size})": values for at, values in enumerate(rows.T)}
+        for name, values in wanted.items():
+            if values[train].any() if known is None else name in known:
+                features[name] = values
+        count = sum(name in features for name in wanted)
         why = "words, none of them in several rows, as of an id" if size and known is None else "words"
-        notes.append(
-            f"words of {printable(column)!r}: {len(columns)} columns (graph.text)"
-            if columns
-            else unused("column", column, why)
-        )
+        note = f"words of {printable(column)!r}: {count} columns (graph.text)"
+        notes.append(note if count else unused("column", column, why))
     if not features:
         return replace(graph, texts={}, notes=tuple(notes))
     rows = np.stack([*features.values()], 1)
