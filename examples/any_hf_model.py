@@ -3,7 +3,8 @@
 espalier train examples/any_hf_model.toml
 python examples/any_hf_model.py runs/any_hf_model exported
 
-The second line writes the model with the adapters merged into it, under its family's own names.
+The second line writes the model with the adapters merged into it, under its family's own names. Of a model that also
+sees pictures (Gemma 3, Mistral 3) the text part is trained; all else is written as it was.
 """
 
 import sys
@@ -12,17 +13,27 @@ from pathlib import Path
 import torch
 from torch.utils.data import TensorDataset
 
+OTHERS = ("vision", "multi_modal", "image")  # what modules are called that text does not go through
+
 
 def build(name, text, length=512, rank=8):
     """(model, dataset, loss, held-out dataset): the model `name` of the hub or in a folder, and the file `text`."""
     from peft import LoraConfig, get_peft_model
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 
     torch.manual_seed(0)  # every rank must build the same
-    model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
+    sees = hasattr(AutoConfig.from_pretrained(name), "vision_config")
+    family = AutoModelForImageTextToText if sees else AutoModelForCausalLM
+    model = family.from_pretrained(name, dtype=torch.float32)
     model.config.use_cache = False
+    for part, module in model.named_modules():
+        if part.rpartition(".")[2].startswith(OTHERS):
+            module.requires_grad_(False)
     if rank:  # else all weights are trained
-        options = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
+        others = rf".*({'|'.join(OTHERS)}).*"
+        options = LoraConfig(
+            r=rank, lora_alpha=2 * rank, target_modules="all-linear", exclude_modules=others, task_type="CAUSAL_LM"
+        )
         model = get_peft_model(model, options)
 
     def rows():

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
     from espalier.cli.open_run import open_run as open
     from espalier.cli.run_plan import make_plan
+    from espalier.cli.split_runs import open_splits
     from espalier.launch.apply_plan import apply
     from espalier.machine.cluster import Cluster
     from espalier.plan.base import Plan
@@ -31,9 +32,10 @@ _HOME = {
     "load": ("espalier.recipe.recipe_file", "load"),
     "make_plan": ("espalier.cli.run_plan", "make_plan"),
     "open": ("espalier.cli.open_run", "open_run"),
+    "open_splits": ("espalier.cli.split_runs", "open_splits"),
 }
 
-__all__ = ["Cluster", "Cost", "EspalierError", "Plan", "Recipe", "apply", "load", "make_plan", "open"]
+__all__ = ["Cluster", "Cost", "EspalierError", "Plan", "Recipe", "apply", "load", "make_plan", "open", "open_splits"]
 
 
 def __getattr__(name: str) -> Any:

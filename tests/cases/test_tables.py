@@ -270,11 +270,11 @@ def test_two_columns_that_could_be_meant_are_refused(tmp_path: Path) -> None:
             load(written(tmp_path, EDGES, rows))
 
 
-def test_words_are_named_and_left_out_and_words_among_numbers_refused(tmp_path: Path) -> None:
+def test_words_are_texts_and_words_among_numbers_refused(tmp_path: Path) -> None:
     rows = ["id,town,age,born", "16,Ulm,1,", "27,Bonn,2,", "20,Ulm,3,", "9,Ulm,4,"]
     graph = load(written(tmp_path, EDGES, rows))
     assert graph.columns == ("age",)
-    assert "not used: column 'town' (of nodes.csv, words, such as 'Ulm')" in graph.notes
+    assert graph.texts["town"].tolist() == ["Ulm", "Bonn", "Ulm", "Ulm"]
     assert "not used: column 'born' (of nodes.csv, no values)" in graph.notes
     with pytest.raises(UserError, match="the feature 'age' of nodes must be numbers, and one is 'old'"):
         load(written(tmp_path, EDGES, [*rows[:-1], "9,Ulm,old,"]))

@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
+import networkx
+import numpy as np
+import pyarrow as pa
 import pytest
+import scipy.io
+import scipy.sparse
+import torch
+from PIL import Image
+from pyarrow import parquet
 
 from espalier import recipe as config
 from espalier.cli import main as cli
 from espalier.graph.data import synthetic
 from espalier.recipe import defaults, recipe_file
+from espalier.train import workload_registry
 
 MINE = Path(__file__).parents[2] / "examples" / "mine.py"
 
@@ -115,3 +125,74 @@ def test_names_of_generated_graphs_are_all_known() -> None:
     from espalier.cli import init
 
     assert {f"{kind}:" for kind in synthetic.KINDS} <= set(init.GRAPHS)
+
+
+# --- in a base install ---------------------------------------------------------------------------------------------
+
+
+OPTIONAL = {"datasets", "torch_geometric", "pyarrow", "transformers", "pandas", "pymetis", "peft"}
+"""What `pip install espalier-train` does not bring, of what readers might import."""
+
+
+def written(kind: str) -> str:
+    """The path of data in the layout `kind` of docs/data.md, written into this folder."""
+    table = pa.table({"source": [0, 1, 2], "target": [1, 2, 0]})
+    rows = pa.table({"text": ["some text of a row"] * 8})
+    masks = {name: np.arange(6) % 3 == at for at, name in enumerate(("train_mask", "val_mask", "test_mask"))}
+    arrays = {"edge_index": np.array([[0, 1, 2, 3], [1, 2, 3, 4]]), "x": np.ones((6, 2), np.float32), **masks}
+    arrays["y"] = np.arange(6) % 2
+    ring = networkx.cycle_graph(12)
+    frames = []
+    for at in range(9):
+        Image.new("RGB", (8, 8)).save(f"{at}.png")
+        pose = [[1, 0, 0, at], [0, 1, 0, 0], [0, 0, 1, 4], [0, 0, 0, 1]]
+        frames.append({"file_path": f"{at}.png", "transform_matrix": pose})
+    writers = {
+        "rows.csv": lambda path: path.write_text(
+            "text,url\n" + "".join(f"some words number {at},u\n" for at in range(2000))
+        ),
+        "rows.parquet": lambda path: parquet.write_table(rows, path),
+        "edges.csv": lambda path: path.write_text("source,target\n" + "".join(f"{at},{at + 1}\n" for at in range(12))),
+        "edges.parquet": lambda path: parquet.write_table(table, path),
+        "g.mtx": lambda path: scipy.io.mmwrite(path, scipy.sparse.eye(12, k=1).tocoo()),
+        "g.npz": lambda path: np.savez(path, **arrays),
+        "g.pt": lambda path: torch.save({name: torch.from_numpy(value) for name, value in arrays.items()}, path),
+        "g.json": lambda path: path.write_text(json.dumps(networkx.node_link_data(ring))),
+        "g.graphml": lambda path: networkx.write_graphml(ring, path),
+        "g.metis": lambda path: path.write_text(
+            "12 12\n" + "".join(f"{(at - 1) % 12 + 1} {(at + 1) % 12 + 1}\n" for at in range(12))
+        ),
+        "transforms.json": lambda path: path.write_text(json.dumps({"camera_angle_x": 0.6, "frames": frames})),
+    }
+    if kind in writers:
+        writers[kind](Path(kind))
+    return kind
+
+
+@pytest.mark.parametrize(
+    ("kind", "extra"),
+    [
+        *((kind, "") for kind in ("rows.csv", "edges.csv", "g.mtx", "g.npz", "g.pt", "g.json", "g.graphml", "g.metis")),
+        *((kind, "") for kind in ("transforms.json", "planted:nodes=100", "python:imports")),
+        ("rows.parquet", "graph"),
+        ("edges.parquet", "graph"),
+        ("pyg:Planetoid/Cora", "graph"),
+        ("hf:roneneldan/TinyStories", "hub"),
+    ],
+)
+def test_what_init_writes_runs_in_a_base_install_or_names_the_extra(
+    home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], kind: str, extra: str
+) -> None:
+    path = written(kind)
+    for name in [*sys.modules]:
+        if name.partition(".")[0] in OPTIONAL:
+            monkeypatch.delitem(sys.modules, name)
+    for name in OPTIONAL:
+        monkeypatch.setitem(sys.modules, name, None)
+    code = cli.main(["init", path])
+    told = "".join(capsys.readouterr())
+    assert (f"pip install 'espalier-train[{extra}]'" in told) == bool(extra), told
+    assert code == 0 or extra
+    if code == 0 and not extra and kind != "python:imports":
+        resolved = workload_registry.settle(recipe_file.load("recipe.toml"), home)
+        assert workload_registry.open_workload(resolved) is not None

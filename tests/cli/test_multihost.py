@@ -206,6 +206,24 @@ def test_after_the_first_hosts_supervisor_dies_all_are_started_again_after_anoth
     assert len(set(losses(home, "struck"))) == 4, "what is done again comes to the same"
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("host", [0, 1])
+def test_a_host_that_is_shut_down_in_order_stops_the_run_which_the_same_command_takes_up(home, capfd, host) -> None:
+    """Every program of a machine that reboots gets SIGTERM, its supervisor too."""
+    code = STRIKING.replace("os.getpid(), signal.SIGKILL", "os.getppid(), signal.SIGTERM").replace("== 2", "> 2")
+    (home / "striking.py").write_text(code.replace("rank == 1", f"rank == {host}"))
+    striking = f"launch.command={sys.executable} {home / 'striking.py'} {home / 'struck'} # {{command}}"
+    arguments = ["train", "recipe.toml", "--hosts", "hosta,hostb", "name=struck", "train.steps=5000", striking]
+    assert cli.main(arguments) == 130
+    assert "the state is saved" in capfd.readouterr().err
+    reached = len(losses(home, "struck"))
+    assert 2 < reached < 5000
+    (home / "struck").unlink()
+    assert cli.main(arguments) == 130, "it went on, and was struck again"
+    steps = [json.loads(line) for line in (home / "runs" / "struck" / "events.jsonl").read_text().splitlines()]
+    assert [event["step"] for event in steps if event["event"] == "run"] == [0, reached], "nothing was done again"
+
+
 def test_the_policy_is_asked_about_the_supervisor_that_vanished(tmp_path) -> None:
     killed = RunFailed("The supervisor on host a was killed (SIGKILL).", why="a reason")
     asked = multihost._failure(killed, tmp_path / "none")

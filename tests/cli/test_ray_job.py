@@ -14,6 +14,7 @@ from tests.cli import job_recipe
 
 from espalier.cli import main as cli
 from espalier.cli import ray_job
+from espalier.cli.main import parsed
 from espalier.recipe.errors import RunFailed, UserError
 
 
@@ -233,3 +234,28 @@ def test_a_program_s_output_is_followed(tmp_path, capsys):
     follower.show()
     follower.show()
     assert capsys.readouterr().out == "a step\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "address"),
+    [
+        ("train --ray recipe.toml train.steps=3", "auto"),
+        ("train --ray train.steps=3 recipe.toml", "auto"),
+        ("train recipe.toml train.steps=3 --ray", "auto"),
+        ("--ray train recipe.toml train.steps=3", "auto"),
+        ("train --ray --json recipe.toml train.steps=3", "auto"),
+        ("train --ray ./a:1/recipe.toml train.steps=3", "auto"),
+        ("train --ray auto recipe.toml train.steps=3", "auto"),
+        ("train --ray local recipe.toml train.steps=3", "local"),
+        ("train --ray head:6379 recipe.toml train.steps=3", "head:6379"),
+        ("train --ray [::1]:6379 recipe.toml train.steps=3", "[::1]:6379"),
+        ("train --ray ray://head:10001 recipe.toml train.steps=3", "ray://head:10001"),
+        ("train --ray=anything recipe.toml train.steps=3", "anything"),
+        ("train recipe.toml train.steps=3", None),
+    ],
+)
+def test_a_recipe_behind_ray_is_no_address(words, address):
+    arguments = parsed(words.split())
+    assert arguments.ray == address
+    assert arguments.recipe.endswith("recipe.toml")
+    assert arguments.overrides == ["train.steps=3"]

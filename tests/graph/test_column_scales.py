@@ -8,18 +8,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from table_graphs import accuracy, opened
 
 from espalier.graph.data import kept_graph
 from espalier.graph.data.column_scales import scales_of, standardised
 from espalier.graph.parts import partition_folder
 from espalier.graph.parts.halo import boundary
 from espalier.graph.sampling.neighbor_sampler import Style
-from espalier.graph.workload import GraphWorkload, open_graph
-from espalier.parallel.workload import Shard
-from espalier.recipe import defaults, recipe_file
 from espalier.recipe.errors import UserError
 
 NODES = 240
@@ -48,16 +45,6 @@ def table(folder: Path, seed: int = 1, nodes: int = NODES) -> Path:
     ends += random.integers(0, nodes, (nodes, 2)).tolist()
     (folder / "edges.csv").write_text("\n".join(["source,target", *(f"p{a},p{b}" for a, b in ends)]) + "\n")
     return folder / "edges.csv"
-
-
-def opened(path: Path, run: kept_graph.KeptGraph | None = None, model: Any = None, **options: Any) -> GraphWorkload:
-    recipe = {
-        "model": {"kind": "gcn", "width": 16, **(model or {})},
-        "data": {"path": str(path)},
-        "graph": {"order": "none", **options},
-        "train": {"precision": "fp32"},
-    }
-    return open_graph(defaults.resolve(recipe_file.from_table(recipe))[0], run_graph=run)
 
 
 def raw(path: Path) -> np.ndarray:
@@ -150,18 +137,6 @@ def test_a_missing_value_is_refused_with_its_column(tmp_path: Path) -> None:
     (tmp_path / "nodes.csv").write_text("\n".join(lines))
     with pytest.raises(UserError, match="row 4, column 'income'"):
         opened(path)
-
-
-def accuracy(workload: GraphWorkload, steps: int = 60) -> float:
-    model = workload.build(torch.device("cpu"), torch.float32)
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    for step in range(steps):
-        optimizer.zero_grad()
-        total, weight = workload.loss(model, workload.task.batch(workload.task.parts.train, step))
-        (total / weight).backward()
-        optimizer.step()
-    hits, count = workload.evaluate(model.eval(), Shard(0, workload.validation_samples(), 1))["test_accuracy"]
-    return hits / count
 
 
 def test_columns_of_very_different_scale_are_learned_from_where_they_are_standardised(tmp_path: Path) -> None:

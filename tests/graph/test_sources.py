@@ -221,8 +221,14 @@ def test_a_split_of_the_masks_is_chosen_by_its_number(tmp_path):
         assert first.fingerprint() == load(tmp_path / name, split=0).fingerprint()
         with pytest.raises(UserError, match=r"graph\.split = 10: the masks of .* are of 10 splits"):
             load(tmp_path / name, split=10)
+        assert len(load(tmp_path / name, split="all").splits) == splits
     with pytest.raises(UserError, match="are of 0 splits"):
         load(written_edges(tmp_path), split=0)
+    torch.save(
+        {**table, "train_mask": masks["train_mask"][:, 0], "val_mask": masks["val_mask"][:, 0]}, tmp_path / "g.pt"
+    )
+    with pytest.raises(UserError, match=r"are of 1 split\.(.|\n)*leave graph.split out"):
+        load(tmp_path / "g.pt", split="all")
 
 
 def written_edges(folder):
@@ -230,10 +236,10 @@ def written_edges(folder):
     return folder / "edges.csv"
 
 
-@pytest.mark.parametrize(("split", "more"), [("all", {}), (-1, {}), (2, {"task": "link"})])
+@pytest.mark.parametrize(("split", "more"), [("all", {"task": "link"}), (-1, {}), (2, {"task": "link"})])
 def test_a_split_that_cannot_be_is_refused_with_what_to_do(split, more):
     table = {"model": {"kind": "gcn"}, "data": {"path": "x"}, "graph": {"split": split, **more}}
-    with pytest.raises(UserError, match=r"graph.split = .* is not possible(.|\n)*a run for each"):
+    with pytest.raises(UserError, match=r"graph.split = .* is not possible(.|\n)*graph.split = 0"):
         defaults.resolve(recipe_file.from_table(table))
 
 

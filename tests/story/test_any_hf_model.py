@@ -32,6 +32,18 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
     },
 }  # fmt: skip
+VISION = {
+    "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 16,
+    "patch_size": 4,
+}  # fmt: skip
+COMPOSITE: dict[str, dict[str, Any]] = {
+    "Gemma3": {"text_config": SIZE, "vision_config": VISION, "mm_tokens_per_image": 4},
+    "Mistral3": {
+        "text_config": {**SIZE, "model_type": "mistral"},
+        "vision_config": {**VISION, "model_type": "pixtral", "head_dim": 8},
+    },
+}
+"""Models that see pictures too, whose text part is trained."""
 
 
 @pytest.mark.parametrize(
@@ -40,6 +52,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
         ("GptOss", 1, 2),
         pytest.param("Qwen3Next", 2, 2, marks=pytest.mark.slow),
         pytest.param("GptOss", 2, 0, marks=pytest.mark.slow),
+        pytest.param("Gemma3", 1, 0, marks=pytest.mark.slow),
+        pytest.param("Mistral3", 2, 2, marks=pytest.mark.slow),
     ],
 )
 def test_a_family_that_is_not_read_is_trained_by_its_own_code(
@@ -49,8 +63,9 @@ def test_a_family_that_is_not_read_is_trained_by_its_own_code(
     pytest.importorskip("peft")
     warnings.simplefilter("ignore")
     torch.manual_seed(0)
-    made = getattr(transformers, f"{family}Config")(**SIZE, **FAMILIES[family])
-    base = getattr(transformers, f"{family}ForCausalLM")(made).eval()
+    made = getattr(transformers, f"{family}Config")(**(COMPOSITE.get(family) or {**SIZE, **FAMILIES[family]}))
+    kind = "ForConditionalGeneration" if family in COMPOSITE else "ForCausalLM"
+    base = getattr(transformers, f"{family}{kind}")(made).eval()
     base.save_pretrained(tmp_path / "base")
     ByteTokenizer().save(tmp_path / "base")
     with pytest.raises(UserError, match=r"any_hf_model\.py"):
@@ -74,8 +89,11 @@ def test_a_family_that_is_not_read_is_trained_by_its_own_code(
     import any_hf_model
 
     any_hf_model.export(tmp_path / "run", tmp_path / "exported")
-    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "exported").eval()
+    again = type(base).from_pretrained(tmp_path / "exported").eval()
     assert {*again.state_dict()} == {*base.state_dict()}
+    sees = {name: value for name, value in base.state_dict().items() if "vision" in name or "multi_modal" in name}
+    assert bool(sees) == (family in COMPOSITE)
+    assert all(torch.equal(again.state_dict()[name], value) for name, value in sees.items())
     tokens = torch.randint(256, (1, 20), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         trained = espalier.open(tmp_path / "run").model()(input_ids=tokens).logits.cpu()

@@ -18,10 +18,15 @@ from espalier.train import run_folder as runs
 from espalier.train.run_folder import RunFolder
 
 
+def is_launched() -> bool:
+    """Whether another launcher has started this process."""
+    return any(name in os.environ for _, names in LAUNCHERS for name in names)
+
+
 def answered(arguments: argparse.Namespace) -> bool:
     """Whether the run of a command line is finished, which is then said. False also where that is not plain without
     its data: then `start_run` looks."""
-    if any(name in os.environ for _, names in LAUNCHERS for name in names):
+    if is_launched():
         return False  # ranks meet also where nothing is left to do
     recipe = recipe_file.load(arguments.recipe, arguments.overrides)
     folder = RunFolder(runs.path_of(recipe, arguments.run))

@@ -40,8 +40,12 @@ WEIGHTS = ("pytorch_model*.bin", "model*.pth", "consolidated*.pth", "*.ckpt")
 _EDGES_NAME = re.compile(r"(?<![a-z])edges?(?![a-z])", re.IGNORECASE)
 _EDGE = re.compile(rb"\s*\d+[ \t,;]+\d+([ \t,;]+[-+.\deE]+)?\s*")
 """A line of an edge list without a header: two numbers of nodes, perhaps a weight."""
-NEEDS = (("scene", "PIL", "scenes"), ("hf:", "datasets", "hub"), ("pyg:", "torch_geometric", "graph"))
-"""Kinds and beginnings of paths whose recipes run with a library, and the extra that has it."""
+NEEDS = (
+    ("hf:", "datasets", "hub"),
+    ("pyg:", "torch_geometric", "graph"),
+    (".parquet", "pyarrow", "graph"),
+)
+"""Words of paths, and of what is said of them, whose recipes run with a library, and the extra that has it."""
 LARGE = 2 << 20
 """Bytes of text from which a trained tokenizer is worth its time."""
 
@@ -98,7 +102,7 @@ def _tell(find: FoundData, target: Path) -> None:
     if find.needs:
         say(f"First set model.arguments in {target}: `build` has no default for {', '.join(find.needs)}.")
     for word, library, extra in NEEDS:
-        if (find.kind == word or find.path.startswith(word)) and find_spec(library) is None:
+        if word in f"{find.path} {find.says}" and find_spec(library) is None:
             say(f"First {missing_extra(library, extra, word).do}")
 
 

@@ -8,9 +8,9 @@ import os
 import sys
 from pathlib import Path
 
-from espalier.cli import answer_table
+from espalier.cli import answer_table, finished_run
 from espalier.machine import cluster as clusters
-from espalier.recipe import data_path, defaults, foreign_files, model_kinds, recipe_file
+from espalier.recipe import data_path, defaults, foreign_files, graphs, model_kinds, recipe_file
 from espalier.recipe.errors import UserError
 from espalier.train import run_folder as runs
 
@@ -24,6 +24,13 @@ def check(arguments: argparse.Namespace) -> None:
     elsewhere = any(getattr(arguments, name, None) for name in ("hosts", "slurm", "ray"))  # where the data may lie
     if getattr(arguments, "recipe", None) is not None and getattr(arguments, "score", None) is None:
         recipe = recipe_file.load(arguments.recipe, arguments.overrides)
+        forked = getattr(arguments, "source", None) is not None
+        if graphs.has_all_splits(recipe) and (launchers or forked or finished_run.is_launched()):
+            raise UserError(
+                'graph.split = "all" is not possible with --hosts, --from or a launcher of ranks.',
+                why="the splits are trained one after the other on this machine, each as a run of its own",
+                do="for each split: graph.split=0 --run runs/NAME/split-0, and so on; then espalier report runs/NAME",
+            )
         if getattr(recipe.model, "initial", None) is None:  # else the weights say the sizes
             defaults.resolve(recipe)
         named = getattr(arguments, "cluster", None) or recipe.plan.cluster
@@ -35,10 +42,15 @@ def check(arguments: argparse.Namespace) -> None:
                 if _is_missing(data.path):
                     raise data_path.missing(data.path, known)
     elif arguments.verb in ("eval", "predict", "replay", "export", "report"):
-        _check_order(arguments)
-        for run in [arguments.run] if arguments.verb != "report" else arguments.runs:
-            runs.find(run)
+        _check_runs(arguments)
         _check_inputs(arguments)
+
+
+def _check_runs(arguments: argparse.Namespace) -> None:
+    """Raises UserError where a folder holds no run."""
+    _check_order(arguments)
+    for run in [arguments.run] if arguments.verb != "report" else arguments.runs:
+        runs.find((runs.splits_in(run) or [run])[0])
 
 
 def _check_order(arguments: argparse.Namespace) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import itertools
 import json
+import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -49,11 +51,17 @@ def parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
     return top, made
 
 
+_RAY = re.compile(r"auto|local|ray://.+|[^=/]+:[0-9]+")
+"""What is an address where it follows `--ray`; any is, as `--ray=ADDRESS`."""
+
+
 def parsed(words: Sequence[str]) -> argparse.Namespace:
     """What a command line says; options may stand anywhere, also before the verb. Without a verb `verb` is None. Ends
     the program where it asks for help or cannot be understood."""
     top, verbs = parsers()
     words = [*words[1:], "-h"] if words[:1] == ["help"] else words
+    pairs = itertools.zip_longest(words, words[1:], fillvalue="")
+    words = ["--ray=auto" if word == "--ray" and not _RAY.fullmatch(after) else word for word, after in pairs]
     at = next((place for place, word in enumerate(words) if word in VERBS), None)
     if words and not words[0].startswith("-") and at != 0:
         _unknown(top, words[0], VERBS)

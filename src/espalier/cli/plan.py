@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from espalier.cli import measurements, printing, run_plan
+from espalier.cli import measurements, printing, run_plan, split_runs
 from espalier.cli.resolve_recipe import machines, request, resolve
 from espalier.machine.cluster import Cluster, whatif
 from espalier.parallel.workload import Workload
@@ -45,19 +45,20 @@ def run(arguments: argparse.Namespace) -> int:
         raise UserError("--out goes with --score.", do="--html FILE for the picture, --json > plan.json for the plan")
     resolved = resolve(arguments.recipe, arguments.overrides)
     cluster = machines(resolved.recipe, arguments.cluster)
+    splits = split_runs.count(resolved)
     decision = decided(resolved, cluster, arguments.calibrate_on)
     if arguments.parts is not None:
         _write_parts(arguments, resolved, decision)
     changed, lines = _what_if(arguments, resolved, cluster, decision.plan)
     if arguments.html is not None:
-        _page(arguments.html, decision, resolved.recipe, lines)
+        _page(arguments.html, decision, resolved.recipe, lines, splits)
     refusal = None if decision.fits else decision.refusal()
     if arguments.json:
         print(plans.dumps(decision.plan, **changed), end="", flush=True)
         if refusal is not None:
             say(f"espalier: {refusal}", file=sys.stderr)  # standard output holds one object, the plan
     else:
-        _tell(resolved, decision.plan, [*lines, *([f"{refusal}\n"] if refusal else [])])
+        _tell(resolved, decision.plan, [*lines, *([f"{refusal}\n"] if refusal else [])], splits)
         if arguments.sources:
             printing.sources(decision.plan)
     return 0 if refusal is None else refusal.exit_code
@@ -114,8 +115,8 @@ def _what_if(
     return {"what_if": other}, [*printing.what_if(plan, other), ""]
 
 
-def _tell(resolved: Resolved, plan: plans.Plan, first: Sequence[str]) -> None:
-    """`first` what was asked for, then the plan, and what was derived for it."""
+def _tell(resolved: Resolved, plan: plans.Plan, first: Sequence[str], splits: int) -> None:
+    """`first` what was asked for, then the plan of all `splits`, and what was derived for it."""
     for text in first:
         say(text)
     recipe = resolved.recipe
@@ -123,7 +124,9 @@ def _tell(resolved: Resolved, plan: plans.Plan, first: Sequence[str]) -> None:
     if recipe.train.precision == AUTO:
         derived.append(Derivation("train.precision", plan.precision, run_plan.PRECISION))
     chosen = run_plan.batches_of(plan)
-    steps = (recipe.train.steps or 0) * (1 if chosen is None else chosen.steps)
+    steps = (recipe.train.steps or 0) * (1 if chosen is None else chosen.steps) * splits
+    if splits > 1:
+        derived.append(Derivation("graph.split", f"{splits} splits", "each is trained in turn; steps are of all"))
     printing.plan(plan, derived, steps or None, model_kinds.of(recipe.model).unit)
 
 
@@ -147,7 +150,7 @@ def _write_parts(arguments: argparse.Namespace, resolved: Resolved, decision: Pl
     )
 
 
-def _page(path: str, decision: PlanDecision, recipe: Recipe, what_if: Sequence[str]) -> None:
+def _page(path: str, decision: PlanDecision, recipe: Recipe, what_if: Sequence[str], splits: int) -> None:
     from espalier.cli import plan_page
 
     layout = decision.plan.layout
@@ -159,7 +162,7 @@ def _page(path: str, decision: PlanDecision, recipe: Recipe, what_if: Sequence[s
 
     best = next((option for option in decision.search_result.options if is_best(option)), None)
     points = search.points(decision.search_result, best, explain.label)
-    asked = plan_page.PlanQuestion(recipe.train.steps, what_if)
+    asked = plan_page.PlanQuestion((recipe.train.steps or 0) * splits, what_if)
     plan_page.write(path, decision.plan, points, recipe.name or "plan", asked)
     where = "" if gpus(decision.cluster) else " (processors)"
     say(f"Picture{where}: {path}", file=sys.stderr)

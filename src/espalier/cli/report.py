@@ -22,6 +22,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.trace:
         _trace(Path(arguments.trace), arguments.json)
         return 0
+    arguments.runs = [place for run in arguments.runs for place in runs.splits_in(run) or [run]]
     if len(arguments.runs) != 1:
         if arguments.serve:
             raise UserError(
@@ -70,8 +71,14 @@ def _compare(arguments: argparse.Namespace) -> None:
     summaries = [run_comparison.summary(runs.find(run).path) for run in arguments.runs]
     page = run_comparison.write(summaries, summaries[0].run.folder.parent)
     if arguments.json:
-        print(json.dumps({"comparison": str(page), "runs": [_plain(summary) for summary in summaries]}))
+        figures = {name: figure._asdict() for name, figure in run_comparison.repeated(summaries).items()}
+        plain = {"runs": [_plain(summary) for summary in summaries], **({"repeated": figures} if figures else {})}
+        print(json.dumps({"comparison": str(page), **plain}))
         return
+    spread = run_comparison.spread(summaries)
+    if spread:
+        rows(("figure", f"mean ± standard deviation of {len(summaries)} runs"), spread)
+        say()
     for title, table in (
         ("figure", run_comparison.figures(summaries)),
         ("option", run_comparison.differences(summaries)),

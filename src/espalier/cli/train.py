@@ -18,7 +18,17 @@ import torch
 
 from espalier.checkpoint import in_memory
 from espalier.checkpoint.shared_memory import SharedMemory
-from espalier.cli import finished_run, printing, resolve_recipe, run_data, run_plan, run_resizer, run_trust, start_run
+from espalier.cli import (
+    finished_run,
+    printing,
+    resolve_recipe,
+    run_data,
+    run_plan,
+    run_resizer,
+    run_trust,
+    split_runs,
+    start_run,
+)
 from espalier.cli.start_run import RunInputs, RunStart
 from espalier.comm.rendezvous_wait import Deadline
 from espalier.kernels import accelerator
@@ -29,7 +39,7 @@ from espalier.machine import cluster as clusters
 from espalier.machine import probe
 from espalier.plan import base as plans
 from espalier.plan import checkpoint_cost
-from espalier.recipe import Recipe, recipe_file, units
+from espalier.recipe import Recipe, graphs, recipe_file, units
 from espalier.recipe.errors import EspalierError, Interrupted
 from espalier.recipe.terminal import say, say_progress
 from espalier.track import events
@@ -55,6 +65,8 @@ PROBING = 300.0
 
 def run(arguments: argparse.Namespace) -> int:
     """Trains to the end, or to Ctrl-C (exit code 130, state saved)."""
+    if graphs.has_all_splits(recipe_file.load(arguments.recipe, arguments.overrides)):
+        return split_runs.run(arguments, run)
     torch.set_num_threads(1)  # ranks are forked from here; see launch.agent
     sys.stdout = cast("TextIO", Forgiving(sys.stdout))
     place = detect_launcher.place()

@@ -19,6 +19,7 @@ from espalier.graph.data import kept_graph, sources
 from espalier.graph.data.column_scales import with_scales
 from espalier.graph.data.graph import Graph, Signs, scaled, seen_in_training
 from espalier.graph.data.kept_graph import OtherNodes
+from espalier.graph.data.text_columns import with_text
 from espalier.graph.networks import graph_plan
 from espalier.graph.networks.layer_work import Reach
 from espalier.graph.parts import partition_folder
@@ -266,11 +267,13 @@ def open_graph(
     graph = sources.load(recipe.data[0], asked.changed(target=asked.target or before), progress)
     graph = partition_folder.checked_for(recipe, graph, lookup.network(recipe).style)
     if run_graph is not None:
+        graph = with_text(graph, asked.text, known=run_graph.graph.columns)
         graph = kept_graph.mapped(graph, run_graph)
     if asked.task != "link":
         graph = kept_graph.divided(graph, run_graph, asked.shares, seed)
-    if asked.standardise and run_graph is None and graph.partition is None:
-        graph = with_scales(graph)
+    if run_graph is None and graph.partition is None:
+        graph = with_scales(graph) if asked.standardise else graph
+        graph = with_text(graph, asked.text)
     sentences = []
     if graph.partition is not None:
         sentences.append(f"Order: that in which {graph.origin} was cut.")

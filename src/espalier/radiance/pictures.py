@@ -134,10 +134,8 @@ def _decoded(path: Path, alpha: bool) -> Tensor:
 def _opened(path: Path) -> Iterator[Image]:
     """A picture whose header was read. Raises UserError for whatever Pillow raises; its warnings are not shown, as
     sizes are compared with memory."""
-    try:
-        from PIL import Image
-    except ImportError:
-        raise UserError("Images are read with Pillow.", do='pip install "espalier-train[scenes]"') from None
+    from PIL import Image
+
     do = "a PNG or JPEG that is whole, of at most 178 million pixels"
     with parsing(path, do), warnings.catch_warnings():
         warnings.simplefilter("ignore")

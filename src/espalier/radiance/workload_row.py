@@ -128,10 +128,8 @@ class SceneRow(Row, Freezes, Predicts, Renders, CountsEnergy):
 
     def turntable(self, workload: RadianceWorkload, model: nn.Module, file: Path) -> str:
         """An animation of a way round the scene."""
-        try:
-            from PIL import Image
-        except ImportError:
-            raise UserError("Animations are written with Pillow.", do='pip install "espalier-train[scenes]"') from None
+        from PIL import Image
+
         if file.suffix.lower() != ".gif":
             raise UserError(f"--turntable {file} is no GIF.", do=f"--turntable {file.with_suffix('.gif')}")
         scene = workload.scene

@@ -208,12 +208,12 @@ def _split(graph: GraphOptions) -> None:
             why="the shares of training, validation and test must add up to 1, and training needs some",
             do="graph.split = [0.6, 0.2, 0.2]",
         )
-    numbered = isinstance(graph.split, int) and graph.split >= 0 and graph.task == "node"
+    numbered = graph.task == "node" and (graph.split == "all" or (isinstance(graph.split, int) and graph.split >= 0))
     if graph.split is not shares and not numbered:
         raise UserError(
             f"graph.split = {graph.split!r} is not possible.",
-            why="a run trains on one split: shares, or the number, from 0, of a column of the masks of nodes",
-            do="for all splits a run for each (graph.split=0 --run runs/split-0 …), then espalier report runs/split-*",
+            why="it is of shares, or the number, from 0, of a column of the masks of nodes",
+            do='graph.split = [0.6, 0.2, 0.2], graph.split = 0, or graph.split = "all" with graph.task = "node"',
         )
 
 
@@ -285,6 +285,11 @@ class Batches(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     fanout: tuple[int, ...] = ()
     batch_tokens: int = 0
     steps: int = 1
+
+
+def has_all_splits(recipe: RecipeBase) -> bool:
+    """Whether a recipe is trained on each split of its graph's masks in turn."""
+    return recipe.graph is not None and recipe.graph.split == "all"
 
 
 def is_open(recipe: Any) -> bool:

@@ -68,12 +68,13 @@ class GraphOptions(Options, frozen=True):
     `fanout` neighbours are drawn at each layer, the one next to the targets first (-1: all of them); empty trains on
     the whole graph, `auto` on that (on one rank, or as `halo` says) or on drawn batches, whichever the plan finds
     faster; steps are then passes over the training nodes. `split` are the shares of training, validation and test
-    where the data brings none, or the number of one of the splits that its masks are of.
-    `inductive` hides held-out nodes while training; `undirected` lets messages flow both ways along each edge;
-    `negatives` are drawn for each true link; `pickle` allows files whose loading may run code. `halo`: the whole graph
-    is cut over the ranks; without it each rank passes over all of it. `target`: what labels are, classes, tasks (yes or
-    no) or values of a regression; left out, what they look like. `standardise`: columns of a table of nodes are
-    standardised by the rows that train. `relation`: the kind of edges that is read of a PyG HeteroData.
+    where the data brings none, or the number of one of the splits that its masks are of; `all`: each of these is
+    trained in turn. `inductive` hides held-out nodes while training; `undirected` lets messages flow both ways along
+    each edge; `negatives` are drawn for each true link; `pickle` allows files whose loading may run code. `halo`: the
+    whole graph is cut over the ranks; without it each rank passes over all of it. `target`: what labels are, classes,
+    tasks (yes or no) or values of a regression; left out, what they look like. `standardise`: columns of a table of
+    nodes are standardised by the rows that train. `text`: columns that each of these that has words is hashed into, at
+    most. `relation`: the kind of edges that is read of a PyG HeteroData.
     """
 
     task: Literal["node", "link", "graph"] = "node"
@@ -83,6 +84,7 @@ class GraphOptions(Options, frozen=True):
     inductive: bool = False
     undirected: bool = True
     standardise: bool = True
+    text: int = 128
     relation: str | None = None
     negatives: int = 1
     pickle: bool = False

@@ -17,12 +17,13 @@ from torch import Tensor
 from torch.utils.data import Dataset, Subset
 
 from espalier.graph.data import sources as graphs
+from espalier.graph.data.text_columns import with_text
 from espalier.language import text_sources
 from espalier.radiance import scenes
 from espalier.radiance.scenes import Scene
 from espalier.recipe import Data, GraphOptions, Recipe, TaskOptions
 from espalier.recipe.cache_dir import CACHE, cache_folder, writing
-from espalier.recipe.errors import UserError, missing_extra
+from espalier.recipe.errors import UserError
 from espalier.recipe.import_function import function
 
 Sample = dict[str, Tensor]
@@ -175,7 +176,7 @@ def _own(task: TaskOptions, folder: Path | None) -> Dataset[Sample]:
 
 
 def _nodes(task: TaskOptions) -> Nodes:
-    graph = graphs.load(Data(path=task.data), GraphOptions())
+    graph = with_text(graphs.load(Data(path=task.data), GraphOptions()), 0)
     if graph.labels is None or np.asarray(graph.labels).ndim != 1:
         raise UserError(f"The graph of the task {task.name!r} has no class for its nodes.", do="a graph with labels")
     return Nodes(graph)
@@ -242,10 +243,8 @@ def glyphs(length: int, faces: int = 8) -> ArrayDataset:
 
 def _drawn(files: Sequence[Path]) -> Iterator[tuple[NDArray[Any], int]]:
     """(picture, character) of each character that has a name and a glyph of its own, character by character."""
-    try:
-        from PIL import Image, ImageDraw, ImageFont
-    except ImportError:
-        raise missing_extra("Pillow", "tasks", "data = 'python:glyphs'") from None
+    from PIL import Image, ImageDraw, ImageFont
+
     faces = [ImageFont.truetype(str(file), SIDE - 8) for file in files]
     absent = [bytes(face.getmask("\uffff")) for face in faces]
     for code in range(0x21, LAST + 1):

@@ -18,6 +18,8 @@ from espalier.track.page import Figure
 from espalier.track.run_tables import VALIDATION, RunTables
 
 NAME = "comparison.html"
+REPEATED = ("train.seed", "graph.split", "checkpoint.target")
+"""Options in which runs differ that repeat one experiment."""
 
 
 class Summary(NamedTuple):
@@ -90,6 +92,34 @@ def differences(runs: Sequence[Summary]) -> list[tuple[str, list[str]]]:
     return [(name, values) for name, values in rows if len(set(values)) > 1]
 
 
+class Repeated(NamedTuple):
+    """A figure of runs that repeat one experiment: of each, their mean and their sample standard deviation."""
+
+    values: list[float]
+    mean: float
+    deviation: float
+
+
+def repeated(runs: Sequence[Summary]) -> dict[str, Repeated]:
+    """The figures of the last validations, such as `validation_accuracy` and `test_accuracy`; empty where the runs do
+    not repeat one experiment (`REPEATED`)."""
+    if len(runs) < 2 or any(name not in REPEATED for name, _ in differences(runs)):
+        return {}
+    figures = {}
+    for name in [*runs[0].run.metrics()[: report.METRICS], "loss"]:
+        for part, curve in (("validation_", VALIDATION + name), ("test_", f"{VALIDATION}test_{name}")):
+            if all(curve in entry.run.curves for entry in runs):
+                row = np.array([entry.run.curves[curve].last for entry in runs], np.float64)
+                figures[part + name] = Repeated(row.tolist(), float(row.mean()), float(row.std(ddof=1)))
+    return figures
+
+
+def spread(runs: Sequence[Summary]) -> list[tuple[str, str]]:
+    """(figure, mean ± deviation) of runs that repeat one experiment."""
+    figures = repeated(runs).items()
+    return [(name.replace("_", " "), f"{figure.mean:.4g} ± {figure.deviation:.2g}") for name, figure in figures]
+
+
 def write(runs: Sequence[Summary], folder: Path) -> Path:
     """Writes the page of several runs into `folder` and returns its path."""
     path = folder / NAME
@@ -103,13 +133,17 @@ def render(runs: Sequence[Summary]) -> str:
     return page.render(
         "track/run_comparison.html.j2",
         title="Comparison of runs", kind="comparison", state=f"{len(runs)} runs", subtitle=names,
-        figures=[Figure(Path(entry.name).name, *_headline(entry)) for entry in runs],
+        figures=[
+            *(Figure(name, text, f"mean ± standard deviation, {len(runs)} runs") for name, text in spread(runs)),
+            *(Figure(Path(entry.name).name, *headline(entry)) for entry in runs),
+        ],
         names=names, tables=[("Figures", figures(runs)), ("Options that differ", differences(runs))],
         plots=_plots(runs), clocks=report.clocks(*(entry.run for entry in runs)),
     )  # fmt: skip
 
 
-def _headline(entry: Summary) -> tuple[str, str]:
+def headline(entry: Summary) -> tuple[str, str]:
+    """(the first figure's value, its name and the step)."""
     name, value = next(iter(entry.metrics.items()), ("no figure yet", None))
     return _shown(value) or "–", f"{name.replace('_', ' ')}, step {entry.step:,}"
 

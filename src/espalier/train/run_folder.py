@@ -202,6 +202,12 @@ def find(path: str | Path) -> RunFolder:
     )
 
 
+def splits_in(path: str | Path) -> list[Path]:
+    """The runs in a folder of runs of all splits (`graph.split = "all"`), by their numbers."""
+    places = (file.parent for file in Path(path).glob("split-*/run.toml"))
+    return sorted(places, key=lambda place: (len(place.name), place.name))
+
+
 def refuse_links(path: Path) -> None:
     """Raises UserError where something in the run folder at `path` is a link that leads out of it, or neither a file
     nor a folder: what is appended to a log or cut off a lock would be elsewhere, and a pipe is waited for."""

@@ -174,6 +174,8 @@ def refuse_far_ids(count: int, edges: int, file: Path) -> None:
 
 
 DEGREE_COLUMNS = ("1", "log(1 + degree)")
+NO_FEATURE = "no column of nodes is a feature"
+"""How the note on them begins."""
 
 
 def degree_features(edges: tuple[Array, Array], count: int) -> Array:

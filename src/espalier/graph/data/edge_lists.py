@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from espalier.graph.data import array_file, graph_formats, separated_text
-from espalier.graph.data.array_file import DEGREE_COLUMNS, NUMBERED, degree_features, refuse_far_ids
+from espalier.graph.data.array_file import DEGREE_COLUMNS, NO_FEATURE, NUMBERED, degree_features, refuse_far_ids
 from espalier.graph.data.graph import Array, Graph
 from espalier.graph.data.separated_text import ending
 from espalier.graph.data.table_columns import (
@@ -97,8 +97,8 @@ def _graph(file: Path, nodes: NodeTable | None, table: EdgeTable, undirected: bo
         notes.append(f"no edge of {file.name} names node 0, which is in the graph: nodes are numbered from 0")
     columns = about.features
     if nodes is not None and not columns:
-        notes.append("no column of nodes is a feature: each has 1 and log(1 + degree)")
-    return Graph.from_edges(
+        notes.append(f"{NO_FEATURE}: each has 1 and log(1 + degree)")
+    graph = Graph.from_edges(
         sources,
         targets,
         features=np.stack([*columns.values()], 1) if columns else degree_features((sources, targets), count),
@@ -115,6 +115,7 @@ def _graph(file: Path, nodes: NodeTable | None, table: EdgeTable, undirected: bo
         edge_columns=tuple(table.features),
         notes=notes,
     )
+    return replace(graph, texts=about.texts)
 
 
 def _both_ways(table: EdgeTable, undirected: bool, notes: list[str]) -> bool:

@@ -8,7 +8,7 @@ and an edge from a node to itself is dropped: networks that want one (GCN, GAT) 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -108,6 +108,7 @@ class Graph:
         placed: features have the averages and encodings that a graph transformer reads.
         link_parts: the split of links the data brings, each as its lower end * nodes + its higher end, ascending.
         identity: stands for the content where reading all of it would take long; empty: the content is hashed.
+        texts: columns of words that are not features yet, by name.
         column_scales: of `column_scales.scales_of`, by which features were standardised; None: they were not.
         values: labels are values of a regression, trained by `scale`, that of the training part (None: not yet known).
     """
@@ -137,6 +138,7 @@ class Graph:
     label_columns: tuple[str, ...] = ()
     column_scales: Array | None = None
     splits: tuple[DataSplit, ...] = ()
+    texts: Mapping[str, Array] = field(default_factory=dict)
 
     @property
     def nodes(self) -> int:

@@ -41,14 +41,18 @@ def load(data: Data, options: config.GraphOptions, progress: Progress | None = N
 
 
 def _with_split(graph: Graph, split: Any) -> Graph:
-    """`graph` with the split of its masks that `graph.split` numbers, or with the first."""
+    """`graph` with the split of its masks that `graph.split` numbers, or with the first; with all, where it asks for
+    them: a run trains on each in turn (`cli.split_runs`)."""
     count = len(graph.splits)
     number = split if isinstance(split, int) else 0
-    if split == number and number >= count:
+    if (split == number and number >= count) or (split == "all" and count < 2):
         what = f"graph.split = {split}: the masks of {graph.origin} are of {plural(count, 'split')}."
-        raise UserError(what, do=f"a number below {count}" if count else "graph.split = [0.6, 0.2, 0.2]")
+        other = "leave graph.split out" if split == "all" else f"a number below {count}"
+        raise UserError(what, do=other if count else "graph.split = [0.6, 0.2, 0.2]")
     if count < 2:
         return graph
+    if split == "all":
+        return replace(graph, parts=graph.splits[0])
     note = f"the masks are of {count} splits: number {number}, counted from 0, is used (graph.split)"
     return replace(graph, parts=graph.splits[number], splits=(), notes=(*graph.notes, note))
 

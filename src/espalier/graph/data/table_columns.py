@@ -84,7 +84,7 @@ class NodeTable:
         ids: a column, or None: the row numbers.
         maybe: the name of a column that may be the ids; `settled` decides by the ends of edges.
         labels: a column as it is stored, or several; label_columns: their names.
-        features: float64 columns.
+        features: float64 columns; texts: columns of words.
     """
 
     table: Table
@@ -94,6 +94,7 @@ class NodeTable:
     label_columns: tuple[str, ...] = ()
     parts: DataSplit | None = None
     features: Columns = field(default_factory=dict)
+    texts: Columns = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
 
@@ -288,7 +289,7 @@ def nodes_of(table: Table) -> NodeTable:
         tuple(label_columns),
         _parts(table, taken.get("part"), masks),
         left,
-        tuple(notes),
+        notes=tuple(notes),
     )
 
 
@@ -392,9 +393,9 @@ def settled(nodes: NodeTable, sources: Array, targets: Array) -> NodeTable:
             notes.append(nodes.table.unused(name, f"{'it counts' if counts else 'edges name'} the rows"))
         elif distinct and numbers:
             notes.append(f"column {printable(name)!r} of {origin} is a feature: edges name the rows")
-    return replace(
-        nodes, features=_numeric(nodes.table, nodes.features, "the feature {} of nodes", notes), notes=tuple(notes)
-    )
+    texts: dict[str, Array] = {}
+    features = _numeric(nodes.table, nodes.features, "the feature {} of nodes", notes, texts)
+    return replace(nodes, features=features, texts=texts, notes=tuple(notes))
 
 
 def _may_be_ids(column: Array) -> bool:
@@ -509,12 +510,18 @@ def alike(ids: Array) -> Array:
     return np.array([int(word) for word in words] if all(map(WHOLE.fullmatch, words)) else words)
 
 
-def _numeric(table: Table, columns: Columns, what: str, notes: list[str]) -> dict[str, Array]:
-    """float64 columns of numbers. Columns of words alone are left out, which is said in `notes`."""
+def _numeric(
+    table: Table, columns: Columns, what: str, notes: list[str], texts: dict[str, Array] | None = None
+) -> dict[str, Array]:
+    """float64 columns of numbers. Columns of words alone are put into `texts`; without it, and where they have no
+    letters or are lists, they are left out, which is said in `notes`."""
     numbers = {}
     for name, column in columns.items():
         values, reason = _as_float(column, f"{table.shown}: {what.format(repr(printable(name)))}")
-        if values is None:
+        has_letters = reason.startswith("words") and any(map(str.isalpha, "".join({*as_words(column)} - {*MISSING})))
+        if texts is not None and has_letters and not str(column[0]).startswith(("[", "{")):
+            texts[name] = column
+        elif values is None:
             notes.append(table.unused(name, reason))
         else:
             numbers[name] = values
