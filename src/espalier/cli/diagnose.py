@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 
-from espalier.ops import incidents, rules
+from espalier.ops import incidents, model_diagnosis, rules
 from espalier.ops.diagnosis import Means, diagnose
 from espalier.ops.taxonomy import NO_FAILURE, Diagnosis, as_dict, restart_helps
 from espalier.recipe.errors import EspalierError, UserError
@@ -14,9 +14,12 @@ from espalier.recipe.terminal import line, say, say_progress
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints one diagnosis for each log; with `--json` one object to a line. 2 when a log could not be read, else 0."""
+    if arguments.model is not None:
+        model_diagnosis.check(arguments.model)
     means = Means(
         rules=rules.with_users(arguments.rules) if arguments.rules else None,
         incidents=incidents.read(arguments.rules) if arguments.rules else (),
+        model=arguments.model,
     )
     if len(arguments.logs) == 1:
         _tell(diagnose(arguments.logs[0], means), arguments.json)
