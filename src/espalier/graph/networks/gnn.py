@@ -32,6 +32,7 @@ from espalier.graph.networks.base import (
 )
 from espalier.graph.networks.network import GraphNetwork
 from espalier.graph.sampling.neighbor_sampler import Style
+from espalier.kernels import rtopk
 from espalier.kernels.dropout import activated
 
 
@@ -177,12 +178,6 @@ def _by_head(vectors: Tensor) -> Tensor:
 # --- networks ----------------------------------------------------------------------------------------------------
 
 
-def largest(rows: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The plain form of row-wise top-k: values [rows, k], differentiable, and their columns int64 [rows, k]."""
-    top = torch.topk(rows, k, sorted=False)
-    return top.values, top.indices
-
-
 class Gnn(GraphNetwork):
     """Layers with a nonlinearity and dropout between them: features [nodes, inputs] to outputs [targets, outputs],
     those of a regression with `values`."""
@@ -199,7 +194,6 @@ class Gnn(GraphNetwork):
         self.layers = cast("Sequence[Layer]", nn.ModuleList(layers))
         self.norms = nn.ModuleList(nn.LayerNorm(options.width) for _ in range(last if options.norm else 0))
         self.activate: Callable[[Tensor, str, float], Tensor] = activated.reference.run
-        self.largest: Callable[[Tensor, int], tuple[Tensor, Tensor]] = largest
 
     @property
     def drops_features(self) -> bool:
@@ -230,7 +224,7 @@ class Gnn(GraphNetwork):
             x = self.norms[at](x)
         if self.options.activation == "maxk":
             assert self.options.k is not None
-            values, columns = self.largest(x, self.options.k)
+            values, columns = rtopk(x, self.options.k, self.options.max_iterations)
             return Kept(self.activate(values, "none", share), columns, x.shape[1])
         return self.activate(x, self.options.activation or "relu", share)
 
