@@ -198,11 +198,9 @@ class TieredFeatures(Resource):
         self.row_bytes = packed.row.row_bytes
         self.budget.take(packed.hot_rows * self.row_bytes, "hot rows")
         hot, slots = self._hot_rows()
-        self.near = min(options.device_rows, len(hot))
-        near = hot[: self.near] if slots is None else hot[torch.from_numpy(slots[: self.near])]
-        far = hot[self.near :] if slots is None else hot
-        self._near = MemoryTier("device", near)
-        self._far = MemoryTier("host", far, None if slots is None else slots[self.near :])
+        self._hot = MemoryTier("host", hot, slots)
+        self.device = options.device
+        self.keep_near(options.device_rows * self.row_bytes)
         self._decode = None if packed.row.stored == torch.float32 else packed.row.decode
         self._splits: dict[int, tuple[AccessSplit, Array]] = {}
         self._open = ExitStack()
@@ -210,6 +208,15 @@ class TieredFeatures(Resource):
         self._cache = PageCache(0)
         self._free = BoundedQueue(options.buffers)
         self._buffers = FeatureBuffers(0)
+
+    def keep_near(self, size: int) -> None:
+        """The most used of the hot rows, `size` bytes of them at most, will lie on `device`. Before the first read."""
+        hot, slots = self._hot.rows, self._hot.slots
+        self.near = min(size // self.row_bytes, self.packed.hot_rows)
+        near = hot[: self.near] if slots is None else hot[torch.from_numpy(slots[: self.near])]
+        far = hot[self.near :] if slots is None else hot
+        self._near = MemoryTier("device", near)
+        self._far = MemoryTier("host", far, None if slots is None else slots[self.near :])
 
     def order(self, entries: Iterable[tuple[int, int]], last: int | None = None) -> Iterator[int]:
         """What `place` is asked for each (epoch, batch); `last`: the last epoch that will be read, None: not known."""
@@ -283,12 +290,11 @@ class TieredFeatures(Resource):
     def assemble(self, work: ReadBatch) -> ReadBatch:
         """Puts all rows in their places, those of the device on the device."""
         row = self.packed.row
-        device = self.options.device
         x = self._buffers.matrix(sum(len(part.places) for part, _ in work.fetched), row.width)
         near, *others = work.fetched
         for part, fetched in others:
             place_rows(fetched, x, part.places, self.row_bytes, self._decode)
-        x = x.to(device, non_blocking=True)
+        x = x.to(self.device, non_blocking=True)
         place_rows(near[1], x, near[0].places, self.row_bytes, self._decode)
         self.stats.batches += 1
         self._free.put(work.buffer)
@@ -345,7 +351,7 @@ class TieredFeatures(Resource):
         self._queue = self._open.enter_context(IoQueue())
         self._free = BoundedQueue(options.buffers)
         self._cache = PageCache(options.cache_pages)
-        self._near.rows = self._near.rows.to(options.device)
+        self._near.rows = self._near.rows.to(self.device)
         self._buffers = FeatureBuffers(4 * largest.inputs * width)
         for _ in range(options.buffers):
             self._free.put(aligned(size))
