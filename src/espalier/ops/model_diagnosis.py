@@ -16,10 +16,11 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from http.client import HTTPConnection, HTTPException, HTTPSConnection
+from http.client import HTTPException
 from pathlib import Path
 from threading import Thread
 from urllib.parse import urlsplit
+from urllib.request import ProxyHandler, Request, build_opener
 
 from espalier.ops.incidents import READ, Incident, nearest_incidents
 from espalier.ops.taxonomy import NO_FAILURE, REASONS, UNKNOWN, Diagnosis, EvidenceLine
@@ -78,9 +79,10 @@ def with_model(diagnosis: Diagnosis, lines: Mapping[int, str], known: Sequence[I
     if reason is None:
         say_progress(f"{host} names no reason: {answers[-1][:WIDE]}")
         return diagnosis
+    kind = REASONS[reason]
     note = EvidenceLine(diagnosis.root_line or 0, reason, f"a guess of the model at {host}: check it")
     return replace(
-        diagnosis, category=REASONS[reason].category, reason=reason, advice=REASONS[reason].advice, source="model",
+        diagnosis, category=kind.category, reason=reason, advice=kind.advice, source="model",
         evidence=(*diagnosis.evidence, note),
     )  # fmt: skip
 
@@ -106,7 +108,7 @@ def _server(model: str) -> Iterator[str]:
             until = time.monotonic() + SECONDS
             while process.poll() is None and time.monotonic() < until:
                 with suppress(OSError, HTTPException):
-                    _read(f"http://127.0.0.1:{port}", "/health")
+                    _read(f"http://127.0.0.1:{port}/health")
                     break
                 time.sleep(0.1)
             yield f"http://127.0.0.1:{port}"
@@ -114,27 +116,22 @@ def _server(model: str) -> Iterator[str]:
             process.kill()
 
 
-def _answer(url: str, question: str) -> str:
+def _answer(model: str, question: str) -> str:
     """What a server that speaks OpenAI's protocol says, or why it said nothing."""
-    _, _, path, _, name = urlsplit(url)
-    path = path.rstrip("/").removesuffix("/chat/completions") or "/v1"
+    url, _, name = model.partition("#")
+    url = url.rstrip("/").removesuffix("/chat/completions")
+    url = url if urlsplit(url).path else f"{url}/v1"
     turns = [{"role": "system", "content": _TASK}, {"role": "user", "content": question}]
     try:
-        name = name or json.loads(_read(url, f"{path}/models"))["data"][0]["id"]
-        body = json.dumps({"model": name, "messages": turns, "temperature": 0})
-        return str(json.loads(_read(url, f"{path}/chat/completions", body))["choices"][0]["message"]["content"])
+        name = name or json.loads(_read(f"{url}/models"))["data"][0]["id"]
+        body = json.dumps({"model": name, "messages": turns, "temperature": 0}).encode()
+        return str(json.loads(_read(f"{url}/chat/completions", body))["choices"][0]["message"]["content"])
     except (OSError, HTTPException, ValueError, LookupError, TypeError, RecursionError) as error:
         return f"{type(error).__name__}, {error}"
 
 
-def _read(url: str, path: str, body: str | None = None) -> bytes:
-    """What the host of `url` answers; a `body` is posted."""
-    address = urlsplit(url)
-    connection = (HTTPSConnection if address.scheme == "https" else HTTPConnection)(address.netloc, timeout=SECONDS)
-    connection.request("POST" if body else "GET", path, body, {"Content-Type": "application/json"})
-    response = connection.getresponse()
-    text = response.read(LARGEST)
-    connection.close()
-    if response.status != 200:
-        raise OSError(f"status {response.status}: {text[:WIDE].decode(errors='replace')}")
-    return text
+def _read(url: str, body: bytes | None = None) -> bytes:
+    """What is at `url`; a `body` is posted, to nobody else: a redirection of it is an error, or followed without it."""
+    request = Request(url, body, {"Content-Type": "application/json"})
+    with build_opener(ProxyHandler({})).open(request, timeout=SECONDS) as response:
+        return bytes(response.read(LARGEST))
