@@ -8,7 +8,7 @@ import json
 from espalier.ops import incidents, model_diagnosis, rules
 from espalier.ops.diagnosis import Means, diagnose
 from espalier.ops.taxonomy import NO_FAILURE, Diagnosis, as_dict, restart_helps
-from espalier.recipe.errors import EspalierError, UserError
+from espalier.recipe.errors import UserError
 from espalier.recipe.terminal import line, say, say_progress
 
 
@@ -21,9 +21,6 @@ def run(arguments: argparse.Namespace) -> int:
         incidents=incidents.read(arguments.rules) if arguments.rules else (),
         model=arguments.model,
     )
-    if len(arguments.logs) == 1:
-        _tell(diagnose(arguments.logs[0], means), arguments.json)
-        return 0
     failed = 0
     for at, path in enumerate(arguments.logs):
         if at and not arguments.json:
@@ -31,16 +28,14 @@ def run(arguments: argparse.Namespace) -> int:
         try:
             _tell(diagnose(path, means), arguments.json)
         except UserError as error:
+            if len(arguments.logs) == 1:
+                raise
             failed = error.exit_code
-            _refused(path, error, arguments.json)
+            if arguments.json:
+                print(json.dumps({"file": path, **error.table}), flush=True)
+            else:
+                say_progress(f"espalier: {error}")
     return failed
-
-
-def _refused(path: str, error: EspalierError, as_json: bool) -> None:
-    if as_json:
-        print(json.dumps({"file": path, **error.table}), flush=True)
-    else:
-        say_progress(f"espalier: {error}")
 
 
 def _tell(diagnoses: list[Diagnosis], as_json: bool) -> None:

@@ -74,9 +74,9 @@ class RunStart:
             return
         places = (place for place in launch.places(plan) if plan.ranks[place.rank].node == node)
         shards = [RankSetup(recipe, plan, self.workload, place).shard for place in places]
-        state = plan.choices.get("disk_batches")
+        near = getattr(plan.choices.get("disk_batches"), "device", 0)
         with waiting("Packing the features") as progress:
-            row.pack(self.workload, shards, PackStart(progress, waits, state.device if state else 0))
+            row.pack(self.workload, shards, PackStart(progress, waits, near))
 
     def setting(self, place: launch.RankSpec) -> RankSetup:
         """What the rank at `place` needs to know, and what the run's first event says of it."""

@@ -80,8 +80,8 @@ class Experts(nn.Module):
             best, chosen = rtopk(scores, self.active, self.max_iterations, sorted=True)
             penalty = self.balance * imbalance(scores, chosen, self.total)
         else:
-            preferred = scores.detach().softmax(-1) + bias.detach()
-            _, chosen = rtopk(preferred, self.active, self.max_iterations, sorted=True)
+            biased = scores.detach().softmax(-1) + bias.detach()
+            _, chosen = rtopk(biased, self.active, self.max_iterations, sorted=True)
             best = scores.gather(-1, chosen)
             penalty = steering(bias, chosen)
         if self.z_loss:

@@ -31,5 +31,5 @@ def settle() -> None:
 
 def allocation(device: str) -> dict[str, str]:
     """How memory of a GPU is allocated, for what a run says of its host."""
-    how = os.environ.get(ALLOCATOR[0]) or os.environ.get(OLDER, "as usual")
-    return {} if device == "cpu" else {"allocator": how}
+    how = os.environ.get(ALLOCATOR[0]) or os.environ.get(OLDER)
+    return {} if device == "cpu" or how is None else {"allocator": how}

@@ -28,7 +28,6 @@ def equip(model: nn.Module) -> nn.Module:
             layer.aggregate = aggregate
             layer.attend = attend
             layer.project = project
-        model.activate = activated
     return model
 
 

@@ -7,7 +7,7 @@ narrower side is aggregated, and rows of which only k values are kept are aggreg
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import ClassVar, cast
 
 import torch
@@ -193,7 +193,6 @@ class Gnn(GraphNetwork):
         layers = (_layer(options, sizes[i], sizes[i + 1], i == last, values) for i in range(options.depth))
         self.layers = cast("Sequence[Layer]", nn.ModuleList(layers))
         self.norms = nn.ModuleList(nn.LayerNorm(options.width) for _ in range(last if options.norm else 0))
-        self.activate: Callable[[Tensor, str, float], Tensor] = activated.reference.run
 
     @property
     def drops_features(self) -> bool:
@@ -216,7 +215,7 @@ class Gnn(GraphNetwork):
         """Layer `at` with the nonlinearity and the dropout behind it; the last one's result is left as it is."""
         share = (self.options.dropout or 0.0) if self.training else 0.0
         if at == 0 and share and self.drops_features:
-            rows = self.activate(dense(rows), "none", share)
+            rows = activated(dense(rows), "none", share)
         x: Tensor = self.layers[at](block, rows)
         if at == len(self.layers) - 1:
             return x
@@ -225,8 +224,8 @@ class Gnn(GraphNetwork):
         if self.options.activation == "maxk":
             assert self.options.k is not None
             values, columns = rtopk(x, self.options.k, self.options.max_iterations)
-            return Kept(self.activate(values, "none", share), columns, x.shape[1])
-        return self.activate(x, self.options.activation or "relu", share)
+            return Kept(activated(values, "none", share), columns, x.shape[1])
+        return activated(x, self.options.activation or "relu", share)
 
 
 def _layer(options: config.Network, inputs: int, outputs: int, last: bool, values: bool) -> Layer:

@@ -55,12 +55,12 @@ def with_levels(plan: Plan, stored: StoredFeatures, cluster: Cluster) -> Plan:
     if stored.edge_bytes:
         why = (*why, _edges(stored, disks[0] if disks else None))
     if stored.inferred is not None:
-        why = (*why, *_inference(stored.inferred(int((stored.memory - min(hot, levels.hot_bytes)) // local_ranks))))
+        why = (*why, *_inference(stored.inferred(int((stored.memory - levels.hot_bytes) // local_ranks))))
     if predicted is not None:
-        resident = (stored.memory - hot + min(hot, levels.hot_bytes)) / local_ranks
+        resident = (stored.memory - hot + levels.hot_bytes) / local_ranks
         if rank.device.startswith("cuda"):
             free = max(0.0, predicted.memory_limit - predicted.memory_bytes["peak"])
-            resident = near = int(min(hot, levels.hot_bytes, free / 2 if stored.device is None else stored.device))
+            resident = near = int(min(levels.hot_bytes, free / 2 if stored.device is None else stored.device))
             why = (*why, f"{FEATURES}: {units.show_size(near)} of those in memory are on each GPU too.")
         elif stored.device:
             why = (*why, f"{FEATURES}: store.device has no effect on processors.")

@@ -90,7 +90,6 @@ class ReaderOptions:
     Attributes:
         buffers: batches that are read at once. ahead: assembled batches that wait. in_use: those that training holds.
         cache_pages: of Belady's cache.
-        device_rows: hot rows, the most used, that lie on `device`.
         memory: bytes of all that, hot rows included; None: no limit.
         shared: whether hot rows are mapped from the packed set, so that all processes of a machine hold them once.
     """
@@ -99,8 +98,6 @@ class ReaderOptions:
     ahead: int = 2
     in_use: int = 2
     cache_pages: int = 0
-    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    device_rows: int = 0
     memory: int | None = None
     shared: bool = False
 
@@ -197,10 +194,9 @@ class TieredFeatures(Resource):
         self.budget = Budget(1 << 62 if options.memory is None else options.memory)
         self.row_bytes = packed.row.row_bytes
         self.budget.take(packed.hot_rows * self.row_bytes, "hot rows")
-        hot, slots = self._hot_rows()
-        self._hot = MemoryTier("host", hot, slots)
-        self.device = options.device
-        self.keep_near(options.device_rows * self.row_bytes)
+        self._hot = self._hot_rows()
+        self.device = torch.device("cpu")
+        self.keep_near(0)
         self._decode = None if packed.row.stored == torch.float32 else packed.row.decode
         self._splits: dict[int, tuple[AccessSplit, Array]] = {}
         self._open = ExitStack()
@@ -210,8 +206,8 @@ class TieredFeatures(Resource):
         self._buffers = FeatureBuffers(0)
 
     def keep_near(self, size: int) -> None:
-        """The most used of the hot rows, `size` bytes of them at most, will lie on `device`. Before the first read."""
-        hot, slots = self._hot.rows, self._hot.slots
+        """The most used of the hot rows, `size` bytes of them at most, lie on `device` from the first read on."""
+        hot, slots = self._hot
         self.near = min(size // self.row_bytes, self.packed.hot_rows)
         near = hot[: self.near] if slots is None else hot[torch.from_numpy(slots[: self.near])]
         far = hot[self.near :] if slots is None else hot
