@@ -277,11 +277,11 @@ def _row(label: str, predicted: float | None, measured: float, show: Any) -> Com
 
 def _apart(run: RunTables) -> str:
     """What the figure of memory counts, and beside it what the allocator holds and the files that are mapped."""
-    beside = {
+    words_by_size = {
         "fragmentation": "reserved beyond that (fragmentation)",
         "page_cache": "of files in the page cache apart",
     }
-    sizes = [f"; {show_size(size)} {words}" for name, words in beside.items() if (size := run.latest.get(name))]
+    sizes = [f"; {show_size(size)} {words}" for name, words in words_by_size.items() if (size := run.latest.get(name))]
     return f"peak, per rank: {_kind(run)}{''.join(sizes)}"
 
 
