@@ -12,11 +12,11 @@ from tests.graph.conftest import made
 
 from espalier.graph import workload_row
 from espalier.graph.data.graph import Graph, divided
-from espalier.graph.networks import base, compiled_aggregate
-from espalier.graph.networks.gnn import largest
+from espalier.graph.networks import base, compiled_aggregate, gnn
 from espalier.graph.sampling.subgraphs import infer
 from espalier.graph.tasks import link_prediction
 from espalier.graph.workload import GraphWorkload, open_graph
+from espalier.kernels import rtopk
 from espalier.kernels.dropout import activated
 from espalier.launch.ranks import agent
 from espalier.parallel.workload import Shard
@@ -135,7 +135,7 @@ def test_training_learns():
 
 @pytest.mark.parametrize("kind", ["gcn", "sage", "gat", "gin"])
 @pytest.mark.parametrize("k", [None, 1, 3])
-def test_kernels_answer_as_the_plain_forms(kind, k):
+def test_kernels_answer_as_the_plain_forms(kind, k, monkeypatch):
     if kind == "gat" and k is not None:
         return
     recipe, graph = recipe_of({"kind": kind, **({} if k is None else {"k": k})}), made()
@@ -150,12 +150,31 @@ def test_kernels_answer_as_the_plain_forms(kind, k):
         if plain:
             for layer in model.layers:
                 layer.aggregate, layer.attend, layer.project = base.aggregate, base.attend, base.project
-            model.largest = largest
+            monkeypatch.setattr(gnn, "rtopk", lambda rows, k, _: torch.topk(rows, k, sorted=False))
         (batch,) = workload.batches(0, Shard(0, workload.global_batch, workload.global_batch))
         loss, _ = workload.loss(model, batch)
         loss.backward()
         found.append([loss.detach(), *(one.grad for one in model.parameters())])
     torch.testing.assert_close(found[0], found[1], rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("limit", [None, 1])
+def test_maxk_ends_its_search_where_the_recipe_says(limit, monkeypatch):
+    sparse, limits = [], []
+
+    def spy(rows, k, max_iterations):
+        values, columns = rtopk(rows, k, max_iterations)
+        sparse.append((rows.detach(), values.detach()))
+        limits.append(max_iterations)
+        return values, columns
+
+    monkeypatch.setattr(gnn, "rtopk", spy)
+    model = {"width": 64, "k": 8} | ({} if limit is None else {"max_iterations": limit})
+    train(recipe_of({"kind": "sage", **model}, precision="fp32", steps=2), made())
+    exact = [torch.equal(rows.topk(8).values, values.sort(descending=True).values) for rows, values in sparse]
+    assert set(limits) == {limit}
+    assert all(exact) is (limit is None)
+    assert all(torch.equal(rows.amax(1), values.amax(1)) for rows, values in sparse)
 
 
 def products_of(workload, model, monkeypatch, steps):
@@ -362,6 +381,8 @@ def test_what_the_graph_lacks_is_named(model, graph, known, says):
     [
         ({"k": 0}, {}, "model.k = 0"),
         ({"k": 9, "width": 8}, {}, "model.k = 9 is larger than the width"),
+        ({"activation": "relu", "max_iterations": 4}, {}, "model.max_iterations = 4 belongs to"),
+        ({"k": 2, "max_iterations": 0}, {}, "model.max_iterations = 0"),
         ({"kind": "gat", "width": 12}, {}, "does not divide"),
         ({"kind": "gat", "activation": "maxk", "width": 16}, {}, "not possible with"),
         ({"depth": 3}, {"fanout": [5, 5]}, "2 entries for model.depth = 3"),

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from espalier import recipe as config
+from espalier.kernels import rtopk
 from espalier.language import gpt, hf, moe
 from espalier.recipe import defaults
 from espalier.recipe.errors import UserError
@@ -179,3 +180,30 @@ def test_the_bias_drives_experts_towards_even_use():
 def test_a_bias_is_not_exported_as_mixtral(tmp_path):
     with pytest.raises(UserError, match="picked with a bias, which no format has"):
         hf.export(made(balancing="bias"), None, tmp_path / "out")
+
+
+@pytest.mark.parametrize("balancing", ["loss", "bias"])
+def test_a_router_that_stops_early_takes_the_experts_that_rtopk_takes(balancing, monkeypatch):
+    seen = []
+
+    def spy(scores, k, max_iterations, *, sorted):
+        best, chosen = rtopk(scores, k, max_iterations, sorted=sorted)
+        seen.append((scores.detach(), chosen, max_iterations))
+        return best, chosen
+
+    monkeypatch.setattr(moe, "rtopk", spy)
+    for limit in (None, 1):
+        model = made(experts=32, active=4, max_iterations=limit, balancing=balancing).train()
+        model.loss_sum(*batch()).backward()
+    missed = [(scores.topk(4).indices.sort().values != chosen.sort().values).any() for scores, chosen, _ in seen]
+    assert [limit for *_, limit in seen] == [None, None, 1, 1]
+    assert missed[:2] == [False, False]
+    assert all(missed[2:])  # one bisection finds the largest, and others that are not
+    largest = seen[2][0].argmax(-1, keepdim=True)
+    assert (seen[2][1] == largest).any(-1).all()
+
+
+def test_a_router_that_stops_early_is_not_exported(tmp_path):
+    with pytest.raises(UserError, match="a search that ends early") as refused:
+        hf.export(made(max_iterations=4), None, tmp_path / "out")
+    assert "without model.max_iterations" in str(refused.value)

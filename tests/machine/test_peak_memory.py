@@ -104,3 +104,11 @@ def test_a_peak_below_an_earlier_one_of_mapped_files_counts_where_the_kernel_res
 
     (risen,) = in_fork(life)
     assert risen == pytest.approx(64 if resets else 0, abs=8)
+
+
+def test_of_a_gpu_what_is_reserved_beyond_what_is_allocated_is_told_too(monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "max_memory_allocated", lambda device: 5 * MIB)
+    monkeypatch.setattr(torch.accelerator, "max_memory_reserved", lambda device: 7 * MIB)
+    told = memory_of(torch.device("cuda", 0))
+    assert (told["memory"], told["fragmentation"]) == (5 * MIB, 2 * MIB)
+    assert "fragmentation" not in memory_of(CPU)

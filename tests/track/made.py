@@ -119,6 +119,7 @@ def step_event(step: int, chance: random.Random, when: float) -> dict[str, Any]:
         "gradient_norm": 0.4 + 2 * math.exp(-step / 80) + abs(chance.gauss(0, 0.06)),
         "memory": 655e6 + 30e6 * warm + chance.gauss(0, 1e6),
         "page_cache": 300 * 2**20,
+        "fragmentation": 20 * 2**20,
         "bytes": {"gradients": 7_649_280, "control": 64},
         "exposed": 0.03 * slow,
     }

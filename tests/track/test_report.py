@@ -61,7 +61,8 @@ def test_a_finished_run_shows_all_it_has(tmp_path: Path) -> None:
         "Two ranks with one thread each", "heads are 48 wide", "2.13.0+cpu", "def read_lines", "gradients",
         "2 files were skipped",
         "in 2 attempts", "prefers-color-scheme", "width=device-width",
-        "peak, per rank: anonymous, shared pages; 300 MiB of files in the page cache apart",
+        "peak, per rank: anonymous, shared pages; 20.0 MiB reserved beyond that (fragmentation); "
+        "300 MiB of files in the page cache apart",
             "Memory at the peak (anonymous, shared pages)",
     ):  # fmt: skip
         assert said in text, said

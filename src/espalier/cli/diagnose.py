@@ -5,22 +5,22 @@ from __future__ import annotations
 import argparse
 import json
 
-from espalier.ops import incidents, rules
+from espalier.ops import incidents, model_diagnosis, rules
 from espalier.ops.diagnosis import Means, diagnose
 from espalier.ops.taxonomy import NO_FAILURE, Diagnosis, as_dict, restart_helps
-from espalier.recipe.errors import EspalierError, UserError
+from espalier.recipe.errors import UserError
 from espalier.recipe.terminal import line, say, say_progress
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints one diagnosis for each log; with `--json` one object to a line. 2 when a log could not be read, else 0."""
+    if arguments.model is not None:
+        model_diagnosis.check(arguments.model)
     means = Means(
         rules=rules.with_users(arguments.rules) if arguments.rules else None,
         incidents=incidents.read(arguments.rules) if arguments.rules else (),
+        model=arguments.model,
     )
-    if len(arguments.logs) == 1:
-        _tell(diagnose(arguments.logs[0], means), arguments.json)
-        return 0
     failed = 0
     for at, path in enumerate(arguments.logs):
         if at and not arguments.json:
@@ -28,16 +28,14 @@ def run(arguments: argparse.Namespace) -> int:
         try:
             _tell(diagnose(path, means), arguments.json)
         except UserError as error:
+            if len(arguments.logs) == 1:
+                raise
             failed = error.exit_code
-            _refused(path, error, arguments.json)
+            if arguments.json:
+                print(json.dumps({"file": path, **error.table}), flush=True)
+            else:
+                say_progress(f"espalier: {error}")
     return failed
-
-
-def _refused(path: str, error: EspalierError, as_json: bool) -> None:
-    if as_json:
-        print(json.dumps({"file": path, **error.table}), flush=True)
-    else:
-        say_progress(f"espalier: {error}")
 
 
 def _tell(diagnoses: list[Diagnosis], as_json: bool) -> None:

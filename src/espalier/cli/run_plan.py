@@ -82,7 +82,8 @@ def with_batches(resolved: Resolved, workload: Workload, chosen: Batches | None)
 def with_chosen(plan: Plan, chosen: Batches | None, why: str = "") -> Plan:
     """The plan with what steps train on, and why; where the recipe says it, the plan says nothing of it."""
     if chosen is None:
-        return plan.changed(choices={name: state for name, state in plan.choices.items() if name != "disk_batches"})
+        states = plan.choices.items()
+        return plan.changed(choices={name: state for name, state in states if not getattr(state, "batches", None)})
     from espalier.mechanisms.disk_batches import drawn_batches
 
     return drawn_batches.told(plan, chosen, why)

@@ -30,7 +30,7 @@ from espalier.plan import checkpoint_cost, device_model
 from espalier.plan.base import Plan
 from espalier.plan.collective_time import used
 from espalier.plan.request import AUTO
-from espalier.recipe import Constant, Recipe, cache_dir, graphs, model_kinds, recipe_file
+from espalier.recipe import Constant, Recipe, cache_dir, graphs, model_kinds, process_environment, recipe_file
 from espalier.recipe.base import Derivation
 from espalier.recipe.errors import DISTRIBUTION, UserError
 from espalier.recipe.graphs import Batches
@@ -74,8 +74,9 @@ class RunStart:
             return
         places = (place for place in launch.places(plan) if plan.ranks[place.rank].node == node)
         shards = [RankSetup(recipe, plan, self.workload, place).shard for place in places]
+        near = getattr(plan.choices.get("disk_batches"), "device", 0)
         with waiting("Packing the features") as progress:
-            row.pack(self.workload, shards, PackStart(progress, waits))
+            row.pack(self.workload, shards, PackStart(progress, waits, near))
 
     def setting(self, place: launch.RankSpec) -> RankSetup:
         """What the rank at `place` needs to know, and what the run's first event says of it."""
@@ -103,6 +104,7 @@ class RunStart:
                 # As `platform.platform` has it, which may run a program to learn it.
                 "system": f"{kernel.sysname}-{kernel.release}-{kernel.machine}-with-{''.join(platform.libc_ver())}",
                 "processor": resource_limits.processor(),
+                **process_environment.allocation(place.device),
             },
             "data": self.workload.fingerprint(),
             "recipe_folder": str(self.resolved.folder),

@@ -20,6 +20,7 @@ from espalier.parallel.workload import Averages, SummedLoss
 if TYPE_CHECKING:
     from pathlib import Path
 
+    import torch
     from torch import nn
 
     from espalier.graph.data.graph import Graph, Signs
@@ -48,6 +49,7 @@ class GraphRun(Protocol):
     signs: Signs
     global_batch: int
     nominal_weight: float
+    device: torch.device
     network: NetworkAdapter
     rounding: Rounding
     batching: Any

@@ -78,7 +78,7 @@ class GraphWorkload(Plain):
         if recipe.graph.task == "link":
             self.nominal_weight *= 1 + recipe.graph.negatives
         self._dtype = torch.float32
-        self._device = torch.device("cpu")
+        self.device = torch.device("cpu")
         self.rounding = lookup.rounding(recipe)(self)
         self.batching = way(self)
         self.meters = self.batching.meters
@@ -94,7 +94,7 @@ class GraphWorkload(Plain):
     def build(self, device: torch.device, dtype: torch.dtype) -> nn.Module:
         """The network with its seeded weights and the kernels in its seam."""
         self.decisions()  # before ranks are forked, so that they share what was made
-        self._dtype, self._device, self.step_loss = dtype, device, self._step_loss
+        self._dtype, self.device, self.step_loss = dtype, device, self._step_loss
         self.batching.begin()
         model = self.bare()
         self.rounding.equip(model)
@@ -131,7 +131,7 @@ class GraphWorkload(Plain):
 
     def placed(self, batch: SubgraphBatch) -> SubgraphBatch:
         """`batch` where the model is."""
-        return to_device(batch, self._device, self._dtype)
+        return to_device(batch, self.device, self._dtype)
 
     def pack(self, shards: Sequence[Shard], packing: PackStart = ALONE) -> None:
         """Packs the batches of `shards`, the ranks of this machine, or opens what is packed. Needs a [store]."""

@@ -111,6 +111,11 @@ def peak_memory(device: torch.device) -> int:
     return int(torch.accelerator.max_memory_allocated(device))
 
 
+def peak_reserved(device: torch.device) -> int:
+    """Most bytes that PyTorch's allocator had of it for this process, allocated or free."""
+    return int(torch.accelerator.max_memory_reserved(device))
+
+
 def stream(device: torch.device) -> torch.Stream:
     """A new one."""
     return torch.Stream(device=device)

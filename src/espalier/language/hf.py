@@ -86,8 +86,8 @@ def export(model: GPT, tokenizer: SavedTokenizer, folder: str | Path) -> None:
         raise UserError(
             "This mixture of experts has no Hugging Face folder.",
             why=why,
-            do='a run with model.balancing = "loss"'
-            if model.size.bias
+            do='a run with model.balancing = "loss" and without model.max_iterations'
+            if model.size.bias or model.size.max_iterations
             else "model.family and model.shared of Mixtral or of Qwen",
         )
     state = {name: value.detach().cpu().contiguous() for name, value in model.state_dict().items()}

@@ -83,6 +83,8 @@ def mixture_refusal(size: DecoderSizes) -> str | None:
         return None
     if size.bias:
         return "experts are picked with a bias, which no format has: without it other experts would be picked"
+    if size.max_iterations is not None:
+        return "experts are picked by a search that ends early, which no format has"
     if family not in MIXTURES:
         return f"the family {family} has no mixture"
     if bool(size.shared) != (kind == "qwen2_moe"):

@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from espalier.kernels import rtopk
 from espalier.kernels.linear_cross_entropy import IGNORED
 from espalier.language.attention_variants import wide
 from espalier.language.gpt import GPT, DecoderBlock, FeedForward, Given, Rotary
@@ -61,6 +62,7 @@ class Experts(nn.Module):
         self.balance = size.balance
         self.z_loss = size.z_loss
         self.normalized = size.normalized
+        self.max_iterations = size.max_iterations
         self.router = Router(size.width, size.experts, size.bias)
         self.experts = nn.ModuleList(FeedForward(size) for _ in range(size.experts))
         self.shared = FeedForward(replace(size, feed_forward=size.shared)) if size.shared else None
@@ -75,10 +77,11 @@ class Experts(nn.Module):
         scores = wide(self.router(x))
         bias: Tensor | None = getattr(self.router, "bias", None)
         if bias is None:
-            best, chosen = scores.topk(self.active, -1)
+            best, chosen = rtopk(scores, self.active, self.max_iterations, sorted=True)
             penalty = self.balance * imbalance(scores, chosen, self.total)
         else:
-            chosen = (scores.detach().softmax(-1) + bias.detach()).topk(self.active, -1).indices
+            biased = scores.detach().softmax(-1) + bias.detach()
+            _, chosen = rtopk(biased, self.active, self.max_iterations, sorted=True)
             best = scores.gather(-1, chosen)
             penalty = steering(bias, chosen)
         if self.z_loss:

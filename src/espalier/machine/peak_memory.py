@@ -79,6 +79,12 @@ def peak_memory(device: torch.device) -> int:
 
 
 def memory_of(device: torch.device) -> dict[str, int]:
-    """What a step says of memory: `memory`, the peak, and apart from it the `page_cache`."""
+    """What a step says of memory: `memory`, the peak, and apart from it the `page_cache`; on a GPU `fragmentation`, the
+    most bytes that PyTorch had reserved less the most that were allocated."""
     now = _status()
-    return {"memory": peak_memory(device) if device.type == "cuda" else _look(now), "page_cache": now["RssFile"]}
+    sizes = {"memory": peak_memory(device), "page_cache": now["RssFile"]}
+    if device.type != "cpu":
+        from espalier.kernels import accelerator
+
+        sizes["fragmentation"] = accelerator.peak_reserved(device) - sizes["memory"]
+    return sizes

@@ -59,11 +59,12 @@ _SEQUENCE = re.compile(r"SeqNum=(\d+)")
 
 @dataclass(frozen=True)
 class Means:
-    """What a diagnosis may rest on: `rules` in the order they are asked (None: the product's own), and past
-    `incidents` for what no rule explains."""
+    """What a diagnosis may rest on: `rules` in the order they are asked (None: the product's own), past `incidents` for
+    what no rule explains, and a language `model` (an address or a file) for what these do not explain either."""
 
     rules: tuple[LogRule, ...] | None = None
     incidents: tuple[Incident, ...] = ()
+    model: str | None = None
 
 
 @dataclass(frozen=True)
@@ -147,13 +148,19 @@ def of_run(path: Path, logs: Sequence[Path], means: Means) -> Diagnosis:
 
 
 def of_case(case: Case, means: Means) -> Diagnosis:
-    """The diagnosis of one log: by its losses, its rules, and where these are silent by past incidents."""
+    """The diagnosis of one log: by its losses, its rules, and where these are silent by past incidents or a model."""
     if case.anomaly is not None:
         return _of_loss(case.scanned, case.anomaly)
     if case.cause is None:
         return _healthy(case.scanned, case.parsed)
     diagnosis = _of_cause(case.scanned.file, case.cause, case.parsed)
-    return with_incident(diagnosis, case.scanned.lines, means.incidents) if diagnosis.reason == UNKNOWN else diagnosis
+    if diagnosis.reason == UNKNOWN:
+        diagnosis = with_incident(diagnosis, case.scanned.lines, means.incidents)
+    if diagnosis.reason == UNKNOWN and means.model is not None:
+        from espalier.ops import model_diagnosis
+
+        return model_diagnosis.with_model(diagnosis, case.scanned.lines, means.incidents, means.model)
+    return diagnosis
 
 
 # --- folders ---------------------------------------------------------------------------------------------------------

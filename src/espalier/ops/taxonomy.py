@@ -54,7 +54,7 @@ class Diagnosis:
         action: what to do, see `Action`.
         evidence: the lines it rests on, the root line first.
         advice: what a person can do.
-        source: what found it: `rules`, `losses`, `incidents` or `nothing`.
+        source: what found it: `rules`, `losses`, `incidents`, `model` or `nothing`.
     """
 
     file: str

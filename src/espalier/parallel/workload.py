@@ -66,10 +66,12 @@ class Shard:
 
 
 class PackStart(NamedTuple):
-    """How packing is begun: who is told how far it is, and whether other ranks of the run may be packing the same."""
+    """How packing is begun: who is told how far it is, whether other ranks of the run may be packing the same, and
+    bytes of features that each rank keeps on its GPU."""
 
     progress: Progress | None = None
     waits: bool = False
+    device: int = 0
 
 
 ALONE = PackStart()

@@ -84,7 +84,8 @@ class Moe(Decoder, frozen=True, tag="moe"):
     `balancing`: what keeps experts evenly used, a `"loss"` with the weight `balance`, or a `"bias"` of each expert
     when they are picked (auxiliary-loss-free); `z_loss`: weight of the penalty of large router scores. `normalized`:
     whether the weights of a token's experts add up to 1 (else they are probabilities among all experts); `shared`:
-    columns of an expert that every token takes too, by a gate of its own (Qwen 2 MoE; 0: there is none).
+    columns of an expert that every token takes too, by a gate of its own (Qwen 2 MoE; 0: there is none);
+    `max_iterations`: bisections after which the search for a token's experts ends (RTop-K's early stop; None: exactly).
     """
 
     experts: int = 8
@@ -94,6 +95,7 @@ class Moe(Decoder, frozen=True, tag="moe"):
     z_loss: float = 0.0
     normalized: bool = True
     shared: int = 0
+    max_iterations: int | None = None
 
 
 # --- published shapes ----------------------------------------------------------------------------------------------
@@ -165,7 +167,7 @@ WHOLE_NORMS = {name for name, blocks in FAMILIES.items() if blocks.head_norms ==
 MIXTURES = ("llama", "mistral", "qwen2", "qwen3")
 """Families that have mixtures of experts."""
 
-ROUTING = ("experts", "active", "balance", "z_loss", "normalized", "shared")
+ROUTING = ("experts", "active", "balance", "z_loss", "normalized", "shared", "max_iterations")
 """Options of a mixture that `DecoderSizes` takes over as they are."""
 
 
@@ -203,6 +205,7 @@ class DecoderSizes:
     bias: bool = False
     normalized: bool = True
     shared: int = 0
+    max_iterations: int | None = None
     blocks: Blocks = Blocks()
 
     @property

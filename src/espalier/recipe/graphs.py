@@ -17,13 +17,15 @@ from espalier.recipe.sections import GraphOptions, Stable
 class Network(Model, frozen=True):
     """What the graph networks share: `depth` layers of message passing, from features to classes.
 
-    `width` columns between layers; `activation = "maxk"` keeps the `k` largest of them in each row (MaxK-GNN).
+    `width` columns between layers; `activation = "maxk"` keeps the `k` largest of them in each row (MaxK-GNN), found
+    by at most `max_iterations` bisections (RTop-K's early stop; None: exactly).
     """
 
     depth: int | None = None
     width: int | None = None
     activation: Literal["relu", "elu", "maxk"] | None = None
     k: int | None = None
+    max_iterations: int | None = None
     dropout: float | None = None
     norm: bool | None = False
 
@@ -168,10 +170,12 @@ def _width(model: Network) -> None:
             why=f"model.width = {width}",
             do=f"model.k = {max(1, width // 8)}",
         )
-    if k is not None and model.activation not in (None, "maxk"):
-        raise UserError(
-            f'model.k = {k} belongs to model.activation = "maxk", not {model.activation!r}.', do="give one of them"
-        )
+    for name, value in {"k": k, "max_iterations": model.max_iterations}.items():
+        if value is not None and model.activation not in (None, "maxk"):
+            raise UserError(
+                f'model.{name} = {value} belongs to model.activation = "maxk", not {model.activation!r}.',
+                do="give one of them",
+            )
     if isinstance(model, Gat):
         if width and width % model.heads:
             raise UserError(

@@ -40,7 +40,7 @@ class OptionsRow(NamedTuple):
 
 TABLE: dict[str, OptionsRow] = {
     "graph.halo": OptionsRow("espalier.mechanisms.halo_exchange.options", "a graph model"),
-    "store": OptionsRow("espalier.mechanisms.disk_batches.options", "a graph model", resumable=("disk",)),
+    "store": OptionsRow("espalier.mechanisms.disk_batches.options", "a graph model", resumable=("disk", "device")),
     "quant": OptionsRow("espalier.mechanisms.few_bits.options", "a graph model"),
     "sync": OptionsRow("espalier.mechanisms.local_rounds.options", core=("auto", "every_step")),
 }

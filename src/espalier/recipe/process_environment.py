@@ -14,10 +14,22 @@ QUIET = ("TORCH_CPP_LOG_LEVEL", "2")
 """Errors alone: c10d's warnings of a store that does not answer look up names too, on whatever thread."""
 SPINS = ("GOMP_SPINCOUNT", "20000")
 """Looks of a thread of GNU OpenMP before it sleeps."""
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+"""PyTorch's allocator on GPUs grows its segments, so that blocks of changing sizes leave fewer holes between them."""
+OLDER = "PYTORCH_CUDA_ALLOC_CONF"
+"""The name that variable had."""
 
 
 def settle() -> None:
     """Sets what the user has left open."""
+    if OLDER not in os.environ:
+        os.environ.setdefault(*ALLOCATOR)
     os.environ.setdefault(*QUIET)
     if "OMP_WAIT_POLICY" not in os.environ:  # the user's word on the same
         os.environ.setdefault(*SPINS)
+
+
+def allocation(device: str) -> dict[str, str]:
+    """How memory of a GPU is allocated, for what a run says of its host."""
+    how = os.environ.get(ALLOCATOR[0]) or os.environ.get(OLDER)
+    return {} if device == "cpu" or how is None else {"allocator": how}

@@ -16,6 +16,7 @@ writes these; a reader ignores names and fields it does not know:
 | plan       | predicted: as `plan.base.Predicted` |
 | step       | step, loss, tokens, seconds, mfu, learning_rate, gradient_norm, memory (the most bytes the rank held: |
 |            | anonymous and shared pages, or of a GPU), page_cache (bytes of files it has mapped and read, apart), |
+|            | fragmentation (of a GPU: the most bytes that PyTorch reserved, less the most that were allocated), |
 |            | tasks {name: its own loss} where there are several, |
 |            | loss_scale (after the step) and skipped (steps left out so far, as a gradient overflowed) in fp16, |
 |            | bytes {traffic class: bytes sent by the rank}, exposed (seconds waiting for communication), |

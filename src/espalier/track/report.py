@@ -276,10 +276,13 @@ def _row(label: str, predicted: float | None, measured: float, show: Any) -> Com
 
 
 def _apart(run: RunTables) -> str:
-    """What the figure of memory counts, and beside it the files that the rank has mapped."""
-    cached = run.latest.get("page_cache")
-    apart = f"; {show_size(cached)} of files in the page cache apart" if cached else ""
-    return f"peak, per rank: {_kind(run)}{apart}"
+    """What the figure of memory counts, and beside it what the allocator holds and the files that are mapped."""
+    words_by_size = {
+        "fragmentation": "reserved beyond that (fragmentation)",
+        "page_cache": "of files in the page cache apart",
+    }
+    sizes = [f"; {show_size(size)} {words}" for name, words in words_by_size.items() if (size := run.latest.get(name))]
+    return f"peak, per rank: {_kind(run)}{''.join(sizes)}"
 
 
 def _kind(run: RunTables) -> str:

@@ -98,9 +98,11 @@ def test_mapped_hot_rows_are_those_in_memory_and_take_none_of_their_own(tmp_path
         return int(text.split("RssAnon:")[1].split()[0]) << 10
 
     before = anonymous()
-    with TieredFeatures(made, ReaderOptions(shared=True, device_rows=50)) as shared:
+    with TieredFeatures(made, ReaderOptions(shared=True)) as shared:
+        shared.keep_near(50 * made.row.row_bytes)
         assert anonymous() - before < 6 << 20  # of 12 MiB of rows: indices and 50 rows
-        with TieredFeatures(made, ReaderOptions(device_rows=50)) as own:
+        with TieredFeatures(made) as own:
+            own.keep_near(50 * made.row.row_bytes)
             assert torch.equal(shared.read(0), own.read(0))
             assert shared.stats.bytes() == own.stats.bytes()
     made.close()

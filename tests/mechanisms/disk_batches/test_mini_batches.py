@@ -15,7 +15,7 @@ from espalier.graph.tasks import answers
 from espalier.graph.workload import GraphWorkload
 from espalier.mechanisms.disk_batches import PrepareOptions, inference, manifest, prepare
 from espalier.mechanisms.disk_batches.mini_batches import RunBatches
-from espalier.parallel.workload import Shard
+from espalier.parallel.workload import PackStart, Shard
 from espalier.plan import base as plans
 from espalier.recipe import defaults, recipe_file
 from espalier.recipe.errors import UserError
@@ -37,8 +37,8 @@ def recipe_of(store=None, graph=None, **train):
     return defaults.resolve(recipe_file.from_table(table))[0]
 
 
-def losses(recipe, graph, micro_batch=None, pack=True):
-    """Losses by step, to the bit, and the workload."""
+def losses(recipe, graph, micro_batch=None, pack=True, device=0):
+    """Losses by step, to the bit, and the workload. `device`: bytes of rows on it."""
     workload = GraphWorkload(recipe, graph)
     samples = workload.global_batch
     plan = plans.Plan(
@@ -53,7 +53,7 @@ def losses(recipe, graph, micro_batch=None, pack=True):
     (place,) = launch.places(plan)
     setting = RankSetup(recipe, plan, workload, place, emit=emit)
     if recipe.store is not None and pack:
-        workload.pack([setting.shard])
+        workload.pack([setting.shard], PackStart(device=device))
     with worker.joined(place, 90.0) as channel:
         trainer.Trainer(setting, channel).run()
     return found, workload
@@ -72,6 +72,33 @@ def test_training_from_disk_is_training_in_memory_with_the_same_pool_bitwise(tmp
     without, _ = losses(recipe_of(), graph, micro_batch)
     assert without[: workload.batching.pool_steps] == packed[: workload.batching.pool_steps]
     assert without != packed  # later epochs draw anew, or in another order
+
+
+@pytest.mark.parametrize("resample", [0.0, 0.5])
+def test_rows_that_the_plan_keeps_on_the_device_are_taken_from_there(tmp_path, resample):
+    graph = made()
+    recipe = recipe_of({"path": str(tmp_path), "memory": "60KiB", "resample": resample})
+    row = 4 * graph.features.shape[1]
+    plain, _ = losses(recipe, graph)
+    packed, workload = losses(recipe, graph, device=10 * row + 1)
+    assert packed == plain
+    assert workload.batching.features.stats.device > 0
+    assert workload.batching.features._near.rows.shape == (10, row)
+
+
+def test_batches_come_on_the_accelerator_with_the_rows_there(tmp_path):
+    """`meta` stands for one: only shapes are known."""
+    graph = made()
+    workload = GraphWorkload(recipe_of({"path": str(tmp_path), "memory": "60KiB"}), graph)
+    shard = Shard(0, workload.global_batch, workload.global_batch)
+    workload.pack([shard], PackStart(device=1 << 30))
+    workload.build(torch.device("meta"), torch.float32)
+    (batch,) = workload.batches(0, shard)
+    features = workload.batching.features
+    assert batch.features.device.type == features._near.rows.device.type == "meta"
+    assert len(features._near.rows) == features.packed.hot_rows > 0  # not more than there are
+    assert features.stats.device > features.stats.host == 0
+    workload.batching.close()
 
 
 def test_a_budget_too_small_for_one_batch_names_the_least_that_does(tmp_path):

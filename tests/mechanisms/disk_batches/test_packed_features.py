@@ -9,8 +9,9 @@ import pytest
 
 from espalier.cli import resolve_recipe
 from espalier.cli.main import main
+from espalier.cli.run_plan import with_chosen
 from espalier.machine import cluster as clusters
-from espalier.plan.base import Plan
+from espalier.plan.base import Plan, dumps, loads
 from espalier.plan.decide import decide
 from espalier.recipe import units
 from espalier.recipe.errors import UserError
@@ -133,3 +134,27 @@ def test_how_results_of_layers_lie_on_disk_is_said_with_the_bytes_of_both_forms(
     (few,) = request.profile.facts["disk_batches"].inferred(1 << 30)
     assert not few.pays, "all of it is one range"
     assert few.plain == few.condensed
+
+
+GPU = '[[nodes]]\ndevice = "A100-80GB"\ndevices = 2\nmemory = "64GiB"\n'
+
+
+def on_gpus(folder: Path, store: str = "") -> Plan:
+    recipe = RECIPE.replace("[plan]", f"{store}\n[plan]").replace("ranks = 1", "ranks = 2")
+    (folder / "recipe.toml").write_text(recipe.format(folder=folder, memory="8MiB"))
+    return decide(resolve_recipe.request(resolve_recipe.resolve(folder / "recipe.toml", [])), clusters.loads(GPU)).plan
+
+
+def test_the_plan_keeps_the_most_used_rows_on_gpus_as_they_have_room_or_as_the_recipe_says(tmp_path: Path) -> None:
+    free, some, none = (on_gpus(tmp_path, store) for store in ("", 'device = "64KiB"', "device = 0"))
+    (told,) = (line for line in free.why if "are on each GPU too" in line)
+    assert free.choices["disk_batches"].device == pytest.approx(sizes(free, "in host memory"), rel=0.01)
+    assert units.show_size(free.choices["disk_batches"].device) in told
+    assert some.choices["disk_batches"].device == 64 << 10
+    assert "disk_batches" not in none.choices
+    assert some.predicted
+    assert some.predicted.memory_bytes["features"] == 64 << 10, "of the GPU: the rest is in host memory"
+    assert "disk_batches" not in planned(tmp_path, "8MiB").choices
+    assert any("no effect on processors" in line for line in planned(tmp_path, '8MiB"\ndevice = "1MiB').why)
+    assert loads(dumps(some)).choices == some.choices
+    assert with_chosen(some, None).choices == some.choices

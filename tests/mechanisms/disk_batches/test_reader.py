@@ -62,8 +62,9 @@ def test_rows_striped_over_disks_and_rows_on_the_device_are_the_graphs(tmp_path,
     budget = disk and int(disk * graph.features.nbytes)
     made = packed(graph, [tmp_path / "a", tmp_path / "b"], batch=200, memory=100 * 1200, disk=budget)
     assert (tmp_path / "b" / "rows.extents").stat().st_size > 0
-    options = ReaderOptions(device_rows=40, cache_pages=30)
-    with PackedBatches(TieredFeatures(made, options), range(len(made))) as batches:
+    features = TieredFeatures(made, ReaderOptions(cache_pages=30))
+    features.keep_near(40 * made.row.row_bytes)
+    with PackedBatches(features, range(len(made))) as batches:
         for one in batches:
             assert torch.equal(one.features, wanted(graph, made, one.index))
         stats = batches.features.stats
@@ -76,8 +77,10 @@ def test_batches_are_put_together_on_the_device_with_the_hot_rows_there(tmp_path
     """`meta` stands for an accelerator: only shapes are known."""
     graph = graph_of(nodes=500, width=40, edges=3000)
     made = packed(graph, tmp_path, batch=100, memory=60 * 160, rows=rows)
-    options = ReaderOptions(device=torch.device("meta"), device_rows=30)
-    with PackedBatches(TieredFeatures(made, options), range(len(made))) as batches:
+    features = TieredFeatures(made)
+    features.keep_near(30 * made.row.row_bytes)
+    features.device = torch.device("meta")
+    with PackedBatches(features, range(len(made))) as batches:
         found = [one.features for one in batches]
         stats, near = batches.features.stats, batches.features._near.rows
     assert near.shape == (30, made.row.row_bytes)

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from espalier.graph.networks import base
 from espalier.graph.networks.base import Kept, MessageBlock, Rows
 from espalier.graph.networks.gnn import Gnn
-from espalier.kernels import rtopk
 from espalier.kernels.dropout import activated
 from espalier.kernels.tall_matmul import tall_product
 from espalier.sparse import CSR, DiagonalScale, attention_aggregate, cbsr_aggregate, matmul
@@ -29,8 +28,6 @@ def equip(model: nn.Module) -> nn.Module:
             layer.aggregate = aggregate
             layer.attend = attend
             layer.project = project
-        model.activate = activated
-        model.largest = rtopk
     return model
 
 

@@ -7,7 +7,7 @@ narrower side is aggregated, and rows of which only k values are kept are aggreg
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import ClassVar, cast
 
 import torch
@@ -32,6 +32,7 @@ from espalier.graph.networks.base import (
 )
 from espalier.graph.networks.network import GraphNetwork
 from espalier.graph.sampling.neighbor_sampler import Style
+from espalier.kernels import rtopk
 from espalier.kernels.dropout import activated
 
 
@@ -177,12 +178,6 @@ def _by_head(vectors: Tensor) -> Tensor:
 # --- networks ----------------------------------------------------------------------------------------------------
 
 
-def largest(rows: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The plain form of row-wise top-k: values [rows, k], differentiable, and their columns int64 [rows, k]."""
-    top = torch.topk(rows, k, sorted=False)
-    return top.values, top.indices
-
-
 class Gnn(GraphNetwork):
     """Layers with a nonlinearity and dropout between them: features [nodes, inputs] to outputs [targets, outputs],
     those of a regression with `values`."""
@@ -198,8 +193,6 @@ class Gnn(GraphNetwork):
         layers = (_layer(options, sizes[i], sizes[i + 1], i == last, values) for i in range(options.depth))
         self.layers = cast("Sequence[Layer]", nn.ModuleList(layers))
         self.norms = nn.ModuleList(nn.LayerNorm(options.width) for _ in range(last if options.norm else 0))
-        self.activate: Callable[[Tensor, str, float], Tensor] = activated.reference.run
-        self.largest: Callable[[Tensor, int], tuple[Tensor, Tensor]] = largest
 
     @property
     def drops_features(self) -> bool:
@@ -222,7 +215,7 @@ class Gnn(GraphNetwork):
         """Layer `at` with the nonlinearity and the dropout behind it; the last one's result is left as it is."""
         share = (self.options.dropout or 0.0) if self.training else 0.0
         if at == 0 and share and self.drops_features:
-            rows = self.activate(dense(rows), "none", share)
+            rows = activated(dense(rows), "none", share)
         x: Tensor = self.layers[at](block, rows)
         if at == len(self.layers) - 1:
             return x
@@ -230,9 +223,9 @@ class Gnn(GraphNetwork):
             x = self.norms[at](x)
         if self.options.activation == "maxk":
             assert self.options.k is not None
-            values, columns = self.largest(x, self.options.k)
-            return Kept(self.activate(values, "none", share), columns, x.shape[1])
-        return self.activate(x, self.options.activation or "relu", share)
+            values, columns = rtopk(x, self.options.k, self.options.max_iterations)
+            return Kept(activated(values, "none", share), columns, x.shape[1])
+        return activated(x, self.options.activation or "relu", share)
 
 
 def _layer(options: config.Network, inputs: int, outputs: int, last: bool, values: bool) -> Layer:

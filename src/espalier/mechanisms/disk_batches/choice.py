@@ -10,6 +10,7 @@ from collections import Counter
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from espalier.mechanisms.disk_batches.state import DiskBatchesState
 from espalier.plan.base import Plan
 from espalier.plan.choice import PlanChoice
 from espalier.plan.plan_summary import FEATURES, table_of
@@ -40,6 +41,7 @@ def with_levels(plan: Plan, stored: StoredFeatures, cluster: Cluster) -> Plan:
 
     predicted, local_ranks = plan.predicted, max(Counter(rank.node for rank in plan.ranks).values())
     rank, draws = plan.ranks[0], stored.draws
+    near = 0
     cuts = -(-rank.samples // plan.micro_batch)
     ratio = (draws.inputs or 1.0) / replace(draws, inputs=None).used
     draws = replace(draws, items=draws.items * local_ranks // len(plan.ranks), batch=plan.micro_batch, inputs=None)
@@ -53,13 +55,21 @@ def with_levels(plan: Plan, stored: StoredFeatures, cluster: Cluster) -> Plan:
     if stored.edge_bytes:
         why = (*why, _edges(stored, disks[0] if disks else None))
     if stored.inferred is not None:
-        why = (*why, *_inference(stored.inferred(int((stored.memory - min(hot, levels.hot_bytes)) // local_ranks))))
+        why = (*why, *_inference(stored.inferred(int((stored.memory - levels.hot_bytes) // local_ranks))))
     if predicted is not None:
-        resident = (stored.memory - hot + min(hot, levels.hot_bytes)) / local_ranks
+        resident = (stored.memory - hot + levels.hot_bytes) / local_ranks
+        if rank.device.startswith("cuda"):
+            free = max(0.0, predicted.memory_limit - predicted.memory_bytes["peak"])
+            resident = near = int(min(levels.hot_bytes, free / 2 if stored.device is None else stored.device))
+            why = (*why, f"{FEATURES}: {units.show_size(near)} of those in memory are on each GPU too.")
+        elif stored.device:
+            why = (*why, f"{FEATURES}: store.device has no effect on processors.")
         steps = max(1.0, levels.batches / (local_ranks * cuts))
         wait = cost.epoch_seconds(levels, disks[0]) / steps - predicted.step_seconds if disks else 0.0
         memory = {**predicted.memory_bytes, "features": resident, "peak": predicted.memory_bytes["peak"] + resident}
         predicted = predicted.longer("features", max(0.0, wait)).changed(memory_bytes=memory)
+    if near:
+        plan = plan.with_state(DiskBatchesState(device=near))
     return plan.changed(predicted=predicted, why=(*why, *plan.why))
 
 

@@ -104,6 +104,7 @@ class StoredFeatures:
         draws: of the whole batches, with the input nodes of one that was drawn.
         row: a `RowFormat`; row_bytes: of a packed row. file_bytes: of the feature file.
         memory, disk: bytes that a machine may take of each; None: what the fastest layout takes.
+        device: bytes that a rank may take of its GPU; None: half of what is free there.
         folder: where they are packed. edge_bytes: of edges that are sampled where they lie; 0: they are in memory.
         inferred: with so many bytes of memory, what rows of each layer but the first take when all nodes are inferred
             (`condensed_file.Foretold`); None: the network takes the graph as a whole.
@@ -118,6 +119,7 @@ class StoredFeatures:
     folder: str
     edge_bytes: int = 0
     inferred: Callable[[int], Sequence[Any]] | None = field(default=None, repr=False, compare=False)
+    device: int | None = None
 
     def sampling(self, disk: Disk) -> tuple[float, float]:
         """Bytes that drawing the pool reads of the edges, `TOGETHER` batches at once, and its seconds."""

@@ -184,6 +184,7 @@ def stored_features(
         str(set_folders(store.path, "packed")[0].parent),
         topology.edge_bytes(graph) if topology.stays_on_disk(graph, memory) else 0,
         inferred if isinstance(model, Gnn) else None,
+        None if store.device is None else units.size(store.device, "store.device"),
     )
 
 
@@ -265,6 +266,7 @@ class RunBatches(Drawn):
             waits=packing.waits,
         )
         self.features = opened(request, share, self.store.resample, packing.progress)
+        self.features.keep_near(packing.device)
 
     def targets(self, step: int, shard: Shard) -> Array:
         """Of the batch of the pool."""
@@ -276,6 +278,8 @@ class RunBatches(Drawn):
             return super().batches(self.drawn_step(step), shard)
         batches = []
         with self._reader:
+            if self.features.near:
+                self.features.device = self.run.device
             for work in self._read(step, shard):
                 blocks = work.sampled.blocks
                 if self.names_nodes:

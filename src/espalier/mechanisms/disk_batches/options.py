@@ -12,10 +12,12 @@ from espalier.recipe.sections import DiskOptions, GraphOptions, RecipeBase
 class Store(DiskOptions, frozen=True):
     """Features on disk: mini-batches are sampled once into a pool, and their rows packed beside it (DiskGNN).
 
+    `device`: bytes of the most used rows that each rank keeps on its GPU (default: half of what the plan leaves free);
     `disk`: bytes that packed rows may take (default: what the fastest layout takes); `rows`: how packed rows are
     stored; `resample`: share of the pool that is sampled anew in each epoch.
     """
 
+    device: str | int | None = None
     disk: str | int | None = None
     rows: Literal["fp32", "bf16", "int8", "int4"] = "fp32"
     resample: float = 0.0
@@ -31,8 +33,9 @@ class Store(DiskOptions, frozen=True):
             )
         if units.size(self.memory, "store.memory") <= 0:
             raise UserError(f"store.memory = {self.memory!r} holds no batch.", do='store.memory = "512MiB"')
-        if self.disk is not None:
-            units.size(self.disk, "store.disk")
+        for name in ("device", "disk"):
+            if (value := getattr(self, name)) is not None:
+                units.size(value, f"store.{name}")
         check_share(self.resample)
         if self.path == () or (isinstance(self.path, tuple) and len(set(self.path)) < len(self.path)):
             raise UserError(

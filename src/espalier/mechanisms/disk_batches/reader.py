@@ -90,7 +90,6 @@ class ReaderOptions:
     Attributes:
         buffers: batches that are read at once. ahead: assembled batches that wait. in_use: those that training holds.
         cache_pages: of Belady's cache.
-        device_rows: hot rows, the most used, that lie on `device`.
         memory: bytes of all that, hot rows included; None: no limit.
         shared: whether hot rows are mapped from the packed set, so that all processes of a machine hold them once.
     """
@@ -99,8 +98,6 @@ class ReaderOptions:
     ahead: int = 2
     in_use: int = 2
     cache_pages: int = 0
-    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    device_rows: int = 0
     memory: int | None = None
     shared: bool = False
 
@@ -197,12 +194,9 @@ class TieredFeatures(Resource):
         self.budget = Budget(1 << 62 if options.memory is None else options.memory)
         self.row_bytes = packed.row.row_bytes
         self.budget.take(packed.hot_rows * self.row_bytes, "hot rows")
-        hot, slots = self._hot_rows()
-        self.near = min(options.device_rows, len(hot))
-        near = hot[: self.near] if slots is None else hot[torch.from_numpy(slots[: self.near])]
-        far = hot[self.near :] if slots is None else hot
-        self._near = MemoryTier("device", near)
-        self._far = MemoryTier("host", far, None if slots is None else slots[self.near :])
+        self._hot = self._hot_rows()
+        self.device = torch.device("cpu")
+        self.keep_near(0)
         self._decode = None if packed.row.stored == torch.float32 else packed.row.decode
         self._splits: dict[int, tuple[AccessSplit, Array]] = {}
         self._open = ExitStack()
@@ -210,6 +204,15 @@ class TieredFeatures(Resource):
         self._cache = PageCache(0)
         self._free = BoundedQueue(options.buffers)
         self._buffers = FeatureBuffers(0)
+
+    def keep_near(self, size: int) -> None:
+        """The most used of the hot rows, `size` bytes of them at most, lie on `device` from the first read on."""
+        hot, slots = self._hot
+        self.near = min(size // self.row_bytes, self.packed.hot_rows)
+        near = hot[: self.near] if slots is None else hot[torch.from_numpy(slots[: self.near])]
+        far = hot[self.near :] if slots is None else hot
+        self._near = MemoryTier("device", near)
+        self._far = MemoryTier("host", far, None if slots is None else slots[self.near :])
 
     def order(self, entries: Iterable[tuple[int, int]], last: int | None = None) -> Iterator[int]:
         """What `place` is asked for each (epoch, batch); `last`: the last epoch that will be read, None: not known."""
@@ -283,12 +286,11 @@ class TieredFeatures(Resource):
     def assemble(self, work: ReadBatch) -> ReadBatch:
         """Puts all rows in their places, those of the device on the device."""
         row = self.packed.row
-        device = self.options.device
         x = self._buffers.matrix(sum(len(part.places) for part, _ in work.fetched), row.width)
         near, *others = work.fetched
         for part, fetched in others:
             place_rows(fetched, x, part.places, self.row_bytes, self._decode)
-        x = x.to(device, non_blocking=True)
+        x = x.to(self.device, non_blocking=True)
         place_rows(near[1], x, near[0].places, self.row_bytes, self._decode)
         self.stats.batches += 1
         self._free.put(work.buffer)
@@ -345,7 +347,7 @@ class TieredFeatures(Resource):
         self._queue = self._open.enter_context(IoQueue())
         self._free = BoundedQueue(options.buffers)
         self._cache = PageCache(options.cache_pages)
-        self._near.rows = self._near.rows.to(options.device)
+        self._near.rows = self._near.rows.to(self.device)
         self._buffers = FeatureBuffers(4 * largest.inputs * width)
         for _ in range(options.buffers):
             self._free.put(aligned(size))
