@@ -29,6 +29,7 @@ assert SPEC.origin is not None
 PACKAGE = Path(SPEC.origin).parent
 CACHE = PACKAGE / "kernels" / "__pycache__"
 KEPT = cache_folder() / "kernels"
+NOTE = "compiled.json"
 
 
 def sources() -> list[Path]:
@@ -85,6 +86,11 @@ def copy_codes(source: Path, target: Path, pattern: str = "*") -> None:
             partial.replace(target / file.name)
 
 
+def note() -> None:
+    """Writes that the sources as they are now need no compiling before tests run."""
+    (CACHE / NOTE).write_text(json.dumps(state(sources())))
+
+
 def load() -> None:
     """Loads all kernels into this process, so that its forks need not: 0.7 s."""
     for place in kernels(sources()):
@@ -94,11 +100,11 @@ def load() -> None:
 def main() -> None:
     """Compiles what is not compiled yet."""
     CACHE.mkdir(exist_ok=True)
-    note = CACHE / "compiled.json"
-    with note.with_suffix(".lock").open("w") as lock:
+    noted = CACHE / NOTE
+    with noted.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         files = sources()
-        if note.exists() and json.loads(note.read_text()) == state(files):
+        if noted.exists() and json.loads(noted.read_text()) == state(files):
             return
         places = kernels(files)
         for path in files:
@@ -108,7 +114,7 @@ def main() -> None:
             pool.map(compile_kernel, places, chunksize=1)
         for path in files:
             copy_codes(path.parent / "__pycache__", kept(path), f"{path.stem}.*")
-        note.write_text(json.dumps(state(files)))
+        note()
 
 
 if __name__ == "__main__":

@@ -91,3 +91,15 @@ def test_a_region_is_what_a_halo_message_brings() -> None:
         assert np.array_equal(np.sort(cut.node[cut.receiver == part]), plan.region(part))
     key = (cut.receiver * parts + cut.owner) * NODES + cut.node
     assert bool((np.diff(key) > 0).all()), "by receiver, owner and node, each once"
+
+
+def test_a_region_is_the_sources_of_edges_from_other_parts() -> None:
+    """Edge by edge."""
+    sampler, parts = sampler_of(2), 5
+    labels = np.random.default_rng(1).integers(0, parts, NODES).astype(np.int32)
+    regions: list[set[int]] = [set() for _ in range(parts)]
+    for target in range(NODES):
+        sources = sampler.indices[sampler.indptr[target] : sampler.indptr[target + 1]].tolist()
+        regions[labels[target]].update(source for source in sources if labels[source] != labels[target])
+    plan = condense(sampler.indptr, sampler.indices, labels)
+    assert [plan.region(part).tolist() for part in range(parts)] == [sorted(region) for region in regions]

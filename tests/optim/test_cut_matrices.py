@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from espalier.optim import muon
 from espalier.optim.cut_matrices import MatrixCut
+from espalier.recipe import Adamw, Muon
 from many_ranks import ranks
 
 ENDS = {
@@ -44,6 +45,32 @@ def test_parts_of_what_is_computed_of_whole_matrices_come_back(parts: str, dim: 
     shares = [taken for _, [taken] in results]
     assert sum(shares) == count
     assert max(shares) - min(shares) <= 1
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_parts_move_as_those_of_whole_matrices(dim: int) -> None:
+    """By the rate of the whole shape, whatever that of a part is."""
+    shape = torch.Size((9, 6) if dim == 0 else (18, 9))
+    generator = torch.Generator().manual_seed(3)
+    start, *gradients = (torch.randn(shape, dtype=torch.float64, generator=generator) for _ in range(4))
+
+    def moved(whole: Tensor, moves: list[Tensor], cut: MatrixCut | None) -> Tensor:
+        matrix = nn.Parameter(whole.clone())
+        options = Muon(learning_rate=0.02, adamw=Adamw(learning_rate=1e-3))
+        optimizer = muon.MuonStep([{"params": [matrix], "cut": cut}], options)
+        optimizer.state[matrix]["momentum"] = torch.zeros_like(matrix)
+        for gradient in moves:
+            matrix.grad = gradient.clone()
+            optimizer.step()
+        return matrix.detach()
+
+    def rank(group: Any) -> Tensor:
+        first, last = ENDS["unequal"][group.rank()]
+        parts = [whole.narrow(dim, first, last - first) for whole in (start, *gradients)]
+        return moved(parts[0], parts[1:], MatrixCut(shape, dim, ENDS["unequal"], group))
+
+    whole = moved(start, gradients, None)
+    torch.testing.assert_close(torch.cat(ranks(3, rank), dim), whole, rtol=1e-12, atol=1e-12)
 
 
 def test_ranks_that_share_matrices_take_as_many_at_once() -> None:

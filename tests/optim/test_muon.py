@@ -1,9 +1,12 @@
 from collections.abc import Callable
 
+import msgspec
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from espalier.optim import muon
 from espalier.optim.base import owned_by
@@ -81,59 +84,79 @@ def test_training_with_muon_lowers_the_loss_and_resumes_bit_for_bit():
 
 
 SHAPES = [(6, 6), (12, 4), (4, 12), (6, 6)]
+FACTORS = (1.0, 0.5, 0.25, 1.0, 0.75, 0.1)
+"""Of the rate in each step, as a schedule gives them."""
 
 
-def gradients(steps: int) -> list[list[torch.Tensor]]:
+def gradients() -> list[list[torch.Tensor]]:
     generator = torch.Generator().manual_seed(5)
-    return [[torch.randn(shape, generator=generator, dtype=torch.float64) for shape in SHAPES] for _ in range(steps)]
+    return [[torch.randn(shape, generator=generator, dtype=torch.float64) for shape in SHAPES] for _ in FACTORS]
 
 
 def moved_by_the_paper(matrix: torch.Tensor, moves: list[torch.Tensor], options: Muon) -> torch.Tensor:
-    """Jordan et al. (2024), matrix by matrix: momentum of Nesterov's form, five quintic steps, sqrt(rows/columns)."""
+    """Jordan et al. (2024), matrix by matrix: momentum of Nesterov's form, quintic steps, sqrt(rows/columns)."""
     rows, columns = matrix.shape
     velocity = torch.zeros_like(matrix)
-    for gradient in moves:
+    for gradient, factor in zip(moves, FACTORS, strict=True):
+        rate = factor * options.learning_rate
         velocity = options.momentum * velocity + (1 - options.momentum) * gradient
         ahead = options.momentum * velocity + (1 - options.momentum) * gradient
         update = ahead / (ahead.square().sum().sqrt() + 1e-7)
-        for _ in range(5):
+        for _ in range(options.iterations):
             square = update @ update.T
             update = 3.4445 * update - 4.7750 * square @ update + 2.0315 * square @ square @ update
-        matrix = matrix - options.learning_rate * options.weight_decay * matrix
-        matrix = matrix - options.learning_rate * max(1, rows / columns) ** 0.5 * update
+        matrix = matrix - rate * options.weight_decay * matrix
+        matrix = matrix - rate * max(1, rows / columns) ** 0.5 * update
     return matrix
 
 
-def moved_by(make: Callable[[list[nn.Parameter]], torch.optim.Optimizer], steps: int = 6) -> list[torch.Tensor]:
+def starts() -> list[torch.Tensor]:
     torch.manual_seed(2)
-    matrices = [nn.Parameter(torch.randn(shape, dtype=torch.float64)) for shape in SHAPES]
+    return [torch.randn(shape, dtype=torch.float64) for shape in SHAPES]
+
+
+def moved_by(
+    make: Callable[[list[nn.Parameter]], torch.optim.Optimizer], factors: tuple[float, ...] = FACTORS
+) -> list[torch.Tensor]:
+    matrices = [nn.Parameter(start) for start in starts()]
     optimizer = make(matrices)
-    for moves in gradients(steps):
+    for moves, factor in zip(gradients(), factors, strict=True):
         for matrix, gradient in zip(matrices, moves, strict=True):
             matrix.grad = gradient
+        optimizer.param_groups[0]["lr"] = factor * OPTIONS.learning_rate
         optimizer.step()
     return [matrix.detach() for matrix in matrices]
 
 
-def ours(matrices: list[nn.Parameter]) -> torch.optim.Optimizer:
-    optimizer = muon.MuonStep(matrices, OPTIONS)
+def ours(matrices: list[nn.Parameter], options: Muon = OPTIONS) -> torch.optim.Optimizer:
+    optimizer = muon.MuonStep(matrices, options)
     for matrix in matrices:
         optimizer.state[matrix]["momentum"] = torch.zeros_like(matrix)
     return optimizer
 
 
-def test_matrices_move_as_the_paper_says():
-    torch.manual_seed(2)
-    starts = [torch.randn(shape, dtype=torch.float64) for shape in SHAPES]
-    for index, ended in enumerate(moved_by(ours)):
-        expected = moved_by_the_paper(starts[index], [moves[index] for moves in gradients(6)], OPTIONS)
-        torch.testing.assert_close(ended, expected, rtol=1e-9, atol=1e-9)
+@pytest.mark.parametrize("iterations", [5, 3])
+def test_matrices_move_as_the_paper_says(iterations: int):
+    options = msgspec.structs.replace(OPTIONS, iterations=iterations)
+    ends = moved_by(lambda matrices: ours(matrices, options))
+    for index, (start, end) in enumerate(zip(starts(), ends, strict=True)):
+        expected = moved_by_the_paper(start, [moves[index] for moves in gradients()], options)
+        torch.testing.assert_close(end, expected, rtol=1e-9, atol=1e-9)
 
 
 def test_matrices_move_as_by_torchs_muon():
     """torch.optim.Muon orthogonalizes in bfloat16, so the ways are equal to within its rounding."""
-    options = {"lr": OPTIONS.learning_rate, "momentum": OPTIONS.momentum, "weight_decay": OPTIONS.weight_decay}
-    theirs = moved_by(lambda matrices: torch.optim.Muon(matrices, **options))
-    still = moved_by(lambda matrices: torch.optim.Muon(matrices, **(options | {"lr": 0.0})))
-    for ended, other, start in zip(moved_by(ours), theirs, still, strict=True):
-        assert (ended - other).norm() < 0.02 * (other - start).norm()
+    options = {"momentum": OPTIONS.momentum, "weight_decay": OPTIONS.weight_decay}
+    factors = (1.0,) * len(FACTORS)
+    torchs = moved_by(lambda matrices: torch.optim.Muon(matrices, **options), factors)
+    for end, other, start in zip(moved_by(ours, factors), torchs, starts(), strict=True):
+        assert (end - other).norm() < 0.02 * (other - start).norm()
+
+
+@pytest.mark.parametrize("shape", [(48, 8), (8, 48), (16, 16)])
+def test_products_are_those_of_the_smaller_side(shape: tuple[int, int]):
+    """An iteration multiplies X Xᵀ, its square, and the polynomial with X, where X has no more rows than columns."""
+    small, large = sorted(shape)
+    with FlopCounterMode(display=False) as counter:
+        muon.orthogonalize(torch.randn(3, *shape), 4)
+    assert counter.get_total_flops() == 3 * 4 * 2 * small * small * (large + small + large)

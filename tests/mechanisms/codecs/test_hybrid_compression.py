@@ -53,6 +53,14 @@ def test_what_auto_takes_is_never_slower_than_raw(bandwidth: float, encode: floa
         assert not taken
 
 
+def test_one_thread_encodes_and_decodes_in_turn_while_pieces_cross() -> None:
+    """Raw bytes/s: 300 encoded and 150 decoded a second are 100 through both, and four times what the link carries."""
+    rate = CodecRate(ratio=4.0, encode=300.0, decode=150.0)
+    assert [rate.over(bandwidth) for bandwidth in (10.0, 20.0, 30.0, 1000.0)] == pytest.approx(
+        [40.0, 80.0, 100.0, 100.0]
+    )
+
+
 def test_a_codec_may_be_named() -> None:
     assert choose("zfp:6", None, {}).codecs == {Traffic.GRADIENTS: "zfp:6"}
 

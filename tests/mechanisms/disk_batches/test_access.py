@@ -134,6 +134,15 @@ def overlapping(kind: str, groups: int = 12, rows: int = 400) -> list:
     return [np.sort(order)] * 4  # all batches use all rows
 
 
+def test_rows_have_the_same_minhash_as_often_as_their_batches_are_the_same():
+    """Half of the four batches of the first two rows are common to both, none with the third row, all with the last."""
+    uses = [np.array(used) for used in ([0, 1, 3], [0, 1, 3], [0, 3], [1], [2])]
+    first = np.array([access._minhash(uses, 4, seed) // len(uses) for seed in range(400)])
+    equal = (first == first[:, :1]).mean(0)
+    assert equal[1] == pytest.approx(0.5, abs=0.08)
+    assert (equal[2], equal[3]) == (0, 1)
+
+
 @pytest.mark.parametrize("ranges", [1, 3])
 def test_minhash_reads_few_pages_where_batches_overlap(ranges):
     batches = overlapping("groups")

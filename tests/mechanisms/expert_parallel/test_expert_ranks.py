@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import msgspec
 import numpy as np
 import pytest
@@ -145,6 +147,22 @@ def test_a_pass_takes_as_long_as_the_fuller_direction():
     assert found.sent["experts"] == sent_bytes(load, routed, 2.0)
     many = expected(np.array([10.0, 20.0]), 2, [3, 3])
     assert sent_bytes(load, many).shape == (2,)
+
+
+@pytest.mark.parametrize(("sizes", "active"), [((3, 3), 2), ((1, 4, 2), 3), ((2, 2), 1), ((5, 1), 6)])
+def test_expected_rows_are_the_mean_over_all_sets_of_experts(sizes, active):
+    """A token goes to a rank once, however many of its experts are there; to each further one there is a reference."""
+    owner = [rank for rank, size in enumerate(sizes) for _ in range(size)]
+    sets = list(itertools.combinations(owner, active))
+    means = [
+        [np.mean([chosen.count(rank) for chosen in sets]), np.mean([rank in chosen for chosen in sets])]
+        for rank in range(len(sizes))
+    ]
+    for me in range(len(sizes)):
+        others = [rank for rank in range(len(sizes)) if rank != me]
+        for rank, routed in zip(others, expected(12, active, sizes, me), strict=True):
+            entries, fresh = (12 * mean for mean in means[rank])
+            assert routed == pytest.approx((sizes[rank], fresh, entries - fresh, 12 * means[me][0]))
 
 
 def test_ranks_may_share_the_matrices_of_spread_experts():

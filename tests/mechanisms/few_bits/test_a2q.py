@@ -381,6 +381,15 @@ def test_widths_that_begin_apart_lose_no_more_bits_than_the_target_asks_for() ->
     assert kept == [80, 120]
 
 
+@pytest.mark.parametrize(
+    ("signed", "bits", "excess"), [(False, 4.0, 2.0), (True, 4.0, 3.0), (True, -2.0, 1.0), (True, 1.0, 0.0)]
+)
+def test_the_penalty_is_the_square_of_what_is_beyond_the_target(signed: bool, bits: float, excess: float) -> None:
+    """Of 100 rows of 16 values, as a share of 200 bytes; the sign of codes without one takes nothing."""
+    target = MemoryTarget([Layer(NodeBits(100, bits), 16, signed)], 200)
+    assert float(target.penalty().detach()) == pytest.approx(100 * excess**2)
+
+
 def test_a_heavier_penalty_takes_bits_down_further() -> None:
     left = []
     for weight in (0.0, 0.01, 0.1, 1.0):

@@ -199,6 +199,14 @@ def test_conditions_are_those_that_networkx_finds():
     assert shown > 3
 
 
+@pytest.mark.parametrize(("left", "right", "path"), [(3, 3, True), (2, 4, False)])
+def test_half_of_the_others_as_neighbours_show_a_path_and_fewer_do_not(left, right, path):
+    """Every node of one side is joined to every node of the other: with 2 and 4 nodes there is no path through all."""
+    ends = np.array(list(itertools.product(range(left), range(left, left + right)))).T
+    joined_up = pattern(np.concatenate([ends, ends[::-1]], 1), left + right)
+    assert conditions(joined_up).path == path
+
+
 def test_many_tokens_have_a_bound_of_their_reach(monkeypatch):
     monkeypatch.setattr("espalier.mechanisms.pattern_attention.schedule.EXACT", 1)
     for nodes, edges in graphs(30):

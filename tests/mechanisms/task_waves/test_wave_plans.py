@@ -145,6 +145,7 @@ def test_the_continuous_optimum_uses_all_devices_and_ends_together() -> None:
         found = allocate(metaops, devices)
         if found.seconds > max(one.operators * one.curve.times[-1] for one in metaops) * (1 + 1e-9):  # else: saturated
             assert sum(found.devices.values()) == pytest.approx(devices, rel=1e-9)
+        assert sum(found.devices.values()) <= devices * (1 + 1e-9)
         for one in metaops:
             ends = one.operators * one.curve(found.devices[one.name])
             assert ends == pytest.approx(found.seconds, rel=1e-6) or ends < found.seconds
