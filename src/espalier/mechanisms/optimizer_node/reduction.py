@@ -22,6 +22,7 @@ import torch
 import xxhash
 from torch import Tensor
 
+from espalier.comm.base import Ledger, Traffic
 from espalier.kernels import fixed_point
 from espalier.mechanisms.optimizer_node import wire
 from espalier.mechanisms.optimizer_node.wire import RAW, Arrived, Frame, FrameKind, FrameLink, Peer, Times
@@ -117,6 +118,8 @@ class Member(Peer):
 
     def send(self, frame: Frame, done: Arrived | None = None, stream: str = "control") -> None:
         """Answers it; nothing is done where it is gone."""
+        if frame.kind == FrameKind.PARAMETERS:
+            self.server.ledger.add(Traffic.PARAMETERS, "send", frame.payload.nbytes)
         try:
             self.links[stream].post(frame, done)
         except EspalierError:
@@ -149,6 +152,7 @@ class ReductionServer(ABC):
             pulls.
         ends: of rounds that have not ended.
         asked: when somebody came last (`time.monotonic`).
+        ledger: payload bytes of gradients and parameters, by `send` and `receive`.
         error: why it has ended.
     """
 
@@ -174,6 +178,7 @@ class ReductionServer(ABC):
         self.round = 0
         self.complete = self.gathered = self.closed = False
         self.asked = time.monotonic()
+        self.ledger = Ledger()
         self.error: EspalierError | None = None
         self._acks: dict[int, int] = {}  # of each member, the number of the frame that it pushes next
         self._proposals: dict[tuple[int, int], dict[int, SharedExponents]] = {}
@@ -410,6 +415,7 @@ class ReductionServer(ABC):
     def receive(self, member: Member, frame: Frame) -> None:
         """Any frame of a member."""
         if frame.kind == FrameKind.GRADIENT:
+            self.ledger.add(Traffic.GRADIENTS, "receive", frame.payload.nbytes)
             self._add(member, frame)
         elif frame.kind == FrameKind.EXPONENTS:
             key = frame.step, frame.layer
