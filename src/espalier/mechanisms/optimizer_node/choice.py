@@ -102,5 +102,5 @@ def _machines(numbers: Iterable[int]) -> str:
     return f"machine{'s' * (len(every) > 1)} {', '.join(map(str, every))}"
 
 
-_PLACES = {"machine": "beside the workers", "host": "on hosts of their own", "node": "beside the optimizer node"}
+_PLACES = {"machine": "beside the workers", "host": "on other machines", "node": "beside the optimizer node"}
 CHOICE = OptimizerNodeChoice()
