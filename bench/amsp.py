@@ -120,7 +120,7 @@ def show(outcome: Outcome) -> None:
 
 def request_of(task: Task, ranks: int) -> Request:
     """What the planner is asked: exactly so many ranks of one thread, the batch of each in one piece."""
-    pin = Pin(ranks=ranks, threads=1, recompute="none", accumulate=task.accumulate)
+    pin = Pin(ranks=ranks, threads=1, recompute="none", accumulate=task.accumulate, algorithm="data", pp=1)
     return request_from_recipe.of_recipe(task.recipe()).changed(pin=pin)
 
 
@@ -182,7 +182,7 @@ def predicted(task: Task, factors: CostFactors, triple: Triple, cluster: cluster
 def choose(task: Task, cluster: clusters.Cluster, ranks: int, factors: CostFactors | None = None) -> Any:
     """The plan that `espalier train` would take."""
     calibration = Calibration(factors=factors, spread=UNCALIBRATED) if factors else DATASHEET
-    taken = decide(request_of(task, ranks), cluster, calibration, dict).taken
+    taken = decide(request_of(task, ranks), cluster, calibration, lambda plans: {}).taken
     assert taken is not None
     return taken
 
