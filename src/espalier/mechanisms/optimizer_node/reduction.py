@@ -146,7 +146,7 @@ class ReductionServer(ABC):
         lock: of all that is not in a slot; `changed` is its condition.
         complete: a round needs all workers of the job, and begins anew where it loses one; else the
             others go on. Set before `start`.
-        gathered: all workers of the job have come.
+        gathered: all workers of the job have come. forgotten: they have not, since `forget`.
         round: how often all chunks were summed, or were to be. A round ends with a step.
             Frames of workers carry it in place of the step, except for
             pulls.
@@ -176,7 +176,7 @@ class ReductionServer(ABC):
         self.lock = threading.RLock()
         self.changed = threading.Condition(self.lock)
         self.round = 0
-        self.complete = self.gathered = self.closed = False
+        self.complete = self.gathered = self.forgotten = self.closed = False
         self.asked = time.monotonic()
         self.ledger = Ledger()
         self.error: EspalierError | None = None
@@ -339,6 +339,7 @@ class ReductionServer(ABC):
             link.start()
         workers = sum(member.workers for member in self.members.values())
         self.gathered = self.gathered or workers >= self.job.workers
+        self.forgotten = self.forgotten and not self.gathered
         self._review()
         return member
 
@@ -389,6 +390,7 @@ class ReductionServer(ABC):
             self._proposals.clear()
             self.agreed.clear()
             self.gathered = False
+            self.forgotten = True
             self._cluster = ""
             for slot in self.slots:
                 slot.number = -1
