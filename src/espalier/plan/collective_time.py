@@ -151,7 +151,7 @@ def fleet(cluster: Cluster, ranks: int, threads: int = 1) -> Fleet:
         optimizers=cluster.optimizers,
         serving=reached(cluster.slowest(used, "between"), "between") if cluster.optimizers else None,
         aggregators=cluster.aggregators,
-        uplink=cluster.between and reached(cluster.between, "between"),
+        uplink=reached(cluster.between, "between") if cluster.optimizers and cluster.between else None,
     )
     return seated
 

@@ -35,12 +35,12 @@ class OptimizerNodeChoice(PlanChoice):
         step = optimizer_node.step_bytes(request)
         link = float(optimizer_node.rates(on, on.kinds[0], route, step).link)
         workers = Counter(rank.node for rank in plan.ranks)
-        numbers = option.nodes or range(option.cluster.machines + sum(table.count for table in option.cluster.helpers))
-        hosts = numbers[len(numbers) - sum(table.count for table in on.aggregators) :]
+        machines = option.cluster.machines
+        numbers = option.nodes or range(machines + sum(table.count for table in option.cluster.helpers))
         nodes = {
             "machine": [node for node, count in workers.items() if count > 1],
-            "host": hosts[: route.aggregators],
-            "node": numbers[option.cluster.machines :][:1],
+            "host": numbers[-sum(table.count for table in on.aggregators) :][: route.aggregators],
+            "node": numbers[machines : machines + 1],
         }
         serving = optimizer_node.ranks(request, option.cluster, option.nodes, nodes.get(route.place, ()))
         state = OptimizerNodeState(
@@ -80,9 +80,9 @@ def _sharded(plan: Plan, request: Request, option: Option) -> Iterable[str]:
     zero1 = replace(layout, optimizer=layout.dp, recompute="none")
     costs = grid(request.changed(offload=RESIDENT), option.on, zero1)
     seconds = float(costs.seconds)
-    fits = f'{plan.predicted.step_seconds / seconds:.2f} times as fast as this (plan.pin.offload = "none")'
-    lacks = f"but lacks {units.show_size(float(costs.over))} on each"
-    yield f"ZeRO-1 on the same ranks takes {units.show_seconds(seconds)} a step, {lacks if costs.over > 0 else fits}."
+    ratio = plan.predicted.step_seconds / seconds
+    fits = "but lacks memory" if costs.over > 0 else 'and fits (plan.pin.offload = "none")'
+    yield f"ZeRO-1 on these ranks takes {units.show_seconds(seconds)} a step, is {ratio:.2f} times as fast, {fits}."
 
 
 def _standbys(plan: Plan) -> Iterable[str]:

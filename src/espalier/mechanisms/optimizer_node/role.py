@@ -288,15 +288,13 @@ def _until_left(place: NodePlace, node: OptimizerNode, stepped: Callable[[int], 
             raise gone or error
         with node.lock:
             members = len(node.members)
-            left = not members and (stands_by or not node.forgotten)  # else they come again
+            again = node.forgotten and not stands_by  # those that it forgot come again
         came = max(came, members)
         if stands_by and isinstance(node, Standby) and node.promoted:
             stands_by = False
             came = members
-        whole = (left and came >= (1 if stands_by else due)) or (
-            _quiet(place, [node]) and node.state.step >= last_of(place)
-        )
-        if whole and not members:
+        whole = came >= (1 if stands_by else due) and not members and not again
+        if whole or (_quiet(place, [node]) and node.state.step >= last_of(place)):
             return
         if node.state.step != step:
             step = node.state.step

@@ -70,13 +70,9 @@ def rates(on: Fleet, kind: DeviceGroup, route: Route, step: Sequence[float] = (1
     """Of one worker's link, where the slowest link on the way paces all others, and of all nodes together; one that no
     table names is on the first machine. `step`: see `step_bytes`."""
     tables = [table for table in on.optimizers for _ in range(table.count)] or [kind.table]
-    link = (on.serving or on.inside).bandwidth
-    uplink = on.uplink.bandwidth if on.uplink and on.serving else link
-    nodes, hosts = (
-        [min(uplink, table.between.bandwidth if table.between else uplink) for table in group]
-        for group in (tables, on.aggregators)
-    )
-    links = {"worker": link, "node": sum(nodes), "aggregator": min(hosts, default=link)}
+    uplink = on.uplink or on.inside
+    nodes, hosts = ([(table.between or uplink).bandwidth for table in group] for group in (tables, on.aggregators))
+    links = {"worker": (on.serving or uplink).bandwidth, "node": sum(nodes), "aggregator": min(hosts, default=0.0)}
     pulls, pushes = (
         SHARE * min(links[name] * step[way] / load[way] for name, load in route.links(*step).items()) for way in (0, 1)
     )
@@ -87,24 +83,24 @@ def rates(on: Fleet, kind: DeviceGroup, route: Route, step: Sequence[float] = (1
 
 def seconds(request: Request, on: Fleet, kind: DeviceGroup, computing: Number) -> Number:
     """Seconds by which pulls and pushes make a step longer than `computing`."""
-    return np.min([_seconds(request, on, kind, computing, route) for route in routes(request, on)], axis=0)
+    return np.min([*_priced(request, on, kind, computing).values()], axis=0)
 
 
-def _seconds(request: Request, on: Fleet, kind: DeviceGroup, computing: Number, route: Route) -> Number:
+def _priced(request: Request, on: Fleet, kind: DeviceGroup, computing: Number) -> dict[Route, Number]:
     model = layers(request)
     step = step_bytes(request)
     wire = 4.0, step[1] / sum(model.numel)
-    return luwu.seconds(model, computing, rates(on, kind, route, step), wire, route.aggregators or on.ranks) - computing
+    return {
+        route: luwu.seconds(model, computing, rates(on, kind, route, step), wire, route.aggregators or on.ranks)
+        - computing
+        for route in routes(request, on)
+    }
 
 
 def chosen(request: Request, on: Fleet, computing: float) -> Route:
     """The way of a plan whose step computes so long: with aggregators where a step is shorter by them, or pinned."""
-
-    def cost(route: Route) -> float:
-        pays = PAYS * computing * (route.aggregators > 0)
-        return pays + float(_seconds(request, on, on.kinds[0], computing, route))
-
-    return min(routes(request, on), key=cost)
+    priced = _priced(request, on, on.kinds[0], computing)
+    return min(priced, key=lambda route: float(priced[route]) + PAYS * computing * (route.aggregators > 0))
 
 
 def ranks(request: Request, cluster: Cluster, numbers: Sequence[int], sites: Sequence[int]) -> Iterator[Rank]:
