@@ -34,7 +34,7 @@ from espalier.plan.decide import decide
 from espalier.plan.layout_estimate import grid
 from espalier.plan.layouts import Layouts
 from espalier.plan.refusals import DoesNotFit
-from espalier.plan.request import Request
+from espalier.plan.request import Crossing, Request
 from espalier.recipe import Auto, Pin, units
 from espalier.recipe.errors import UserError
 from espalier.recipe.sections import ShardPin
@@ -495,7 +495,11 @@ def test_pushes_in_eight_bits_are_a_byte_each_in_the_plan() -> None:
     exact, coded = (decide(request.changed(codec=codec), cluster).taken.predicted for codec in ("exact", "int8"))
     assert exact
     assert coded
-    assert exact.sent_bytes["gradients"] == optimizer_node.pushed(request) == 4 * coded.sent_bytes["gradients"]
+    numel = optimizer_node.pushed(request) / 4
+    assert (exact.sent_bytes["gradients"], coded.sent_bytes["gradients"]) == (4 * numel, numel)
+    assert optimizer_node.step_bytes(request)[1:] == (4 * numel, 4 * numel)
+    crossing = Crossing("all", "int8", 4.0, 0.0)
+    assert optimizer_node.step_bytes(request.changed(crossings={"gradients": crossing}))[1:] == (numel, 2 * numel)
 
 
 def test_a_plan_says_how_much_faster_zero1_would_be_and_where_it_lacks_memory() -> None:

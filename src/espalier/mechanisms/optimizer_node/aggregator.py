@@ -13,7 +13,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 
-from espalier.comm.base import Traffic
 from espalier.kernels import fixed_point
 from espalier.mechanisms.optimizer_node.reduction import Member, ReductionServer, RoundEnd, SharedExponents, SumSlot
 from espalier.mechanisms.optimizer_node.session import Session, reach
@@ -198,7 +197,6 @@ class Aggregator(ReductionServer):
         place = slot.chunk.layer, slot.round, slot.chunk.index, width
         frame = Frame(FrameKind.GRADIENT, *place, payload=payload)
         session.links["push"].send(frame, wait=self.times.answer)
-        self.ledger.add(Traffic.GRADIENTS, "send", payload.nbytes)
 
     # Parameters
 
@@ -246,7 +244,6 @@ class Aggregator(ReductionServer):
         if frame.kind == FrameKind.EXPONENTS:
             super().exponents(frame.step, frame.layer, SharedExponents.of(frame))
         elif frame.kind == FrameKind.PARAMETERS:
-            self.ledger.add(Traffic.PARAMETERS, "receive", frame.payload.nbytes)
             self._fan_out(frame)
         else:
             self.tell_all(frame)

@@ -14,8 +14,7 @@ from espalier.mechanisms.optimizer_node.state import OptimizerNodeState
 from espalier.plan import collective_time
 from espalier.plan.axes import optimizer_node
 from espalier.plan.axes.node_cost import Route
-from espalier.plan.axes.offload import RESIDENT
-from espalier.plan.base import Plan
+from espalier.plan.base import RESIDENT, Plan
 from espalier.plan.choice import PlanChoice
 from espalier.plan.layout_estimate import grid
 from espalier.plan.request import Request

@@ -152,7 +152,7 @@ class ReductionServer(ABC):
             pulls.
         ends: of rounds that have not ended.
         asked: when somebody came last (`time.monotonic`).
-        ledger: payload bytes of gradients and parameters, by `send` and `receive`.
+        ledger: payload bytes of gradients received from members, and of parameters sent to them.
         error: why it has ended.
     """
 

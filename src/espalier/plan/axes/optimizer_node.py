@@ -60,7 +60,7 @@ def routes(request: Request, on: Fleet) -> list[Route]:
     counts = {
         "machine": on.nodes * (on.per_node > 1 and bool(on.optimizers or roles)),
         "host": min(on.ranks, sum(table.count for table in on.aggregators)),
-        "node": int(sum(table.count for table in on.optimizers) == 1 < on.ranks and not on.optimizers[0].name),
+        "node": int(on.ranks > 1 == sum(table.count for table in on.optimizers) and not on.optimizers[0].name),
     }
     ways = [Route(on.ranks, on.per_node, place, count) for place, count in counts.items() if helped and count]
     return ways if roles and ways else [Route(on.ranks, on.per_node), *ways]
