@@ -1,13 +1,17 @@
 """The planned sharding of a decoder beside fixed ones: two nodes of two hosts, 200 Mbit/s and 2 ms between the nodes.
 
-    python bench/amsp.py [--quick] [--pairs N] [--json FILE] [--only links,layouts,unequal,loopback]
+    python bench/amsp.py [--quick] [--pairs N] [--json FILE] [--only links,layouts,levels,unequal,loopback]
 
 Peers on PyTorch's own Gloo: DistributedDataParallel, ZeroRedundancyOptimizer, FSDP2 over all ranks, and FSDP2 inside
 nodes with replicas between them (HSDP). All train the same decoder on the same bytes with fused AdamW, in turn, in the
 same processes. Also measured: the planner's seconds of five layouts, after its processors' speed is taken from a step
 that exchanges nothing and its links' from plain data parallel, with the nodes' limit and without; hosts of 1.0 and 0.4
-cores with samples by speed beside equal ones; and our engine beside DDP and FSDP2 on loopback. Links and unequal hosts
-need root (see bench/netlab.py).
+cores with samples by speed beside equal ones; and our engine beside DDP and FSDP2 on loopback. `levels`: three levels
+of link, two ranks on each of two machines in each of two racks, four micro-batches in a step, and ranks with so little
+memory that neither plain data parallel nor ZeRO-1 nor ZeRO-2 nor HSDP within machines fits, by the planner's count of
+bytes; beside what fits (ZeRO-3, HSDP over a rack; FSDP2 and its HSDP with a direct reduce-scatter) and, measured
+without that limit, what does not; and the order of five layouts.
+Links, levels and unequal hosts need root (see bench/netlab.py).
 """
 
 from __future__ import annotations
@@ -43,6 +47,15 @@ from table import Row, arguments, compare, publish
 Triple = tuple[int, int, int]
 LINKS = Shape(nodes=2, hosts=2, rate=200e6, delay=2e-3)
 FREE = Shape(nodes=2, hosts=2)
+LEVELS = Shape(nodes=4, hosts=2, rate=64e6, rack=2, rack_rate=32e6)
+RACKS = "2 racks x 2 machines x 2 ranks, 32 and 64 Mbit/s"
+MICRO = 4
+"""Micro-batches of a step over three levels."""
+NESTED: tuple[Triple, ...] = ((2, 2, 8), (2, 4, 8), (4, 4, 4), (8, 8, 8))
+"""What fits into the memory there: two nested triples, HSDP over a rack and ZeRO-3."""
+BEYOND: tuple[Triple, ...] = ((1, 8, 8), (1, 1, 8), (1, 1, 1), (2, 2, 2))
+"""What does not: ZeRO-2, ZeRO-1, plain data parallel and HSDP within machines."""
+ORDERED = (*NESTED, (1, 8, 8))
 UNEQUAL = Shape(nodes=1, hosts=2, cpu=(1.0, 0.4))
 PLACE = "2 nodes x 2, 200 Mbit/s + 2 ms"
 ALONE = Contestant("alone", "alone")
@@ -107,7 +120,7 @@ def show(outcome: Outcome) -> None:
 
 def request_of(task: Task, ranks: int) -> Request:
     """What the planner is asked: exactly so many ranks of one thread, the batch of each in one piece."""
-    pin = Pin(ranks=ranks, threads=1, recompute="none", accumulate=1)
+    pin = Pin(ranks=ranks, threads=1, recompute="none", accumulate=task.accumulate, algorithm="data", pp=1)
     return request_from_recipe.of_recipe(task.recipe()).changed(pin=pin)
 
 
@@ -126,13 +139,14 @@ def unlimited() -> clusters.Cluster:
 def layout_of(task: Task, factors: Triple, ranks: int = 4) -> Layouts:
     """Data parallel with these factors, one micro-batch."""
     params, grads, optimizer = factors
-    size = task.batch // ranks
+    size = task.batch // ranks // task.accumulate
     return Layouts(dp=ranks, threads=1, micro_batch=size, params=params, grads=grads, optimizer=optimizer)
 
 
-def speed(task: Task, alone: float) -> CostFactors:
+def speed(task: Task, alone: float, ranks: int = 4) -> CostFactors:
     """The factors with which a step that exchanges nothing is predicted to take `alone` seconds."""
-    terms = estimate(request_of(task, 4), two_nodes(), layout_of(task, (1, 1, 1))).terms
+    cluster = two_nodes() if ranks == 4 else machines(64 * 2**30)
+    terms = estimate(request_of(task, ranks), cluster, layout_of(task, (1, 1, 1), ranks)).terms
     busy = sum(terms[name] for name in ("forward", "backward", "launch", "optimizer"))
     slow = alone / busy
     return CostFactors(product=slow, attention=slow, memory=slow, issue=slow)
@@ -168,7 +182,7 @@ def predicted(task: Task, factors: CostFactors, triple: Triple, cluster: cluster
 def choose(task: Task, cluster: clusters.Cluster, ranks: int, factors: CostFactors | None = None) -> Any:
     """The plan that `espalier train` would take."""
     calibration = Calibration(factors=factors, spread=UNCALIBRATED) if factors else DATASHEET
-    taken = decide(request_of(task, ranks), cluster, calibration, dict).taken
+    taken = decide(request_of(task, ranks), cluster, calibration, lambda plans: {}).taken
     assert taken is not None
     return taken
 
@@ -227,6 +241,63 @@ def predictions(task: Task, note: str) -> list[Row]:
     return [msgspec.structs.replace(row, ours=mean, ratio=GOAL / mean), ranked_alike]
 
 
+def machines(memory: float) -> clusters.Cluster:
+    """The four machines of the lab with three levels, with so many bytes each; between them the slowest link, of which
+    two share a rack's."""
+    node = f'[[nodes]]\nname = "node{{}}"\ndevice = "cpu"\ncores = 2\nmemory = {int(memory)}\n'
+    between = f'[links]\nbetween = {{ bandwidth = "{LEVELS.rack_rate / 1e6:g}Mbit/s", latency = "1ms" }}'
+    return clusters.loads("".join(map(node.format, range(LEVELS.nodes))) + between)
+
+
+def tight(task: Task) -> clusters.Cluster:
+    """The machines with the least memory into which every layout of NESTED fits; checks that no other does."""
+    roomy = machines(64 * 2**30)
+
+    def peak(triple: Triple) -> float:
+        return estimate(request_of(task, 8), roomy, layout_of(task, triple, 8)).memory_bytes["peak"]
+
+    least, beyond = max(map(peak, NESTED)), min(map(peak, BEYOND))
+    print(f"  bytes of a rank: { ({told(one): round(peak(one) / 2**20, 1) for one in (*NESTED, *BEYOND)}) } MiB")
+    limit = estimate(request_of(task, 8), roomy, layout_of(task, (8, 8, 8), 8)).memory_limit
+    assert least < beyond, "the layouts that are to fit need more than those that are not to"
+    return machines(64 * 2**30 / limit * (least + beyond) / 2)
+
+
+def levels(task: Task, note: str) -> list[Row]:
+    """Three levels of link and little memory: what the planner takes beside all else that fits, and the order."""
+    task = msgspec.structs.replace(task, depth=8, width=128, sequence=16, batch=8 * MICRO)
+    task = msgspec.structs.replace(task, accumulate=MICRO, replicas=2)
+    plan = choose(task, tight(task), 8)
+    chosen = triple_of(plan)
+    layouts = (*NESTED, *BEYOND[:3])
+    peers = [Contestant(name, name) for name in ("fsdp2 direct", "hsdp direct", "ddp")]
+    found = in_lab(replace_task(task, [ALONE, *map(named, layouts), *peers], task.rounds, steps=1), LEVELS)
+    case = f"{found.parameters / 1e6:.2f} M, {RACKS}, {MICRO} micro-batches, planned {told(chosen)}{note}"
+    print(f"{case}:\n  {plan.why[0]}")
+    show(found)
+    fitting = [*map(told, NESTED), "fsdp2 direct", "hsdp direct"]
+    rows = [against(case, found, told(chosen), name) for name in fitting if name != told(chosen)]
+    best = min(
+        (name for name in fitting if name != told(chosen)), key=lambda name: statistics.median(found.seconds[name])
+    )
+    rows.append(msgspec.structs.replace(against(case, found, told(chosen), best), peer=f"next best that fits ({best})"))
+    for name in (*map(told, BEYOND[:3]), "ddp"):
+        rows.append(
+            msgspec.structs.replace(against(case, found, told(chosen), name), peer=f"{name}, which does not fit")
+        )
+    factors = speed(task, statistics.median(found.seconds["alone"]), 8)
+    roomy = machines(64 * 2**30)
+    expected = [estimate(request_of(task, 8), roomy, layout_of(task, one, 8), factors).step_seconds for one in ORDERED]
+    measured = [statistics.median(found.seconds[told(one)]) for one in ORDERED]
+    for triple, *pair in zip(ORDERED, expected, measured, strict=True):
+        print(f"  {told(triple)}: predicted {pair[0]:.2f} s, measured {pair[1]:.2f} s")
+    order = float(spearmanr(expected, measured).statistic)
+    return [
+        *rows,
+        Row(f"order of {len(ORDERED)} layouts, {RACKS}{note}", "measured", 1.0, order, order, "Spearman", "-"),
+    ]
+
+
 def unequal(task: Task, note: str) -> list[Row]:
     """Hosts of 1.0 and 0.4 cores: samples by speed, as planned, beside equal ones."""
     plan = choose(task, uneven_hosts(), 2)
@@ -280,7 +351,7 @@ def replace_task(task: Task, contestants: Sequence[Contestant], rounds: int, ste
 
 def main() -> None:
     """Runs what is asked and prints the table."""
-    asked = arguments(__doc__ or "", only={"default": "links,layouts,unequal,loopback"})
+    asked = arguments(__doc__ or "", only={"default": "links,layouts,levels,unequal,loopback"})
     depth, width = (3, 256) if asked.quick else (6, 384)
     note, rounds = (", quick", asked.pairs or 5) if asked.quick else ("", asked.pairs or 7)
     limit = 60.0 if asked.quick else 250.0
@@ -288,6 +359,7 @@ def main() -> None:
     cases: dict[str, Callable[[], list[Row]]] = {
         "links": lambda: slow_links(task, note),
         "layouts": lambda: predictions(task, note),
+        "levels": lambda: levels(msgspec.structs.replace(task, limit=900.0), note),
         "unequal": lambda: unequal(msgspec.structs.replace(task, batch=28), note),
         "loopback": lambda: loopback(task, 4, note) + loopback(task, 2, note),
     }

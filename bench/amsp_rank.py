@@ -12,6 +12,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule
 
 sys.path.insert(0, str(Path(__file__).parent))
 from espalier.language.decoder_workload import new_model
@@ -28,6 +30,7 @@ from espalier.mechanisms.sharding.amsp import Amsp
 from espalier.plan.axes.placement import ShardFactors
 from espalier.plan.axes.placement_plan import Spread
 from espalier.recipe import Gpt, defaults, recipe_file
+from luwu_rank import Direct
 from rank import late, run, stock
 
 SEED = 11
@@ -37,7 +40,8 @@ class Contestant(msgspec.Struct, frozen=True):
     """Who trains.
 
     Attributes:
-        kind: `amsp`, `alone` (exchanges nothing), `ddp`, `zero`, `fsdp2` or `hsdp`.
+        kind: `amsp`, `alone` (exchanges nothing), `ddp`, `zero`, `fsdp2` or `hsdp`, of which both may be `direct`:
+            with a reduce-scatter that sends half of Gloo's bytes.
         factors: of `amsp`.
         shares: samples of each rank; empty: equal.
         bucket: bytes exchanged at once by `amsp`.
@@ -53,7 +57,8 @@ class Contestant(msgspec.Struct, frozen=True):
 class Task(msgspec.Struct, frozen=True):
     """What to measure: a decoder of `depth` and `width`, `batch` windows of `sequence` bytes a step, and by whom.
 
-    `steps`: in each turn; `limit`: seconds after which no further round begins.
+    `steps`: in each turn; `limit`: seconds after which no further round begins; `accumulate`: micro-batches of a step;
+    `replicas`: of `hsdp`, 0: one on each node.
     """
 
     depth: int
@@ -64,6 +69,8 @@ class Task(msgspec.Struct, frozen=True):
     rounds: int
     steps: int = 1
     limit: float = 600.0
+    accumulate: int = 1
+    replicas: int = 0
 
     def options(self) -> Gpt:
         """The decoder's options, resolved."""
@@ -79,7 +86,7 @@ class Task(msgspec.Struct, frozen=True):
             "data": {"path": "python:stdlib"},
             "train": {
                 "steps": 1000, "sequence": self.sequence, "batch_tokens": self.batch * self.sequence,
-                "optimizer": {"kind": "adamw"},
+                "optimizer": {"kind": "adamw"}, "precision": "fp32",
             },
         }  # fmt: skip
         return defaults.resolve(recipe_file.from_table(table))[0]
@@ -107,7 +114,7 @@ class Runner:
             channel = group if who.kind == "amsp" else None
             self.model, parameters = self._ours(model, channel)
         else:
-            self.model = PEERS[who.kind](model, stock())
+            self.model = PEERS[who.kind](model, task)
             parameters = list(self.model.parameters())
         if who.kind == "zero":
             from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -143,21 +150,39 @@ class Runner:
             return self._peer_step(tokens, targets)
         sharding = self.sharding
         sharding.clear()
-        with sharding.accumulate(last=True):
-            total = nn.functional.cross_entropy(self.model(tokens).flatten(0, 1), targets.flatten(), reduction="sum")
-            loss = total / (self.task.batch * self.task.sequence)
-            loss.backward()
+        loss = torch.zeros(())
+        pieces = self._pieces(tokens, targets)
+        for number, (inputs, wanted) in enumerate(pieces, 1):
+            with sharding.accumulate(last=number == len(pieces)):
+                total = nn.functional.cross_entropy(self.model(inputs).flatten(0, 1), wanted.flatten(), reduction="sum")
+                part = total / (self.task.batch * self.task.sequence)
+                part.backward()
+            loss += part.detach()
         sharding.wait() if self.who.kind == "amsp" else None
         self.optimizer.step()
         sharding.refresh()
-        return loss.detach()
+        return loss
+
+    def _pieces(self, tokens: Tensor, targets: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Inputs and targets of each micro-batch."""
+        count = self.task.accumulate
+        return list(zip(tokens.chunk(count), targets.chunk(count), strict=True))
 
     def _peer_step(self, tokens: Tensor, targets: Tensor) -> Tensor:
         self.optimizer.zero_grad(set_to_none=True)
-        loss = nn.functional.cross_entropy(self.model(tokens).flatten(0, 1), targets.flatten())
-        loss.backward()
+        loss = torch.zeros(())
+        pieces = self._pieces(tokens, targets)
+        for number, (inputs, wanted) in enumerate(pieces, 1):
+            last = number == len(pieces)
+            if isinstance(self.model, FSDPModule):  # shards are summed each time, replicas once
+                self.model.set_requires_all_reduce(last)
+            plain = isinstance(self.model, nn.parallel.DistributedDataParallel) and not last
+            with self.model.no_sync() if plain else nullcontext():
+                part = nn.functional.cross_entropy(self.model(inputs).flatten(0, 1), wanted.flatten()) / len(pieces)
+                part.backward()
+            loss += part.detach()
         self.optimizer.step()
-        return loss.detach() / dist.get_world_size()
+        return loss / dist.get_world_size()
 
     def turn(self, steps: int) -> tuple[float, float]:
         """Seconds of a step when `steps` are taken, everything that belongs to them waited for; the last loss."""
@@ -176,17 +201,17 @@ class Runner:
 # --- the peers -----------------------------------------------------------------------------------------------------
 
 
-def _ddp(model: GPT, group: Any) -> nn.Module:
-    return nn.parallel.DistributedDataParallel(model, process_group=group, gradient_as_bucket_view=True)
+def _ddp(model: GPT, task: Task) -> nn.Module:
+    return nn.parallel.DistributedDataParallel(model, process_group=stock(), gradient_as_bucket_view=True)
 
 
-def _fsdp2(model: GPT, group: Any) -> nn.Module:
+def _fsdp2(model: GPT, task: Task) -> nn.Module:
     return _sharded(model, init_device_mesh("cpu", (dist.get_world_size(),), backend_override={0: "gloo"}))
 
 
-def _hsdp(model: GPT, group: Any) -> nn.Module:
+def _hsdp(model: GPT, task: Task) -> nn.Module:
     nodes = os.environ["NETLAB_NODES"].split(",")
-    count = len(set(nodes))
+    count = task.replicas or len(set(nodes))
     shape = (count, len(nodes) // count)
     names = ("replicate", "shard")
     return _sharded(
@@ -203,7 +228,27 @@ def _sharded(model: GPT, mesh: DeviceMesh) -> nn.Module:
     return model
 
 
-PEERS: dict[str, Callable[[GPT, Any], nn.Module]] = {"ddp": _ddp, "zero": _ddp, "fsdp2": _fsdp2, "hsdp": _hsdp}
+def _direct(wrap: Callable[[GPT, Task], nn.Module]) -> Callable[[GPT, Task], nn.Module]:
+    """As `wrap`, each rank sending each other one its part of a sum."""
+
+    def wrapped(model: GPT, task: Task) -> nn.Module:
+        sharded = wrap(model, task)
+        for module in sharded.modules():
+            if isinstance(module, FSDPModule):
+                module.set_custom_reduce_scatter(Direct())  # type: ignore[attr-defined]
+        return sharded
+
+    return wrapped
+
+
+PEERS: dict[str, Callable[[GPT, Task], nn.Module]] = {
+    "ddp": _ddp,
+    "zero": _ddp,
+    "fsdp2": _fsdp2,
+    "hsdp": _hsdp,
+    "fsdp2 direct": _direct(_fsdp2),
+    "hsdp direct": _direct(_hsdp),
+}
 
 
 # --- the measurement -----------------------------------------------------------------------------------------------

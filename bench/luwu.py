@@ -1,6 +1,7 @@
 """The optimizer on a node of its own, on slow links: LuWu beside FSDP2 and ZeRO-1, and what the node sustains.
 
-    python bench/luwu.py [--quick] [--pairs N] [--json FILE] [--rate 200mbit] [--only links|waits|tiny|node|stages]
+    python bench/luwu.py [--quick] [--pairs N] [--json FILE] [--rate 200mbit]
+        [--only links|aggregator|waits|tiny|node|stages]
 
 `links`: four workers with an uplink of 200 Mbit/s each, and a node whose uplink is four times as fast, so that it needs
 no aggregator. All contestants are up at once and take turns of a few steps. FSDP2 gathers each block anew in backward
@@ -8,7 +9,10 @@ no aggregator. All contestants are up at once and take turns of a few steps. FSD
 by hand overlaps its exchanges with forward and backward. `plain` is one process without links. Bytes per link and step
 are those of the interface, headers left out, beside the cost function's; seconds stand beside the planner's too, which
 is told what the node's parts took, and the workers' own part of a step on the same hosts with unlimited links; and so
-do the seconds in which the first worker waits. Hosts use CUBIC, as Linux does by default. `waits`: two workers whose
+do the seconds in which the first worker waits. Hosts use CUBIC, as Linux does by default.
+`aggregator`: the node's link is a worker's, and its workers reach it by an aggregator on a host of its own with four
+times that, or without; in 8 bits, as FSDP2 with a direct reduce-scatter of 8 bits (as ZeRO++ sends gradients) and
+ZeRO-1 are; beside the planner's seconds. `waits`: two workers whose
 computing of a layer takes longer than its two pulls, and the share of a step in which the first waits for pulls, beside
 the goal of 5 %. `tiny`: the same with a model
 of a few thousand numbers, and whether two runs leave the same files. `node`: four workers that compute nothing push and
@@ -58,6 +62,9 @@ NAMES = {
     "fsdp2": "FSDP2, resharding",
     "fsdp2 direct": "FSDP2, resharding, direct reduce-scatter",
     "zero1": "ZeRO-1 with states in host memory, by hand",
+    "fsdp2 int8": "FSDP2, resharding, direct reduce-scatter in int8",
+    "zero1 int8": "ZeRO-1 by hand, gradients in int8",
+    "luwu int8": "the same without an aggregator",
     "plain": "one process, no links",
 }
 GOAL = 0.05
@@ -77,7 +84,7 @@ class Contestants:
         """Returns at once. An optimizer node stands on the last host."""
         command = [sys.executable, str(Path(__file__).parent / "luwu_rank.py"), msgspec.json.encode(task).decode()]
         node = task.kind.startswith("luwu") or task.kind == "feed"
-        hosts = 1 if task.kind == "plain" else task.workers + node
+        hosts = 1 if task.kind == "plain" else task.workers + node + ("aggregator" in task.kind)
         port = {"MASTER_PORT": str(PORT + 10 * len(self._ranks))}
         self._ranks[task.kind] = self.lab.start(command, port, hosts)
 
@@ -114,10 +121,11 @@ class Contestants:
 
 
 @contextmanager
-def contest(rate: float, workers: int = WORKERS) -> Iterator[Contestants]:
-    """A lab with nobody in it yet; the last node's uplink is as fast as all others together."""
-    rates = (rate,) * workers + (rate * workers,)
-    with Lab(Shape(nodes=workers + 1, hosts=1, rates=rates, congestion="cubic")) as lab:
+def contest(rate: float, workers: int = WORKERS, narrow: int = 0) -> Iterator[Contestants]:
+    """A lab with nobody in it yet; the last node's uplink is as fast as all workers' together. `narrow`: nodes with the
+    uplink of a worker before it."""
+    rates = (rate,) * (workers + narrow) + (rate * workers,)
+    with Lab(Shape(nodes=len(rates), hosts=1, rates=rates, congestion="cubic")) as lab:
         found = Contestants(lab, workers)
         try:
             yield found
@@ -126,13 +134,16 @@ def contest(rate: float, workers: int = WORKERS) -> Iterator[Contestants]:
             found.kill()
 
 
-def turns(kinds: Sequence[str], task: Task, rate: float, pairs: int, steps: int) -> dict[str, list[Turn]]:
-    """`pairs` interleaved turns of each kind, after one that does not count."""
+def turns(
+    kinds: Sequence[str], task: Task, rate: float, pairs: int, steps: int, narrow: int = 0
+) -> dict[str, list[Turn]]:
+    """`pairs` interleaved turns of each kind, after one that does not count. `narrow`: see `contest`."""
     found: dict[str, list[Turn]] = {kind: [] for kind in kinds}
-    with contest(rate, task.workers) as made:
+    with contest(rate, task.workers, narrow) as made:
         for kind in kinds:
             shutil.rmtree(f"{task.folder}/{kind}", ignore_errors=True)
-            made.start(msgspec.structs.replace(task, kind=kind, folder=f"{task.folder}/{kind}", link=rate / 8))
+            link = rate / 8 / (task.workers if narrow and "aggregator" not in kind else 1)
+            made.start(msgspec.structs.replace(task, kind=kind, folder=f"{task.folder}/{kind}", link=link))
         for kind in kinds:
             made.turn(kind, 1)
         for _ in range(pairs):
@@ -176,12 +187,54 @@ def links(task: Task, rate: float, pairs: int, steps: int) -> list[Row]:
     return rows
 
 
-def predicted(turn: Turn, computing: float, rate: float, alone: dict[str, float]) -> tuple[float, float]:
-    """Seconds of computing, and those that the cost function adds to them."""
+def predicted(
+    turn: Turn, computing: float, rate: float, alone: dict[str, float], route: cost.Route | None = None
+) -> tuple[float, float]:
+    """Seconds of computing, and those that the cost function adds to them. `route`: by aggregators with links as fast
+    as all workers', to a node with one worker's; None: the node has a link as fast as all workers'."""
     layers = cost.Layers(turn.numel, turn.uses)
-    wire = 4.0, turn.expected_sent / sum(turn.numel)
-    rates = cost.Rates(rate / 8 * SHARE, alone["disk"] * cost.STATE_BYTES, alone["adam"])
-    return computing, float(cost.seconds(layers, computing, rates, wire, WORKERS) - computing)
+    sent = turn.expected_sent
+    wire = 4.0, sent / sum(turn.numel)
+    pulls = pushes = rate / 8 * SHARE
+    if route is not None:
+        step = turn.expected_received, sent, max(sent, 2.0 * sum(turn.numel))
+        loads, links = route.links(*step), {"worker": 1, "node": 1, "aggregator": WORKERS}
+        pulls, pushes = (
+            rate / 8 * SHARE * min(links[name] * step[way] / load[way] for name, load in loads.items())
+            for way in (0, 1)
+        )
+    rates = cost.Rates(pulls, alone["disk"] * cost.STATE_BYTES, alone["adam"], pushes)
+    readers = WORKERS if route is None else route.aggregators or WORKERS
+    return computing, float(cost.seconds(layers, computing, rates, wire, readers) - computing)
+
+
+def aggregated(task: Task, rate: float, pairs: int, steps: int) -> list[Row]:
+    """A node with the link of one worker, with an aggregator before it and without, beside peers in 8 bits too."""
+    ours = "luwu int8 aggregator"
+    began = parts(job_of(4, 2**20), Path(task.folder))
+    found = turns((ours, "luwu int8", "fsdp2 int8", "zero1 int8", "zero1"), task, rate, pairs, steps, narrow=1)
+    free = turns(("luwu int8",), task, 0.0, pairs, steps)["luwu int8"]
+    own = statistics.median(one.seconds - one.stalled for one in free)
+    case = f"{ours}: {sum(found[ours][0].numel) / 1e6:.3g} M parameters, {rate / 1e6:.0f} Mbit/s, also for the node"
+    rows = []
+    for peer in [kind for kind in found if kind != ours]:
+        pair = [
+            (WORKERS * task.sequence / mine.seconds, WORKERS * task.sequence / other.seconds)
+            for mine, other in zip(found[ours], found[peer], strict=True)
+        ]
+        rows.append(compare(case, NAMES[peer], "tokens/s", pair))
+    for kind, place in ((ours, ("host", 1)), ("luwu int8", ("", 0))):
+        route = cost.Route(WORKERS, 1, *place)
+        pair = [(one.seconds, sum(predicted(one, own, rate, began, route))) for one in found[kind]]
+        rows.append(
+            compare(f"{kind}: a step, the node's link is a worker's", "as predicted", "s", pair, higher_is_better=False)
+        )
+    for kind in (ours, "fsdp2 int8", "zero1 int8"):
+        for way in ("sent", "received"):
+            pair = [(getattr(one, way), getattr(one, f"expected_{way}")) for one in found[kind]]
+            what = f"{kind}: {way} per worker's link and step"
+            rows.append(compare(what, "the formula", "bytes", pair, higher_is_better=False))
+    return rows
 
 
 def waits(task: Task, rate: float, pairs: int) -> list[Row]:
@@ -352,7 +405,7 @@ def main() -> int:
     given = arguments(
         __doc__ or "",
         rate={"default": "200mbit", "help": "of a worker's uplink, each way"},
-        only={"choices": ("links", "waits", "tiny", "node", "stages"), "help": "one part"},
+        only={"choices": ("links", "aggregator", "waits", "tiny", "node", "stages"), "help": "one part"},
     )
     quick, rows, rate = given.quick, list[Row](), rate_of(given.rate)
     pairs = given.pairs or (3 if quick else 5)
@@ -365,6 +418,7 @@ def main() -> int:
             "waits": lambda: waits(Task("", *long, f"{made}/waits", 2), rate, min(pairs, 3)),
             "tiny": lambda: tiny(Task("", 1, 32, 16, f"{made}/tiny", WORKERS), rate, pairs),
             "links": lambda: links(Task("", *size, 64, f"{made}/links", WORKERS), rate, pairs, 2),
+            "aggregator": lambda: aggregated(Task("", *size, 64, f"{made}/aggregator", WORKERS), rate, pairs, 2),
         }
         for part, measure in made_by.items():
             if given.only in (None, part):

@@ -139,11 +139,14 @@ def zero(layer: int, flat: Tensor) -> None:
 @contextmanager
 def ours(task: Task, rank: int) -> Iterator[Contestant | None]:
     """A worker, or the node, which serves until the workers have left."""
-    recipe, world = recipe_of(task), task.workers + 1
-    exchanges = (plans.Exchange(traffic="gradients", codec="int8"),) if task.kind.endswith("int8") else ()
-    trainers = tuple(plans.Rank(share=(one, one + 1)) for one in range(task.workers))
+    recipe = recipe_of(task)
+    exchanges = (plans.Exchange(traffic="gradients", codec="int8"),) if "int8" in task.kind else ()
+    ranks = [plans.Rank(share=(one, one + 1), node=one) for one in range(task.workers)]
+    ranks.append(plans.Rank(role="optimizer", node=task.workers))
+    ranks += [plans.Rank(role="aggregator", node=task.workers + 1)] * ("aggregator" in task.kind)
+    world = len(ranks)
     plan = plans.Plan(
-        ranks=(*trainers, plans.Rank(role="optimizer")), micro_batch=1, precision="fp32", exchanges=exchanges,
+        ranks=tuple(ranks), micro_batch=1, precision="fp32", exchanges=exchanges,
         choices={"optimizer_node": OptimizerNodeState(node_link=task.link)},
     )  # fmt: skip
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -151,7 +154,7 @@ def ours(task: Task, rank: int) -> Iterator[Contestant | None]:
     workload = open_language(recipe)
     setting = RankSetup(recipe, plan, workload, place, folder=Path(task.folder))
     with worker.joined(place, 300.0) as channel:
-        if place.role == "optimizer":
+        if place.role != "trainer":
             worker.as_optimizer(setting, channel)
             yield None
             return
@@ -238,6 +241,38 @@ class Direct(DefaultReduceScatter):
         return None
 
 
+BLOCK = 256
+"""Values of one scale in an int8 peer."""
+
+
+def coded(parts: Tensor) -> tuple[Tensor, Tensor]:
+    """Eight bits of each row of `parts`, [ranks x size]: [ranks x blocks x BLOCK] uint8, and fp32 scales by block."""
+    blocks = nn.functional.pad(parts, (0, -parts.shape[1] % BLOCK)).view(len(parts), -1, BLOCK)
+    scales = blocks.abs().amax(2, keepdim=True) / 127
+    codes = (blocks / scales.clamp(min=1e-30)).round_().to(torch.int8)
+    return codes.view(torch.uint8), scales
+
+
+def summed(codes: Tensor, scales: Tensor, size: int) -> Tensor:
+    """The sum over ranks of what was `coded`: [size]."""
+    return (codes.view(torch.int8) * scales).sum(0).view(-1)[:size]
+
+
+class Int8(DefaultReduceScatter):
+    """As `Direct`, of eight bits a value, as ZeRO++ sends gradients."""
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False) -> Any:
+        ranks = dist.get_world_size(group)
+        sent = coded(input_tensor.view(ranks, -1))
+        received = [torch.empty_like(part) for part in sent]
+        for part, out in zip(sent, received, strict=True):
+            dist.all_to_all_single(out, part, group=group)
+        output_tensor.view(-1).copy_(summed(*received, output_tensor.numel()))
+        if op != dist.ReduceOp.SUM:  # the mean
+            output_tensor /= ranks
+        return None
+
+
 @contextmanager
 def fsdp2(task: Task, rank: int) -> Iterator[Contestant]:
     """Fully sharded, each block gathered anew in backward; `fsdp2` alone reduces as Gloo does."""
@@ -248,7 +283,7 @@ def fsdp2(task: Task, rank: int) -> Iterator[Contestant]:
         for block in (*workload.blocks(model), model):
             sharded = fully_shard(block, reshard_after_forward=True)
             if task.kind != "fsdp2":
-                sharded.set_custom_reduce_scatter(Direct())  # type: ignore[attr-defined]
+                sharded.set_custom_reduce_scatter(Int8() if "int8" in task.kind else Direct())  # type: ignore[attr-defined]
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
         plain = _backward(workload, model, rank)
 
@@ -257,7 +292,8 @@ def fsdp2(task: Task, rank: int) -> Iterator[Contestant]:
             optimizer.step()
             optimizer.zero_grad()
 
-        expected = 3.0 * (task.workers - 1) / task.workers * 4 * numel  # two all-gathers and a reduce-scatter
+        pushed = 1 + 4 / BLOCK if "int8" in task.kind else 4
+        expected = (2 * 4 + pushed) * (task.workers - 1) / task.workers * numel  # two all-gathers, a reduce-scatter
         yield Contestant(step, Turn(0.0, 0.0, 0.0, expected, expected, (numel,)))
 
 
@@ -270,12 +306,14 @@ class _Bucket:
         under_way: the collective that was begun last.
     """
 
-    def __init__(self, parameters: list[nn.Parameter], rank: int, workers: int) -> None:
+    def __init__(self, parameters: list[nn.Parameter], rank: int, workers: int, int8: bool = False) -> None:
         numel = sum(one.numel() for one in parameters)
         size = -(-numel // workers)
         self.parameters, self.missing = parameters, len(parameters)
         self.flat, self.gradient = torch.zeros(size * workers), torch.zeros(size * workers)
         self.parts = torch.empty(workers, size)
+        self.int8 = int8
+        self.codes = self.received = ()
         at = 0
         for one in parameters:
             view = self.flat[at : at + one.numel()].view_as(one)
@@ -290,10 +328,21 @@ class _Bucket:
     def _arrived(self, _: Tensor) -> None:
         self.missing -= 1
         if not self.missing:  # all gradients of the block: their sums are exchanged while backward goes on
-            self.under_way = dist.all_to_all_single(self.parts.view(-1), self.gradient, async_op=True)
+            if not self.int8:
+                self.under_way = dist.all_to_all_single(self.parts.view(-1), self.gradient, async_op=True)
+                return
+            self.codes = coded(self.gradient.view(len(self.parts), -1))
+            self.received = tuple(torch.empty_like(part) for part in self.codes)
+            pairs = zip(self.received, self.codes, strict=True)
+            self.works = [dist.all_to_all_single(out, part, async_op=True) for out, part in pairs]
 
     def reduce(self) -> None:
         """Waits for the sums of this rank's part."""
+        if self.int8:
+            for work in self.works:
+                work.wait()
+            self.shard.grad = summed(*self.received, self.parts.shape[1])
+            return
         self.under_way.wait()
         torch.sum(self.parts, 0, out=self.shard.grad)
 
@@ -320,8 +369,9 @@ def zero1(task: Task, rank: int) -> Iterator[Contestant]:
         numel = sum(one.numel() for one in model.parameters())
         blocks = list(workload.blocks(model))
         inside = {id(one) for block in blocks for one in block.parameters()}
-        rest = _Bucket([one for one in model.parameters() if id(one) not in inside], rank, task.workers)
-        buckets = [rest, *(_Bucket(list(block.parameters()), rank, task.workers) for block in blocks)]
+        groups = [[one for one in model.parameters() if id(one) not in inside]]
+        groups += [list(block.parameters()) for block in blocks]
+        buckets = [_Bucket(group, rank, task.workers, "int8" in task.kind) for group in groups]
         for module, bucket in zip((model, *blocks), buckets, strict=True):
             module.register_forward_pre_hook(bucket.ready)
         optimizer = torch.optim.AdamW([one.shard for one in buckets], lr=1e-3, fused=True)
@@ -339,7 +389,8 @@ def zero1(task: Task, rank: int) -> Iterator[Contestant]:
             for bucket in buckets:
                 bucket.ready()
 
-        expected = 2.0 * (task.workers - 1) / task.workers * 4 * numel
+        pushed = 1 + 4 / BLOCK if "int8" in task.kind else 4
+        expected = (4 + pushed) * (task.workers - 1) / task.workers * numel
         yield Contestant(step, Turn(0.0, 0.0, 0.0, expected, expected, (numel,)), finish)
 
 
@@ -372,6 +423,10 @@ def _backward(workload: Workload, model: nn.Module, rank: int) -> Callable[[int]
 KINDS: dict[str, Any] = {
     "luwu": ours,
     "luwu int8": ours,
+    "luwu aggregator": ours,
+    "luwu int8 aggregator": ours,
+    "fsdp2 int8": fsdp2,
+    "zero1 int8": zero1,
     "fsdp2": fsdp2,
     "fsdp2 direct": fsdp2,
     "zero1": zero1,

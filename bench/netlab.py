@@ -52,6 +52,8 @@ class Shape:
     Attributes:
         nodes, hosts: how many nodes, and hosts on each.
         rate: bits/s of a node's uplink, each way; 0: unlimited. rates: those of the first nodes, where they differ.
+        rack, rack_rate: nodes of a rack, and bits/s of its uplink, each way; 0: there are no racks. Without delay and
+            loss only.
         delay: seconds from a node to another.
         loss: share of the frames between nodes that is lost; the kernel hands over up to 64 KiB of packets as one.
         cpu: cores that each host may use (empty: all there are); repeated until all hosts have one.
@@ -66,6 +68,8 @@ class Shape:
     loss: float = 0.0
     cpu: tuple[float, ...] = ()
     rates: tuple[float, ...] = ()
+    rack: int = 0
+    rack_rate: float = 0.0
     congestion: str = ""
     period: int = CPU_PERIOD
 
@@ -102,7 +106,8 @@ class Lab:
             os.kill(self._forwarder, signal.SIGKILL)
             os.waitpid(self._forwarder, 0)
         spaces = [self._host(index) for index in range(len(self.shape.node_of))]
-        for space in [*spaces, *(self._hub(node) for node in range(self.shape.nodes)), self._wire]:
+        hubs = [self._hub(node) for node in range(self.shape.nodes)]
+        for space in [*spaces, *hubs, *self._racks, self._wire]:
             _run("ip", "netns", "del", space, check=False)
         for group in self._groups:
             with contextlib.suppress(OSError):
@@ -125,20 +130,37 @@ class Lab:
     def _wire(self) -> str:
         return f"{self._name}-wire"
 
+    @property
+    def _racks(self) -> list[str]:
+        count = self.shape.nodes // self.shape.rack if self.shape.rack else 0
+        return [f"{self._name}-rack{rack}" for rack in range(count)]
+
+    def _above(self, node: int) -> str:
+        """Where the uplink of a node ends."""
+        return self._racks[node // self.shape.rack] if self.shape.rack else self._wire
+
     def _build(self) -> None:
         allowed = ALLOWED.read_text().split()
         if self.shape.congestion and self.shape.congestion not in allowed:  # else namespaces may not choose it
             self._allowed = " ".join(allowed)
             ALLOWED.write_text(f"{self._allowed} {self.shape.congestion}")
         _run("ip", "netns", "add", self._wire)
+        for index, rack in enumerate(self._racks):
+            _run("ip", "netns", "add", rack)
+            _bridge(rack)
+            _cable(rack, "uplink", self._wire, f"r{index}")
+            _run("ip", "-n", rack, "link", "set", "uplink", "master", "bridge")
+            _limit(rack, "uplink", self.shape.rack_rate)
+            _limit(self._wire, f"r{index}", self.shape.rack_rate)
         for node in range(self.shape.nodes):
             hub = self._hub(node)
             _run("ip", "netns", "add", hub)
             _bridge(hub)
-            _cable(hub, "uplink", self._wire, f"u{node}")
+            _cable(hub, "uplink", self._above(node), f"u{node}")
             _run("ip", "-n", hub, "link", "set", "uplink", "master", "bridge")
-            self._limit(hub, "uplink", node)
-            self._limit(self._wire, f"u{node}", node)
+            rate = (*self.shape.rates, *[self.shape.rate] * self.shape.nodes)[node]
+            _limit(hub, "uplink", rate)
+            _limit(self._above(node), f"u{node}", rate)
         for index, node in enumerate(self.shape.node_of):
             self._add_host(index, self._hub(node))
         if self.shape.delay or self.shape.loss:
@@ -146,7 +168,9 @@ class Lab:
             return
         _bridge(self._wire)
         for node in range(self.shape.nodes):
-            _run("ip", "-n", self._wire, "link", "set", f"u{node}", "master", "bridge")
+            _run("ip", "-n", self._above(node), "link", "set", f"u{node}", "master", "bridge")
+        for index in range(len(self._racks)):
+            _run("ip", "-n", self._wire, "link", "set", f"r{index}", "master", "bridge")
 
     def _add_host(self, index: int, hub: str) -> None:
         space = self._host(index)
@@ -163,13 +187,6 @@ class Lab:
             if other != index:  # static neighbours: nobody need ask
                 known = ("lladdr", _mac(other).hex(":"), "dev", "eth0", "nud", "permanent")
                 _run("ip", "-n", space, "neigh", "replace", _address(other), *known)
-
-    def _limit(self, space: str, device: str, node: int) -> None:
-        rate = (*self.shape.rates, *[self.shape.rate] * self.shape.nodes)[node]
-        if rate:
-            burst, queue = 66_000, int(max(rate / 8 * QUEUE, 4 * 66_000))  # a burst holds one offloaded segment
-            settings = ("rate", f"{int(rate)}bit", "burst", str(burst), "limit", str(queue))
-            _run("tc", "-n", space, "qdisc", "add", "dev", device, "root", "tbf", *settings)
 
     def _forward(self) -> None:
         read, write = os.pipe()
@@ -295,6 +312,13 @@ def _run(*command: str, check: bool = True) -> None:
 def _bridge(space: str) -> None:
     _run("ip", "-n", space, "link", "add", "bridge", "type", "bridge")
     _run("ip", "-n", space, "link", "set", "bridge", "up")
+
+
+def _limit(space: str, device: str, rate: float) -> None:
+    if rate:
+        burst, queue = 66_000, int(max(rate / 8 * QUEUE, 4 * 66_000))  # a burst holds one offloaded segment
+        settings = ("rate", f"{int(rate)}bit", "burst", str(burst), "limit", str(queue))
+        _run("tc", "-n", space, "qdisc", "add", "dev", device, "root", "tbf", *settings)
 
 
 def _cable(space: str, device: str, other: str, end: str) -> None:

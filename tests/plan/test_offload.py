@@ -34,9 +34,10 @@ from espalier.plan.decide import decide
 from espalier.plan.layout_estimate import grid
 from espalier.plan.layouts import Layouts
 from espalier.plan.refusals import DoesNotFit
-from espalier.plan.request import Request
-from espalier.recipe import Auto, Pin
+from espalier.plan.request import Crossing, Request
+from espalier.recipe import Auto, Pin, units
 from espalier.recipe.errors import UserError
+from espalier.recipe.sections import ShardPin
 
 tiers = st.sampled_from(["device", "host", "disk"])
 
@@ -420,11 +421,12 @@ def test_machines_of_different_speed_have_samples_by_their_speed_and_the_nodes_a
     assert plan.ranks[-1] == Rank(role="optimizer", node=2, threads=2, layers=(0, 8))
 
 
-def of_two(link: str, per_machine: int = 4) -> tuple[Request, Cluster]:
-    """Two machines of so many workers each, and a node behind that link."""
+def of_two(link: str, per_machine: int = 4, disk: float = 8e9, more: str = "") -> tuple[Request, Cluster]:
+    """Two machines of so many workers each, and a node behind that link; `more`: keys of both, then other tables."""
     kind = f'[[nodes]]\ndevice = "cpu"\ncores = {per_machine}\nmemory = "16GiB"\n'
-    disks = 'disks = [{ path = "/d", write = 8e9, read = 8e9, iops = 1e4 }]\n'
-    text = f'{kind}count = 2\n{kind}role = "optimizer"\n{disks}[links]\nbetween = "{link}"\n'
+    disks = f'disks = [{{ path = "/d", write = {disk}, read = {disk}, iops = 1e4 }}]\n'
+    keys, _, tables = more.partition("|")
+    text = f'{kind}{keys}count = 2\n{kind}{keys}role = "optimizer"\n{disks}{tables}[links]\nbetween = "{link}"\n'
     pin = Pin(offload="node", ranks=2 * per_machine, threads=1)
     return decoder(1024, 8, 256, 16).changed(pin=pin), clusters.loads(text)
 
@@ -449,7 +451,67 @@ def test_machines_of_one_worker_get_no_aggregator_and_others_do_where_it_is_pinn
     request, cluster = of_two("10Gbit/s", per_machine=1)
     assert aggregators(decide(request, cluster).taken) == []
     pinned = request.changed(pin=msgspec.structs.replace(request.pin, roles=("aggregator",)))
-    assert aggregators(decide(pinned, cluster).taken) == []
+    assert aggregators(decide(pinned, cluster).taken) == [2], "beside the node"
+    alone = pinned.changed(pin=msgspec.structs.replace(pinned.pin, ranks=1))
+    plan = decide(alone, cluster).taken
+    assert aggregators(plan) == []
+    assert any(sentence.startswith("No aggregator, which was asked for") for sentence in plan.why)
     request, cluster = of_two("100000Gbit/s")
     pinned = request.changed(pin=msgspec.structs.replace(request.pin, roles=("aggregator",)))
-    assert aggregators(decide(pinned, cluster).taken) == [0, 1]
+    assert aggregators(decide(pinned, cluster).taken) == [2], "the node reads its disk once"
+    several = cluster.changed(optimizers=(cluster.optimizers[0].changed(count=2),))
+    assert aggregators(decide(pinned, several).taken) == [0, 1]
+
+
+SUMMING = '[[nodes]]\ndevice = "cpu"\ncores = 2\nmemory = "4GiB"\nrole = "aggregator"\ncount = {}\n'
+
+
+def test_an_aggregator_with_a_link_as_fast_as_all_workers_spares_the_node_and_is_on_the_machine_behind_it() -> None:
+    request, cluster = of_two("1Gbit/s", 1, more=f'between = "100Mbit/s"\n|{SUMMING.format(1)}')
+    plan = decide(request, cluster).taken
+    without = decide(request.changed(pin=msgspec.structs.replace(request.pin, roles=())), cluster).taken
+    assert (aggregators(plan), aggregators(without)) == ([3], [])
+    assert plan.predicted
+    assert without.predicted
+    assert plan.predicted.step_seconds < 0.8 * without.predicted.step_seconds
+    assert any("1 aggregator on other machines" in sentence for sentence in plan.why)
+    assert aggregators(decide(request, cluster.changed(standbys=cluster.optimizers)).taken) == [4]
+
+
+def test_an_aggregator_with_a_link_like_the_nodes_is_left_alone_and_two_before_four_workers_are_not() -> None:
+    request, cluster = of_two("100Mbit/s", 1, more=f"|{SUMMING.format(1)}")
+    assert optimizer_node.chosen(request, collective_time.fleet(cluster, 2), 0.0).place == ""
+    four = cluster.changed(nodes=(cluster.nodes[0].changed(count=4),), aggregators=(cluster.nodes[0].changed(count=2),))
+    assert optimizer_node.chosen(request, collective_time.fleet(four, 4), 0.0) == cost.Route(4, 1, "host", 2)
+
+
+def test_a_node_with_a_slow_disk_has_an_aggregator_beside_it() -> None:
+    request, cluster = of_two("10Gbit/s", 1, disk=1e7)
+    assert aggregators(decide(request, cluster).taken) == [2]
+
+
+def test_pushes_in_eight_bits_are_a_byte_each_in_the_plan() -> None:
+    request, cluster = of_two("1Gbit/s", 1)
+    exact, coded = (decide(request.changed(codec=codec), cluster).taken.predicted for codec in ("exact", "int8"))
+    assert exact
+    assert coded
+    numel = optimizer_node.pushed(request) / 4
+    assert (exact.sent_bytes["gradients"], coded.sent_bytes["gradients"]) == (4 * numel, numel)
+    assert optimizer_node.step_bytes(request)[1:] == (4 * numel, 4 * numel)
+    crossing = Crossing("all", "int8", 4.0, 0.0)
+    assert optimizer_node.step_bytes(request.changed(crossings={"gradients": crossing}))[1:] == (numel, 2 * numel)
+
+
+def test_a_plan_says_how_much_faster_zero1_would_be_and_where_it_lacks_memory() -> None:
+    request, cluster = of_two("1Gbit/s", 1)
+    (sentence,) = (one for one in decide(request, cluster).taken.why if one.startswith("ZeRO-1"))
+    shard = ShardPin(params=1, grads=1, optimizer=2)
+    pin = Pin(ranks=2, threads=1, offload="none", dp=2, recompute="none", shard=shard)
+    zero1 = decide(request.changed(pin=pin), cluster).taken.predicted
+    assert zero1
+    assert f"takes {units.show_seconds(zero1.step_seconds)} a step" in sentence
+    assert sentence.endswith('times as fast, and fits (plan.pin.offload = "none").')
+    device = cluster.nodes[0].device.changed(memory=3 * 2**29)
+    small = cluster.changed(nodes=(cluster.nodes[0].changed(memory=3 * 2**29, device=device),))
+    (sentence,) = (one for one in decide(request, small).taken.why if one.startswith("ZeRO-1"))
+    assert sentence.endswith("but lacks memory.")

@@ -284,6 +284,48 @@ def test_workers_reach_two_nodes_on_other_hosts_through_the_aggregator_of_theirs
     assert none_left(lab)
 
 
+SUMMED = """
+[[nodes]]
+count = 2
+device = "cpu"
+cores = 1
+memory = "4GiB"
+between = "10Mbit/s"
+
+[[nodes]]
+device = "cpu"
+cores = 1
+memory = "4GiB"
+between = "10Mbit/s"
+role = "optimizer"
+disks = [{ path = "/", write = 1e9, read = 1e9, iops = 1e4 }]
+
+[[nodes]]
+device = "cpu"
+cores = 1
+memory = "4GiB"
+role = "aggregator"
+
+[links]
+between = "50Mbit/s"
+"""
+
+
+def test_an_aggregator_on_a_host_of_its_own_changes_no_bit(lab, home) -> None:
+    (home / "summed.toml").write_text(SUMMED)
+    fixed = ["train.optimizer.kind=adamw", "plan.cluster=summed.toml", "plan.pin.offload=node", "plan.pin.ranks=2"]
+    for run, roles in (("summed", '["aggregator"]'), ("direct", "[]")):
+        asked = [*fixed, f"plan.pin.roles={roles}", "comm.codec=int8", "--run", f"runs/{run}"]
+        done = espalier(home, "train", "recipe.toml", *asked, "--hosts", lab)
+        assert done.returncode == 0, done.stdout + done.stderr
+    ranks = json.loads((home / "runs" / "summed" / "plan.json").read_text())["ranks"]
+    assert [(one["role"], one.get("node", 0)) for one in ranks[2:]] == [("optimizer", 2), ("aggregator", 3)]
+    summed, direct = ([one["loss"] for one in events(home, run, "step")] for run in ("summed", "direct"))
+    assert len(summed) == 4
+    assert summed == direct
+    assert none_left(lab)
+
+
 PACKED = """
 [model]
 kind = "sage"

@@ -62,12 +62,12 @@ class HostPost:
         text, machines = measured[0]
         cluster = clusters.loads(text)
         hosts = self.team.hosts
-        more = sum(table.count for table in (*cluster.optimizers, *cluster.standbys))
+        more = sum(table.count for table in cluster.helpers)
         if more and max(hosts) + 1 != cluster.machines + more:
             raise UserError(
                 f"{max(hosts) + 1} hosts were named, and the cluster file has {cluster.machines} machines that train "
                 f"and {more} with other roles.",
-                do="--hosts with one host for each, those that train first, then optimizer nodes, then standbys",
+                do="--hosts with one host each: those that train, then optimizer nodes, standbys, aggregators",
             )
         remaining = [process for process, host in enumerate(hosts) if not more or host < cluster.machines]
         job = start_run.start_run(

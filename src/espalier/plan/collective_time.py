@@ -60,7 +60,8 @@ class Fleet:
 
     `per_node`: ranks on each machine (the fewest); `inside`, `between`: the slowest link of each level.
     `factors`: what a calibration says of devices and links; `optimizers`: machines that hold the model for the others,
-    and `serving` the link of a machine to them.
+    `aggregators`: those that add up gradients on the way, and `serving` the link of a machine to them, `uplink` that of
+    theirs.
     """
 
     ranks: int
@@ -72,6 +73,8 @@ class Fleet:
     factors: CostFactors = PLAIN
     optimizers: tuple[Node, ...] = ()
     serving: Link | None = None
+    aggregators: tuple[Node, ...] = ()
+    uplink: Link | None = None
 
     @property
     def cuda(self) -> bool:
@@ -147,6 +150,8 @@ def fleet(cluster: Cluster, ranks: int, threads: int = 1) -> Fleet:
         between=reached(cluster.slowest(used, "between"), "between") if across else None,
         optimizers=cluster.optimizers,
         serving=reached(cluster.slowest(used, "between"), "between") if cluster.optimizers else None,
+        aggregators=cluster.aggregators,
+        uplink=reached(cluster.between, "between") if cluster.optimizers and cluster.between else None,
     )
     return seated
 

@@ -186,7 +186,7 @@ def sent(step: CostInputs, samples: int, nodes: Sequence[int]) -> dict[str, floa
     layout = step.layouts
     rounds = -(-samples // int(layout.micro_batch))
     if request.offload == NODE:
-        return {"gradients": optimizer_node.pushed(request)}
+        return {"gradients": optimizer_node.step_bytes(request)[1]}
     sent_bytes = dict(step.states_cost(rounds).sent)
     if request.crossings and step.states.sizes and not np.any(step.states.cut):
         codecs = placement_plan.codecs(exchanges(request.crossings))

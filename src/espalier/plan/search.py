@@ -264,13 +264,13 @@ def fastest_possible(request: Request, cluster: Cluster, calibration: Calibratio
 
 
 def original_nodes(cluster: Cluster, ordered: Cluster) -> tuple[int, ...]:
-    """The numbers in `cluster` of the machines of `ordered`, then those of its optimizer nodes and standbys."""
+    """The numbers in `cluster` of the machines of `ordered`, then those of its `helpers`."""
     numbers: dict[int, dict[int, None]] = {}
     for place in cluster.devices():
         numbers.setdefault(id(place.table.device), {})[place.node] = None
     left = {key: iter(known) for key, known in numbers.items()}
     machines = [number for table in ordered.nodes for number in itertools.islice(left[id(table.device)], table.count)]
-    others = sum(table.count for table in (*cluster.optimizers, *cluster.standbys))
+    others = sum(table.count for table in cluster.helpers)
     return (*machines, *range(cluster.machines, cluster.machines + others))
 
 

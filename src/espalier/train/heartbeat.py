@@ -128,11 +128,12 @@ SILENT = Pulse(memoryview(bytearray(8 * _CELLS)).cast("q"), 0.0)
 
 
 class Pulses:
-    """The signs of life of all ranks of one attempt. Has state: the shared memory. Made before the ranks are forked."""
+    """The signs of life of all ranks of one attempt, of which a host may have none. Has state: the shared memory. Made
+    before the ranks are forked."""
 
     def __init__(self, world: int, every: float) -> None:
         self._every = every
-        self._memory = mmap.mmap(-1, 8 * _CELLS * world)
+        self._memory = mmap.mmap(-1, 8 * _CELLS * max(1, world))
         cells = memoryview(self._memory).cast("q")
         self._ranks = [cells[rank * _CELLS : (rank + 1) * _CELLS] for rank in range(world)]
 

@@ -26,6 +26,10 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return made
 
 
+def test_a_host_without_ranks_has_no_signs_of_life() -> None:
+    assert Pulses(0, 1.0).read() == []
+
+
 def test_what_a_fork_shows_is_read_here_even_after_it_was_killed():
     pulses = Pulses(3, 0.02)
     pid = os.fork()

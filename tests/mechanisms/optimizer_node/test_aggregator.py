@@ -17,9 +17,12 @@ from test_recovery import begun, train
 from torch import Tensor
 
 from espalier.mechanisms.optimizer_node.aggregator import Aggregator
+from espalier.mechanisms.optimizer_node.role import site_of
 from espalier.mechanisms.optimizer_node.wire import Address
 from espalier.parallel.layer_client import StepLost
+from espalier.plan.axes.node_cost import Route
 from espalier.plan.axes.node_layout import NodeJob
+from espalier.plan.base import Plan, Rank
 
 
 @contextmanager
@@ -87,6 +90,51 @@ def test_the_node_sends_and_receives_as_much_as_for_one_worker() -> None:
         assert sorted(made.members) == [-1]
     assert 3 * bytes_of_layers < sent < 3 * 1.2 * bytes_of_layers
     assert 4 * bytes_of_layers < received < 4 * 1.2 * bytes_of_layers
+
+
+@pytest.mark.parametrize(("push", "width", "summed"), [("fp32", 4, 4), ("int8", 1, 2)])
+def test_links_carry_the_bytes_of_the_plan_to_the_byte(push: str, width: int, summed: int) -> None:
+    one, steps = job(workers=4, push=push), 3
+    numel = sum(layer.numel for layer in one.layers)
+    pulled = 4 * numel * (steps + 1)  # once more than it pushes
+    links = Route(4, 1, "host", 2).links(pulled, width * numel * steps, summed * numel * steps)
+    with node(one) as (made, address), sites(one, address, 2) as between:
+        doors = [each.door.getsockname() for each in between]
+        trained(one, [doors[0], doors[0], doors[1], doors[1]], steps)
+    node_sent, node_received = made.ledger.bytes["parameters", "send"], made.ledger.bytes["gradients", "receive"]
+    assert (node_sent, node_received) == links["node"]
+    for aggregator in between:
+        down, up = aggregator.ledger.bytes["parameters", "send"], aggregator.ledger.bytes["gradients", "receive"]
+        assert (down + node_received / 2, up + node_sent / 2) == links["aggregator"]
+        assert down == 2 * links["worker"][0]
+        assert up == 2 * links["worker"][1]
+
+
+def test_without_aggregators_the_node_sends_and_receives_for_each_worker() -> None:
+    one, steps = job(workers=3), 2
+    size = 4 * sum(layer.numel for layer in one.layers)
+    with node(one) as (made, address):
+        trained(one, [address] * 3, steps)
+    counted = made.ledger.bytes["parameters", "send"], made.ledger.bytes["gradients", "receive"]
+    assert counted == Route(3).links(size * (steps + 1), size * steps, size * steps)["node"]
+
+
+@pytest.mark.parametrize(
+    ("machines", "served", "sites"),
+    [
+        ((0, 1, 2, 3), (5, 6), [5, 5, 6, 6]),
+        ((0, 1, 2), (9,), [4, 4, 4]),
+        ((0, 0, 1, 1), (0, 1), [5, 5, 6, 6]),
+        ((0, 0, 1), (0,), [4, 4, None]),
+        ((0, 1), (), [None, None]),
+    ],
+)
+def test_workers_reach_nodes_by_the_aggregator_of_their_machine_or_by_one_of_those_on_other_machines(
+    machines: tuple[int, ...], served: tuple[int, ...], sites: list[int | None]
+) -> None:
+    ranks = [Rank(node=machine) for machine in machines] + [Rank(role="optimizer", node=4)]
+    plan = Plan(ranks=(*ranks, *(Rank(role="aggregator", node=machine) for machine in served)))
+    assert [site_of(plan, rank) for rank in range(len(machines))] == sites
 
 
 @pytest.mark.sampled(1)

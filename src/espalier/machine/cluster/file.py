@@ -22,7 +22,7 @@ from espalier.recipe.errors import UserError, nearest
 HELP = "docs/cluster.md shows the format; `espalier probe` writes one for this machine"
 Quantity = str | int | float
 
-ROLES = "trainer", "optimizer", "standby"
+ROLES = "trainer", "optimizer", "standby", "aggregator"
 LARGEST = 1_000_000
 """Devices in all: each becomes an object, and no cluster has more."""
 FLOPS, MEMORY, LINKS = 1e18, 1e17, 1e14
@@ -64,7 +64,7 @@ class _MachineTable(Struct, forbid_unknown_fields=True):
     disks: tuple[Disk, ...] = ()
     name: str = ""
     between: Quantity | _NetworkTable | None = None
-    role: Literal["trainer", "optimizer", "standby"] = "trainer"
+    role: Literal["trainer", "optimizer", "standby", "aggregator"] = "trainer"
     price: float = 0.0
     mtbf: float | None = None
 
@@ -101,10 +101,10 @@ def loads(text: str, origin: str = "cluster.toml") -> Cluster:
     by_role = {
         role: [node for node, table in zip(made, file.nodes, strict=True) if table.role == role] for role in ROLES
     }
-    nodes, optimizers, standbys = (tuple(by_role[role]) for role in ROLES)
+    nodes, optimizers, standbys, aggregators = (tuple(by_role[role]) for role in ROLES)
     if not nodes:
         raise UserError(
-            f'{origin} has only nodes with role = "optimizer" or "standby".',
+            f'{origin} has only nodes with role = "optimizer", "standby" or "aggregator".',
             do="a [[nodes]] table of machines that train",
         )
     total = sum(node.count * node.devices for node in nodes)
@@ -120,6 +120,7 @@ def loads(text: str, origin: str = "cluster.toml") -> Cluster:
         notes=file.notes,
         optimizers=optimizers,
         standbys=standbys,
+        aggregators=aggregators,
     )
     _check_links(cluster, origin)
     return cluster
@@ -128,7 +129,7 @@ def loads(text: str, origin: str = "cluster.toml") -> Cluster:
 def dumps(cluster: Cluster) -> str:
     """The cluster as TOML; `loads` of it gives an equal cluster. Plain numbers: bytes, bytes/s, seconds, FLOP/s."""
     nodes = [_dump_node(node) for node in cluster.nodes]
-    for role, others in (("optimizer", cluster.optimizers), ("standby", cluster.standbys)):
+    for role, others in zip(ROLES[1:], (cluster.optimizers, cluster.standbys, cluster.aggregators), strict=True):
         nodes += [{**_dump_node(node), "role": role} for node in others]
     table: dict[str, Any] = {"nodes": nodes}
     if cluster.between:
@@ -254,7 +255,7 @@ def _check_links(cluster: Cluster, origin: str) -> None:
                 do="a and b from 0",
             )
         _positive(pair.bandwidth, f"{origin}: pairs ({pair.a}, {pair.b})", LINKS)
-    machines = cluster.machines + sum(node.count for node in (*cluster.optimizers, *cluster.standbys))
+    machines = cluster.machines + sum(node.count for node in cluster.helpers)
     if cluster.between is not None or machines == 1:
         return
     there = {frozenset((pair.a, pair.b)) for pair in cluster.pairs}

@@ -155,8 +155,9 @@ class Cluster(Value, frozen=True, kw_only=True, dict=True):
     programs used while it was measured; `notes`: what the probe had to say.
 
     `optimizers`: machines with `role = "optimizer"`, which hold the model for the others and compute no loss;
-    `standbys`: those with `role = "standby"`, each of which goes on where an optimizer node is lost. They are numbered
-    after the others, in this order, and have no devices among `devices()`.
+    `standbys`: those with `role = "standby"`, each of which goes on where an optimizer node is lost; `aggregators`:
+    those with `role = "aggregator"`, which add up gradients on their way to optimizer nodes. They are numbered after
+    the others, in this order, and have no devices among `devices()`.
 
     (`dict=True` gives room to remember its devices and fleets, of which there may be thousands.)
     """
@@ -169,6 +170,12 @@ class Cluster(Value, frozen=True, kw_only=True, dict=True):
     notes: tuple[str, ...] = ()
     optimizers: tuple[Node, ...] = ()
     standbys: tuple[Node, ...] = ()
+    aggregators: tuple[Node, ...] = ()
+
+    @property
+    def helpers(self) -> tuple[Node, ...]:
+        """Machines that compute no loss, in the order of their numbers."""
+        return (*self.optimizers, *self.standbys, *self.aggregators)
 
     def devices(self) -> list[Place]:
         """All devices in rank order, each with its machine. Not to be changed."""

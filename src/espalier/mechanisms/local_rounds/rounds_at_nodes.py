@@ -16,6 +16,7 @@ from espalier.mechanisms.local_rounds.state import LocalRoundsState
 from espalier.optim.diloco_slowmo import METHODS
 from espalier.plan import collective_time
 from espalier.plan.axes import optimizer_node
+from espalier.plan.axes.node_cost import Route
 from espalier.plan.axes.node_layout import BITS, LOCAL_BYTES, outer_method, push_of
 from espalier.plan.base import Exchange, Plan, Predicted
 from espalier.plan.request import Request
@@ -73,7 +74,7 @@ def _seconds(plan: Plan, request: Request, cluster: Cluster, sent: float) -> tup
     on = collective_time.fleet(cluster, len(plan.trainers), plan.ranks[0].threads)
     kind = on.kinds[0]
     size = optimizer_node.pushed(request)
-    flight = (size + sent) / optimizer_node.rates(on, kind).link
+    flight = (size + sent) / optimizer_node.rates(on, kind, Route(on.ranks, on.per_node)).link
     disks = kind.table.disks
     processes = kind.setting.processes
     rate = min(disks[0].read, disks[0].write) / processes if disks else math.inf

@@ -1,4 +1,4 @@
-"""Aggregator of a site: adds the gradients of its workers, sends one stream to the node, and fans parameters out.
+"""Aggregator: adds the gradients of some workers, sends one stream to the node, and fans parameters out.
 
 It stands where the switch of LuWu (arXiv 2409.00918, section 3) would. It is a node without an optimizer: workers see a
 node in it, and the node one worker. Sums are of integers, which it does not have to understand. What one worker pulls
@@ -57,10 +57,11 @@ class _SiteRound(RoundEnd):
 
 
 class Aggregator(ReductionServer):
-    """Serves the workers of a site for one node. Has state: threads, from `start` to `close`.
+    """Serves the workers of a machine, or some of several machines, for one node. Has state: threads, from `start` to
+    `close`.
 
     Args:
-        job: of the node; `workers` are those of this site.
+        job: of the node; `workers` are those of this aggregator.
         node: its addresses (its own and those of its standbys), and the token of the run.
         door: a listening socket.
         site: the number of this aggregator among those of the run.

@@ -22,6 +22,7 @@ import torch
 import xxhash
 from torch import Tensor
 
+from espalier.comm.base import Ledger, Traffic
 from espalier.kernels import fixed_point
 from espalier.mechanisms.optimizer_node import wire
 from espalier.mechanisms.optimizer_node.wire import RAW, Arrived, Frame, FrameKind, FrameLink, Peer, Times
@@ -117,6 +118,8 @@ class Member(Peer):
 
     def send(self, frame: Frame, done: Arrived | None = None, stream: str = "control") -> None:
         """Answers it; nothing is done where it is gone."""
+        if frame.kind == FrameKind.PARAMETERS:
+            self.server.ledger.add(Traffic.PARAMETERS, "send", frame.payload.nbytes)
         try:
             self.links[stream].post(frame, done)
         except EspalierError:
@@ -143,12 +146,13 @@ class ReductionServer(ABC):
         lock: of all that is not in a slot; `changed` is its condition.
         complete: a round needs all workers of the job, and begins anew where it loses one; else the
             others go on. Set before `start`.
-        gathered: all workers of the job have come.
+        gathered: all workers of the job have come. forgotten: they have not, since `forget`.
         round: how often all chunks were summed, or were to be. A round ends with a step.
             Frames of workers carry it in place of the step, except for
             pulls.
         ends: of rounds that have not ended.
         asked: when somebody came last (`time.monotonic`).
+        ledger: payload bytes of gradients received from members, and of parameters sent to them.
         error: why it has ended.
     """
 
@@ -172,8 +176,9 @@ class ReductionServer(ABC):
         self.lock = threading.RLock()
         self.changed = threading.Condition(self.lock)
         self.round = 0
-        self.complete = self.gathered = self.closed = False
+        self.complete = self.gathered = self.forgotten = self.closed = False
         self.asked = time.monotonic()
+        self.ledger = Ledger()
         self.error: EspalierError | None = None
         self._acks: dict[int, int] = {}  # of each member, the number of the frame that it pushes next
         self._proposals: dict[tuple[int, int], dict[int, SharedExponents]] = {}
@@ -334,6 +339,7 @@ class ReductionServer(ABC):
             link.start()
         workers = sum(member.workers for member in self.members.values())
         self.gathered = self.gathered or workers >= self.job.workers
+        self.forgotten = self.forgotten and not self.gathered
         self._review()
         return member
 
@@ -384,6 +390,7 @@ class ReductionServer(ABC):
             self._proposals.clear()
             self.agreed.clear()
             self.gathered = False
+            self.forgotten = True
             self._cluster = ""
             for slot in self.slots:
                 slot.number = -1
@@ -410,6 +417,7 @@ class ReductionServer(ABC):
     def receive(self, member: Member, frame: Frame) -> None:
         """Any frame of a member."""
         if frame.kind == FrameKind.GRADIENT:
+            self.ledger.add(Traffic.GRADIENTS, "receive", frame.payload.nbytes)
             self._add(member, frame)
         elif frame.kind == FrameKind.EXPONENTS:
             key = frame.step, frame.layer

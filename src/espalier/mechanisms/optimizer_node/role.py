@@ -153,10 +153,14 @@ def addresses_of(plan: Plan, posts: Posts) -> list[list[Address]]:
 
 
 def site_of(plan: Plan, rank: int) -> int | None:
-    """The aggregator through which a worker reaches the nodes: the one on its machine; None: it has none."""
-    machine = plan.ranks[rank].node
-    aggregators = ranks_of(plan, "aggregator")
-    return next((rank for rank in aggregators if plan.ranks[rank].node == machine), None)
+    """The aggregator through which a worker reaches the nodes: the one on its machine, else of those on machines
+    without workers the one for its part of the workers; None: it has none."""
+    workers = plan.trainers
+    by_machine = {plan.ranks[site].node: site for site in ranks_of(plan, "aggregator")}
+    near = {plan.ranks[worker].node for worker in workers} & {*by_machine}
+    if near or not by_machine:
+        return by_machine.get(plan.ranks[rank].node)
+    return [*by_machine.values()][workers.index(rank) * len(by_machine) // len(workers)]
 
 
 def job_of(recipe: Recipe, plan: Plan, layers: Sequence[FlatLayer]) -> NodeJob:
@@ -284,12 +288,13 @@ def _until_left(place: NodePlace, node: OptimizerNode, stepped: Callable[[int], 
             raise gone or error
         with node.lock:
             members = len(node.members)
+            again = node.forgotten and not stands_by  # those that it forgot come again
         came = max(came, members)
         if stands_by and isinstance(node, Standby) and node.promoted:
             stands_by = False
             came = members
-        whole = came >= (1 if stands_by else due) or (_quiet(place, [node]) and node.state.step >= last_of(place))
-        if whole and not members:
+        whole = came >= (1 if stands_by else due) and not members and not again
+        if whole or (_quiet(place, [node]) and node.state.step >= last_of(place)):
             return
         if node.state.step != step:
             step = node.state.step
@@ -444,7 +449,8 @@ def connect(context: Build, layers: Sequence[FlatLayer]) -> Connected:
     if site is not None:
         addresses = [[address] for address in posts[site].addresses]
     answer = LONGEST_ROUND if plan.replicas else TIMES.answer
-    link = plan.state(OptimizerNodeState).node_link if site is None else 0.0
+    near = site is not None and plan.ranks[site].node == plan.ranks[rank].node
+    link = 0.0 if near else plan.state(OptimizerNodeState).node_link
     times = replace(TIMES, answer=answer, unheard=context.reconnects, link=link)
     client = Client(addresses, rank, job, _token(posts), times)
     client.ledger = getattr(context.mesh.channel, "ledger", client.ledger)

@@ -82,11 +82,46 @@ class Layers:
 
 @dataclass(frozen=True)
 class Rates:
-    """What a node's parts sustain: `link` bytes/s each way, `disk` bytes/s read and written, `adam` parameters/s."""
+    """What a node's parts sustain: `link` bytes/s each way, `disk` bytes/s read and written, `adam` parameters/s; and
+    `push`: bytes/s of what a worker pushes, where that differs from what it pulls (0: as `link`)."""
 
     link: float
     disk: float
     adam: float
+    push: float = 0.0
+
+
+@dataclass(frozen=True)
+class Route:
+    """Way of gradients to optimizer nodes, and of parameters back.
+
+    Attributes:
+        workers, per_machine: of the run, and of each machine.
+        place: where aggregators are: on the `machine` of several workers, on a `host` of their own, or beside the
+            optimizer `node`; empty: there are none.
+        aggregators: how many, each for as many workers.
+    """
+
+    workers: int
+    per_machine: int = 1
+    place: str = ""
+    aggregators: int = 0
+
+    def links(self, pulled: float, pushed: float, summed: float) -> dict[str, tuple[float, float]]:
+        """Payload bytes of a step on a link, in the direction of parameters and in that of gradients: of a `worker`'s
+        machine, of an `aggregator` on a host of its own, and of all optimizer nodes together (`node`).
+
+        Args:
+            pulled, pushed: by a worker in a step; summed: by an aggregator in place of what its workers pushed.
+        """
+        machine, all_workers = ((count * pulled, count * pushed) for count in (self.per_machine, self.workers))
+        if self.place not in ("machine", "host"):
+            return {"worker": machine, "node": all_workers}
+        links = {"worker": machine, "node": (self.aggregators * pulled, self.aggregators * summed)}
+        if self.place == "machine":
+            return {**links, "worker": (pulled, summed)}
+        each = -(-self.workers // self.aggregators)
+        return {**links, "aggregator": (each * pulled + summed, each * pushed + pulled)}
 
 
 def window_bytes(layers: Layers, window: int) -> int:
@@ -138,6 +173,6 @@ def seconds(layers: Layers, compute: Number, rates: Rates, wire: Sequence[float]
         for layer in layers.uses[piece] if turn >= last else ():
             if all(layer not in earlier for earlier in layers.uses[:piece]):
                 computed = np.maximum(computed, sent[-PUSHES])
-                pushed = np.maximum(pushed, computed) + wire[1] * sizes[layer] / rates.link
+                pushed = np.maximum(pushed, computed) + wire[1] * sizes[layer] / (rates.push or rates.link)
                 sent.append(pushed)
     return pushed + sizes.sum() / node

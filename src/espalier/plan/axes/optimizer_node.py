@@ -8,14 +8,14 @@ link, its disk and its memory. No torch.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
 import espalier.plan.axes.node_cost as luwu
 from espalier.plan.axes.flow_control import SHARE
-from espalier.plan.axes.node_cost import STATE_BYTES, Layers, Rates
+from espalier.plan.axes.node_cost import STATE_BYTES, Layers, Rates, Route
 from espalier.plan.base import Rank
 from espalier.recipe.cost import Number
 
@@ -44,51 +44,63 @@ def window_bytes(request: Request) -> float:
     return float(luwu.window_bytes(layers(request), WINDOW))
 
 
-def rates(on: Fleet, kind: DeviceGroup, summed: bool = False) -> Rates:
-    """Of one worker's link, and of all nodes together; one that no table names is on the first machine. `summed`: an
-    aggregator on each machine adds up what its workers push, and pulls once for all of them."""
+def step_bytes(request: Request) -> tuple[float, float, float]:
+    """What a worker pulls and pushes in a step, and an aggregator pushes for it and others, to the byte of payload."""
+    model = layers(request)
+    width = 1.0 if "gradients" in request.crossings else 4.0
+    numel = sum(model.numel)
+    return 4.0 * float(np.dot(model.pulls(WINDOW), model.numel)), width * numel, max(2.0, width) * numel
+
+
+def routes(request: Request, on: Fleet) -> list[Route]:
+    """Ways that a plan may take: without aggregators, unless they are pinned; and with them where they have a place:
+    machines of several workers, hosts of the cluster file, and the machine of the one optimizer node."""
+    roles = request.pin.roles
+    helped = roles is None or "aggregator" in roles
+    counts = {
+        "machine": on.nodes * (on.per_node > 1 and bool(on.optimizers or roles)),
+        "host": min(on.ranks, sum(table.count for table in on.aggregators)),
+        "node": int(on.ranks > 1 == sum(table.count for table in on.optimizers) and not on.optimizers[0].name),
+    }
+    ways = [Route(on.ranks, on.per_node, place, count) for place, count in counts.items() if helped and count]
+    return ways if roles and ways else [Route(on.ranks, on.per_node), *ways]
+
+
+def rates(on: Fleet, kind: DeviceGroup, route: Route, step: Sequence[float] = (1.0, 1.0, 1.0)) -> Rates:
+    """Of one worker's link, where the slowest link on the way paces all others, and of all nodes together; one that no
+    table names is on the first machine. `step`: see `step_bytes`."""
     tables = [table for table in on.optimizers for _ in range(table.count)] or [kind.table]
-    link = on.serving or on.inside
-    served = sum(min(link.bandwidth, table.between.bandwidth if table.between else link.bandwidth) for table in tables)
+    uplink = on.uplink or on.inside
+    nodes, hosts = ([(table.between or uplink).bandwidth for table in group] for group in (tables, on.aggregators))
+    links = {"worker": (on.serving or uplink).bandwidth, "node": sum(nodes), "aggregator": min(hosts, default=0.0)}
+    pulls, pushes = (
+        SHARE * min(links[name] * step[way] / load[way] for name, load in route.links(*step).items()) for way in (0, 1)
+    )
     disks = [min(table.disks[0].read, table.disks[0].write) for table in tables]
     memory = sum(table.device.memory_bandwidth for table in tables)
-    sharing = (1, on.nodes) if summed else (on.per_node, on.ranks)
-    paced = SHARE * min(link.bandwidth / sharing[0], served / sharing[1])
-    return Rates(paced, sum(disks), memory / (2 * STATE_BYTES))
+    return Rates(pulls, sum(disks), memory / (2 * STATE_BYTES), pushes)
 
 
 def seconds(request: Request, on: Fleet, kind: DeviceGroup, computing: Number) -> Number:
     """Seconds by which pulls and pushes make a step longer than `computing`."""
-    if not _several(request, on):
-        return _seconds(request, on, kind, computing, False)
-    summed = _seconds(request, on, kind, computing, True)
-    if request.pin.roles is not None:
-        return summed
-    return np.minimum(summed, _seconds(request, on, kind, computing, False))
+    return np.min([*_priced(request, on, kind, computing).values()], axis=0)
 
 
-def _seconds(request: Request, on: Fleet, kind: DeviceGroup, computing: Number, summed: bool) -> Number:
-    crossing = request.crossings.get("gradients")
-    wire = 4.0, 4.0 / (crossing.ratio if crossing is not None else 1.0)
-    readers = on.nodes if summed else on.ranks
-    step = luwu.seconds(layers(request), computing, rates(on, kind, summed), wire, readers)
-    return step - computing
+def _priced(request: Request, on: Fleet, kind: DeviceGroup, computing: Number) -> dict[Route, Number]:
+    model = layers(request)
+    step = step_bytes(request)
+    wire = 4.0, step[1] / sum(model.numel)
+    return {
+        route: luwu.seconds(model, computing, rates(on, kind, route, step), wire, route.aggregators or on.ranks)
+        - computing
+        for route in routes(request, on)
+    }
 
 
-def _several(request: Request, on: Fleet) -> bool:
-    """Whether aggregators may stand before the nodes: machines have several workers, and nodes are elsewhere or
-    aggregators pinned."""
-    roles = request.pin.roles
-    return on.per_node > 1 and (bool(on.optimizers) if roles is None else "aggregator" in roles)
-
-
-def summed(request: Request, on: Fleet, terms: Mapping[str, float]) -> bool:
-    """Whether a plan with those seconds has an aggregator on each machine: pinned, or a step is shorter by it."""
-    if not _several(request, on) or request.pin.roles is not None:
-        return _several(request, on)
-    computing = sum(terms.get(name, 0.0) for name in ("forward", "backward", "recompute"))
-    with_, without = (float(_seconds(request, on, on.kinds[0], computing, by_site)) for by_site in (True, False))
-    return with_ + PAYS * computing < without
+def chosen(request: Request, on: Fleet, computing: float) -> Route:
+    """The way of a plan whose step computes so long: with aggregators where a step is shorter by them, or pinned."""
+    priced = _priced(request, on, on.kinds[0], computing)
+    return min(priced, key=lambda route: float(priced[route]) + PAYS * computing * (route.aggregators > 0))
 
 
 def ranks(request: Request, cluster: Cluster, numbers: Sequence[int], sites: Sequence[int]) -> Iterator[Rank]:
@@ -116,5 +128,5 @@ def ranks(request: Request, cluster: Cluster, numbers: Sequence[int], sites: Seq
 
 
 def pushed(request: Request) -> float:
-    """Bytes that a worker sends in a step."""
+    """Bytes of all parameters in fp32."""
     return 4.0 * sum(layers(request).numel)
