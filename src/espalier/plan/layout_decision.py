@@ -41,8 +41,8 @@ def best_layout(ask: Ask) -> PlanDecision:
     request, priced = choice.priced(ask)
     decision = _searched(replace(ask, request=replace(request, factors=ask.calibration.factors)))
     profile = decision.request.profile
-    others = profile.on_gpus if gpus(ask.cluster) else {}
-    decided = (others.get(remark, remark) for remark in profile.remarks)
+    on_gpus = profile.on_gpus if gpus(ask.cluster) else {}
+    decided = (on_gpus.get(remark, remark) for remark in profile.remarks)
     remarks = (*decided, *priced, *explain.seating(ask.cluster))
     if decision.fits and request.muon and gpus(ask.cluster):
         remarks = (*remarks, *_other_optimizer(decision))

@@ -289,13 +289,19 @@ def _integers(array: Any, name: str, dims: int = 1) -> Tensor:
 
 def _values(values: Any, entries: int) -> Tensor:
     tensor = torch.as_tensor(values).detach()
-    if tensor.shape != (entries,):
-        raise UserError(
-            f"values has shape {tuple(tensor.shape)}.", why=f"there are {entries} entries", do="give one for each"
-        )
+    _check_length(tensor, entries)
     if tensor.is_complex():
         raise UserError("values are complex.", why="weights are real", do="values.real, or values.abs()")
     return tensor if tensor.dtype in (torch.float32, torch.float64) else tensor.float()
+
+
+def _check_length(values: Tensor, entries: int) -> None:
+    if values.shape != (entries,):
+        raise UserError(
+            f"values has shape {tuple(values.shape)}.",
+            why=f"the matrix has {entries} entries",
+            do="give one for each, in the order of its entries",
+        )
 
 
 def _check_shape(shape: tuple[int, int]) -> None:
@@ -379,26 +385,21 @@ def matmul(
             raise UserError(
                 f"{name} is {type(operand).__name__}.", why="a product takes tensors", do="torch.as_tensor(…)"
             )
+        if operand is not None and not operand.is_floating_point():
+            raise UserError(f"{name} is of type {str(operand.dtype).removeprefix('torch.')}.", do=f"{name}.float()")
     if x.dim() == 0 or x.shape[0] != columns:
         raise UserError(
             f"x has shape {tuple(x.shape)}.",
             why=f"a matrix {rows} x {columns} needs [{columns}, ...]",
             do="one row of x for each column of the matrix",
         )
-    for name, operand in (("x", x), ("values", values)):
-        if operand is not None and not operand.is_floating_point():
-            raise UserError(f"{name} is of type {str(operand.dtype).removeprefix('torch.')}.", do=f"{name}.float()")
     if not isinstance(adjacency, CSR):
         if values is not None:
             raise UserError("A CBM has no values of its own to replace.", do="use the CSR matrix: cbm.to_csr()")
         product = adjacency.product(x)
         return product if start is None else product + start
-    if values is not None and values.shape != (adjacency.entries,):
-        raise UserError(
-            f"values has shape {tuple(values.shape)}.",
-            why=f"the matrix has {adjacency.entries} entries",
-            do="give one for each, in the order of its entries",
-        )
+    if values is not None:
+        _check_length(values, adjacency.entries)
     dense = as_columns(x)
     weights = adjacency.weights(dense.dtype) if values is None else values.to(dense.dtype)
     if start is not None and (start.dtype != dense.dtype or start.shape[-1] != dense.shape[1]):

@@ -216,7 +216,7 @@ def test_few_bits_send_less_and_still_learn(options):
         (
             {},
             {"halo": {"synchronize": 5}},
-            r"synchronize = 5 makes rows late.*82\.7 %.*97\.4 %.*graph.halo.late = true",
+            r"(?s)synchronize = 5 makes rows late.*82\.7 %.*97\.4 %.*graph.halo.late = true",
         ),
         ({}, {"halo": {"synchronize": 5, "bits": 1, "adapt": True}}, "synchronize = 5 makes rows late"),
     ],

@@ -19,6 +19,8 @@ from espalier.sparse import CSR
 
 SMALL = 1 << 20
 """Edges times columns below which a product is a matter of microseconds, whatever the order or form."""
+MOST = 1 << 31
+"""Edges from which on torch.sparse's offsets of int32 do not suffice."""
 BOTH_WAYS = "y = form(x); torch.autograd.grad(y, x, y.detach())"
 TURNS = 3
 """Timed runs of each form, after two that are not counted."""
@@ -33,7 +35,7 @@ def product(block: MessageBlock, rows: Tensor, start: Tensor | None, adjacency: 
     """See `base.aggregate`; `adjacency` is the block as a matrix."""
     width = rows.shape[1]
     form = "gathered"
-    if block.edges * width >= SMALL:
+    if block.edges * width >= SMALL and block.edges < MOST:
         form = block.forms.get(f"fastest of {width}", lambda: fastest(block, rows, adjacency))
     if form == "gathered":
         return base.aggregate(block, rows, start)

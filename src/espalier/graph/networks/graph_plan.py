@@ -97,8 +97,11 @@ def formatted(block: MessageBlock, layers: Sequence[Layer], wanted: str, steps: 
     block.forms.known["stands"] = True
     plain = matrix(block)
     width = max(min(layer.inputs, layer.outputs) for layer in layers)
-    threads = torch.get_num_threads()
-    csr = float(cost(block.targets, block.edges, width, threads).seconds["aggregate"])
+
+    def seconds(additions: int) -> float:
+        return float(cost(block.targets, additions, width, torch.get_num_threads()).seconds["aggregate"])
+
+    csr = seconds(block.edges)
     if wanted == "csr":
         return f"Format: CSR (graph.format = csr), {show_seconds(csr)} per product of {width} columns by estimate."
     if plain.values is not None and plain.scale is None:
@@ -109,7 +112,7 @@ def formatted(block: MessageBlock, layers: Sequence[Layer], wanted: str, steps: 
             f"Format: CSR, {show_seconds(csr)} per product by estimate; rows are too unlike for CBM to save additions."
         )
     additions = compressed.deltas.additions
-    cbm = float(cost(block.targets, additions, width, threads).seconds["aggregate"])
+    cbm = seconds(additions)
     if wanted != "cbm" and not pays(block.edges, additions, block.targets, width):
         return f"Format: CSR; {additions:,} additions of {width} columns save no time, for rows are short."
     saved = 2 * len(layers) * steps * (csr - cbm)
