@@ -77,5 +77,5 @@ def fastest(block: MessageBlock, rows: Tensor, adjacency: CSR) -> str:
             known = {"torch": torch, "x": rows.detach().requires_grad_()}
             for name, form in forms.items():
                 seconds[name] = Timer(BOTH_WAYS, globals={**known, "form": form}).timeit(TURNS).mean
-        cache_dir.keep_made(place, lambda file: file.write_bytes(msgspec.json.encode(seconds)))
+        cache_dir.keep_made(place, lambda file: cache_dir.write_atomic(file, msgspec.json.encode(seconds)))
     return min(seconds, key=lambda name: seconds[name])
