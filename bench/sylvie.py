@@ -4,6 +4,7 @@
     python bench/sylvie.py --only "20 Mbit/s, 200,000 nodes" --json FILE
     python bench/sylvie.py --only "accuracy, 200,000 nodes" --json FILE
     python bench/sylvie.py --only "kernels;covers" --json FILE
+    python bench/sylvie.py --only convergence [--graph NAME] [--pairs SEEDS] --json FILE
 
 Four hosts of bench/netlab.py (needs root), each with a link of 1 Gbit/s, 100 or 20 Mbit/s, train GraphSAGE of 3 layers
 of 256 columns on a planted graph of degree 30, which is cut into four parts; the cut is large, as 4 in 10 edges lead
@@ -18,7 +19,8 @@ computing is slower than on hosts of their own: the row of computing alone, with
 be faster than. `kernels`: rows of 256 values to bits and back, one thread, beside plain torch operations. `covers`:
 what crosses between four parts of the packages that apt knows, rows alone and with partial sums. `accuracy, 200,000
 nodes` counts epochs to an accuracy (of sampled batches in tenths), then times an epoch of those which have it over each
-link, once.
+link, once. `convergence`: accuracy of GraphSAGE over four parts of real graphs, until no contestant gains any more, of
+late rows, `adapt` and PipeGCN with its smoothing beside fresh rows in fp32 (sylvie_accuracy.py, without ranks).
 """
 
 from __future__ import annotations
@@ -36,6 +38,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 import real_graphs
+import sylvie_accuracy
 from espalier.graph.data import array_file, synthetic
 from espalier.graph.parts import halo, partial_sums
 from espalier.graph.sampling.neighbor_sampler import Style, whole
@@ -291,15 +294,30 @@ def over_each_link(case: Case, target: float, reached: dict[str, float]) -> list
     return rows
 
 
+def converged(asked: Any) -> list[Row]:
+    """Of each graph, or of the one that is asked for."""
+    graphs = [asked.graph] if asked.graph else list(real_graphs.NAMES)
+    most = 20 if asked.quick else sylvie_accuracy.MOST
+    return [row for graph in graphs for row in sylvie_accuracy.rows(graph, asked.pairs or 3, most)]
+
+
+WITHOUT_HOSTS: dict[str, Callable[[Any], list[Row]]] = {
+    "kernels": lambda asked: kernels(asked.pairs or 7),
+    "covers": lambda asked: covered(),
+    "convergence": converged,
+}
+
+
 def main() -> None:
     """Runs the cases and prints their rows."""
     unasked = ";".join(name for name in CASES if name not in (*LARGE, REACHING))
-    asked = arguments(__doc__ or "", only={"default": unasked, "help": "cases, with semicolons"})
+    own = {"graph": {"metavar": "NAME", "help": "of `convergence`; both without it"}}
+    asked = arguments(__doc__ or "", only={"default": unasked, "help": "cases, with semicolons"}, **own)
     rows: list[Row] = []
     target, reached = 1.0, dict[str, float]()
     for name in asked.only.split(";"):
-        if name in ("kernels", "covers"):
-            rows += kernels(asked.pairs or 7) if name == "kernels" else covered()
+        if name in WITHOUT_HOSTS:
+            rows += WITHOUT_HOSTS[name](asked)
             continue
         case = CASES[name]
         if asked.quick:

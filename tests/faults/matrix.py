@@ -237,7 +237,9 @@ SUBJECTS: dict[str, Subject] = {
     "waves": Subject("tasks", TWO),
     "halos": Subject("graph", HALO),
     "halos of few bits": Subject("graph", {**HALO, "graph.halo.bits": 1, "graph.halo.delta": True}),
-    "late halos": Subject("graph", {**HALO, "graph.halo.bits": 4, "graph.halo.synchronize": 0}),
+    "late halos": Subject(
+        "graph", {**HALO, "graph.halo.bits": 4, "graph.halo.synchronize": 0, "graph.halo.late": True}
+    ),
     "sampled graph": Subject("graph", {**TWO, "graph.fanout": [3, 3], "train.batch_tokens": 16}),
     "graph on disk": Subject(
         "graph",

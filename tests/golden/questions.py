@@ -305,10 +305,10 @@ def _graph(draw: random.Random, cluster: str) -> str:
         batch = f"\nbatch_tokens = {draw.choice((32, 128))}"
     elif way == "halo":
         options = draw.choice((
-            'bits = "auto"\nsynchronize = 5',
-            "bits = 1\nsynchronize = 5\nadapt = true",
+            'bits = "auto"\nsynchronize = 5\nlate = true',
+            "bits = 1\nsynchronize = 5\nlate = true\nadapt = true",
             "bits = 4\nby_degree = true",
-            "bits = 8\nsynchronize = 0\nstaleness = 2",
+            "bits = 8\nsynchronize = 0\nlate = true\nstaleness = 2",
             "bits = 2\ndelta = true",
         ))  # fmt: skip
         parts.append(f"[graph.halo]\n{options}")

@@ -193,7 +193,7 @@ def test_networks_of_pyg_train_over_parts_as_on_one_rank(name):
 
 
 def test_few_bits_cross_late_and_bytes_are_those_of_the_plan():
-    for halo in ({}, {"bits": 2, "synchronize": 2}):
+    for halo in ({}, {"bits": 2, "synchronize": 2, "late": True}):
         recipe = recipe_of(halo=halo, precision="fp32", norm=True)
         workload = GraphWorkload(recipe, made())
         plan = plan_of(recipe, workload, (20, 60))

@@ -5,33 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from clique_graphs import cliques, workload_of
 
-from espalier.graph.data.graph import DataSplit, Graph, relabelled
+from espalier.graph.data.graph import relabelled
 from espalier.graph.networks import graph_plan
-from espalier.graph.workload import GraphWorkload
 from espalier.mechanisms.pattern_attention.pattern import pattern as tokens
 from espalier.parallel.workload import Shard
-from espalier.recipe import defaults, recipe_file
 from espalier.sparse import CBM
 from espalier.sparse.partition import clusters
 from espalier.train import request_from_recipe
-
-
-def cliques(count=30, size=12) -> Graph:
-    nodes = count * size
-    pairs = np.array(np.triu_indices(size, 1))
-    ends = np.concatenate([pairs + at * size for at in range(count)], 1)
-    order = np.random.default_rng(0).permutation(nodes)
-    parts = DataSplit(*np.array_split(np.arange(nodes), 3))
-    labels = np.arange(nodes) % 3
-    features = np.random.default_rng(1).normal(size=(nodes, 16))
-    return Graph.from_edges(*order[ends], features=features, undirected=True, labels=labels, parts=parts)
-
-
-def workload_of(graph, kind="gcn", quant=None, **options):
-    table = {"model": {"kind": kind, "dropout": 0.0}, "data": {"path": "x"}, "graph": options}
-    table |= {"quant": quant} if quant else {}
-    return GraphWorkload(defaults.resolve(recipe_file.from_table(table))[0], graph)
 
 
 def loss_of(workload):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 from tests.story.programs import forked, launched
@@ -77,6 +79,27 @@ def test_over_a_slow_link_parts_are_taken_where_their_boundary_is_small_and_one_
     large = make_plan(recipe(tmp_path, graph.format(0.3)), slow)
     assert (batches_of(large), len(large.ranks)) == (Batches(), 1)
     assert any("over 2 ranks a step would take" in one for one in large.why)
+
+
+@pytest.mark.parametrize(
+    ("batch", "step", "drawn"),
+    [(157, 0.1, True), (157, 6.0, True), (157, 6.5, False), (1, 9.0, True), (1, 11.0, False)],
+)
+def test_what_reaches_an_accuracy_sooner_is_taken_by_steps_and_by_passes_where_these_are_few(batch, step, drawn):
+    """The whole graph takes 10 s a step, 610 s to the accuracy: as long as 96 batches of 6.35 s."""
+
+    class Planned(NamedTuple):
+        step_seconds: float
+        trainers: tuple[int, ...] = (0,)
+
+    batches = Batches((10, 10), 1024, batch)
+    asked = SimpleNamespace(train=SimpleNamespace(steps=4))
+    chosen, why = drawn_batches.choose(
+        asked, batches, lambda one: Planned(step if one.fanout else 10.0), lambda one, plan: None
+    )
+    assert bool(chosen.fanout) == drawn
+    spent = f"{show_seconds(610.0)} and {show_seconds(min(96, 61 * batch) * step)}"
+    assert f"{spent}, assumed 61 steps of the whole graph" in why
 
 
 def test_named_machines_have_a_rank_each_and_no_plan_of_one(tmp_path):

@@ -137,11 +137,11 @@ def test_its_product_equals_the_plain_one_forward_and_backward(matrix: Tensor, s
     compressed = CBM.from_csr(whole.indptr, whole.indices, whole.shape, alpha=0, scale=scale)
     x = torch.randn(len(matrix), 9, dtype=torch.float64, requires_grad=True)
     ours, theirs = matmul(compressed, x), matmul(plain, x)
-    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(cbm_matmul.reference.run(compressed, x), theirs, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(ours, theirs, rtol=1e-13, atol=1e-13)
+    torch.testing.assert_close(cbm_matmul.reference.run(compressed, x), theirs, rtol=1e-13, atol=1e-13)
     seed = torch.randn_like(ours)
     gradients = (torch.autograd.grad(one, x, seed)[0] for one in (ours, theirs))
-    torch.testing.assert_close(*gradients, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(*gradients, rtol=1e-13, atol=1e-13)
 
 
 @settings(max_examples=30)

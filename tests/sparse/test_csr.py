@@ -199,8 +199,15 @@ def test_normalised_equals_the_formula(matrix: Tensor, kind: str) -> None:
     root = inverse.sqrt()
     wanted = inverse[:, None] * matrix if kind == "row" else root[:, None] * matrix * root
     found = binary(matrix).normalised(kind)
-    torch.testing.assert_close(found.to_dense(torch.float64), wanted, rtol=1e-6, atol=1e-7)
-    torch.testing.assert_close(found.transposed.to_dense(torch.float64), wanted.t(), rtol=1e-6, atol=1e-7)
+    exactly = {"rtol": 1e-13, "atol": 1e-13}
+    torch.testing.assert_close(found.to_dense(torch.float64), wanted, **exactly)
+    torch.testing.assert_close(found.transposed.to_dense(torch.float64), wanted.t(), **exactly)
+    x = torch.randn(len(matrix), 3, dtype=torch.float64, requires_grad=True)
+    torch.testing.assert_close(found.matmul(x), wanted @ x, **exactly)
+    seed = torch.randn(len(matrix), 3, dtype=torch.float64)
+    torch.testing.assert_close(torch.autograd.grad(found.matmul(x), x, seed)[0], wanted.t() @ seed, **exactly)
+    single = found.matmul(x.detach().float())
+    torch.testing.assert_close(single.double(), wanted @ x, rtol=1e-4, atol=1e-5)
 
 
 def test_shares_of_a_row_add_up_to_one_even_of_huge_scores() -> None:

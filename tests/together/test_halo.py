@@ -205,12 +205,12 @@ def interrupted(strike, monkeypatch, halo, name, **options):
 
 
 LATE = {
-    "late": ({"bits": 4, "synchronize": 0}, ()),
-    "late, whole": ({"bits": 32, "synchronize": 5}, ()),
-    "late by machine": ({"bits": 4, "synchronize": 0, "staleness": 3}, (HaloAge(nodes=(0, 0), steps=3),)),
-    "late differences": ({"bits": 1, "synchronize": 3, "delta": True}, ()),
+    "late": ({"bits": 4, "synchronize": 0, "late": True}, ()),
+    "late, whole": ({"bits": 32, "synchronize": 5, "late": True}, ()),
+    "late by machine": ({"bits": 4, "synchronize": 0, "late": True, "staleness": 3}, (HaloAge(nodes=(0, 0), steps=3),)),
+    "late differences": ({"bits": 1, "synchronize": 3, "late": True, "delta": True}, ()),
     "differences": ({"bits": 1, "delta": True}, ()),
-    "late by the loss": ({"bits": 1, "synchronize": 5, "adapt": True}, ()),
+    "late by the loss": ({"bits": 1, "synchronize": 5, "late": True, "adapt": True}, ()),
 }
 SLOW = {"late, whole", "late differences", "late by the loss"}
 
@@ -257,20 +257,20 @@ def test_signals_to_a_rank_and_to_the_run_change_no_bit_of_late_rows(strike, wha
 
 
 def test_late_rows_of_other_parts_are_left_out_and_the_run_goes_on(strike):
-    strike({"bits": 4, "synchronize": 0}, "run", steps=5)
-    run = strike({"bits": 2, "synchronize": 0, "delta": True}, "run")
+    strike({"bits": 4, "synchronize": 0, "late": True}, "run", steps=5)
+    run = strike({"bits": 2, "synchronize": 0, "late": True, "delta": True}, "run")
     assert [event["step"] for event in run.all("step")] == list(range(1, STEPS + 1))
     assert run.losses[STEPS] < run.losses[1]
 
 
 def test_no_rank_takes_the_state_of_another_where_rows_are_late():
-    for halo, stays in (({}, "alike"), ({"synchronize": 2}, ""), ({"bits": 1, "delta": True}, "")):
+    for halo, stays in (({}, "alike"), ({"synchronize": 2, "late": True}, ""), ({"bits": 1, "delta": True}, "")):
         recipe = recipe_of(halo=halo)
         assert table.recovery(recipe, plan_of(recipe, 2)) == stays
 
 
 def test_bits_that_follow_losses_are_in_the_log_and_steps_that_are_made_again_have_them(strike):
-    run = strike({"bits": 1, "synchronize": 2, "adapt": True}, "run", Fault(1, 21, "kill"), steps=24)
+    run = strike({"bits": 1, "synchronize": 2, "late": True, "adapt": True}, "run", Fault(1, 21, "kill"), steps=24)
     assert 0 < run.all("recovered")[0]["step"] < 24
     decided = {"graph.halo.bits": {}, "graph.halo.late": {}}
     for event in run.all("rule"):
@@ -286,7 +286,7 @@ def test_bits_that_follow_losses_are_in_the_log_and_steps_that_are_made_again_ha
 def test_a_run_of_three_ranks_goes_on_with_two_and_its_losses_are_near_those_of_three(strike, monkeypatch):
     """One bit and late rows: the two ranks begin with fresh rows from the checkpoint of the three. Other rows are
     rounded then, and fewer: losses are those of three ranks that were not stopped within a tenth, or 0.03."""
-    halo, options = {"bits": 1, "synchronize": 4}, {"steps": 60}
+    halo, options = {"bits": 1, "synchronize": 4, "late": True}, {"steps": 60}
     whole = strike(halo, "whole", ranks=3, **options)
     interrupted(strike, monkeypatch, halo, "run", ranks=3, **options)
     run = strike(halo, "run", ranks=2, **options)

@@ -14,6 +14,7 @@ from torch import nn
 
 from espalier.graph import lookup
 from espalier.graph.data import kept_graph
+from espalier.graph.networks import graph_plan
 from espalier.graph.networks.gnn import Gnn
 from espalier.graph.networks.network import quantizers_of
 from espalier.graph.parts import partition_folder
@@ -162,7 +163,8 @@ class GraphRow(Row, Freezes, Packs, Predicts, Exports, LoadsPacked, CountsEnergy
         """Of the network on the graph."""
         workload = opened()
         model = profile(workload, workload.decisions())
-        return replace(model, loaded=LIBRARIES, facts=workload.batching.facts())
+        on_gpus = graph_plan.on_gpus(model.remarks)
+        return replace(model, loaded=LIBRARIES, facts=workload.batching.facts(), on_gpus=on_gpus)
 
     def contents(self, recipe: Recipe, workload: GraphWorkload) -> Mapping[str, str]:
         """Of each file of the graph; of a graph without files, of its content in whatever order."""

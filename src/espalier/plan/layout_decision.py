@@ -40,7 +40,10 @@ def best_layout(ask: Ask) -> PlanDecision:
     that is asked."""
     request, priced = choice.priced(ask)
     decision = _searched(replace(ask, request=replace(request, factors=ask.calibration.factors)))
-    remarks = (*decision.request.profile.remarks, *priced, *explain.seating(ask.cluster))
+    profile = decision.request.profile
+    on_gpus = profile.on_gpus if gpus(ask.cluster) else {}
+    decided = (on_gpus.get(remark, remark) for remark in profile.remarks)
+    remarks = (*decided, *priced, *explain.seating(ask.cluster))
     if decision.fits and request.muon and gpus(ask.cluster):
         remarks = (*remarks, *_other_optimizer(decision))
     return decision.changed(why=(*decision.plan.why, *remarks))

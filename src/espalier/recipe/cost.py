@@ -338,7 +338,7 @@ class Profile(Tally):
         layers: equal blocks of the model; outside: trainable parameters outside them, in `tables` tables (2: embedding
             and head).
         heads, kv_heads, width, kv_width: of a decoder; 0: a model that cannot be cut.
-        remarks: what was decided of the data already, in sentences.
+        remarks: what was decided of the data already, in sentences; on_gpus: those that are others on GPUs.
         tasks: trained together.
         tensor: ranks that share a module's matrices by its own plan, as pinned; the search takes no other number.
         loaded: bytes of libraries that only this kind of workload loads, in host memory.
@@ -358,6 +358,7 @@ class Profile(Tally):
     width: int = 0
     kv_width: int = 0
     remarks: Sequence[str] = ()
+    on_gpus: Mapping[str, str] = field(default_factory=dict)
     tasks: int = 1
     tensor: int = 1
     loaded: int = 0

@@ -104,7 +104,7 @@ class _Gathered(torch.autograd.Function):
         ctx.columns = columns
         ctx.width = gradient.shape[1]
         if gradient.shape[1] < NARROWER * columns.shape[1]:
-            return product(*turned(adjacency, gradient, adjacency.values)).gather(1, columns.long())
+            return product(*turned(adjacency, gradient, adjacency.weights(gradient.dtype))).gather(1, columns.long())
         dvalues = gradient.new_zeros(columns.shape)
         where = (adjacency.indptr, adjacency.indices, _weights(adjacency, gradient))
         pieces = max(GATHERED, -(-dvalues.numel() * dvalues.element_size() // NEAR))
@@ -118,4 +118,5 @@ class _Gathered(torch.autograd.Function):
 
 
 def _weights(adjacency: CSR, like: Tensor) -> Tensor:
-    return like.new_empty(0) if adjacency.values is None else adjacency.values.to(like.dtype)
+    weights = adjacency.weights(like.dtype)
+    return like.new_empty(0) if weights is None else weights

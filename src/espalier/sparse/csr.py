@@ -8,7 +8,7 @@ The compiled product sums in the order of the entries, so the result does not de
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
@@ -51,7 +51,8 @@ class CSR:
         indptr: int64 [rows + 1]. indices: int32 [entries], ascending in each row.
         shape: rows, columns.
         values: float32 or float64 [entries], or None where all are one.
-        scale: set where `values` is left[row]·right[column]: what remains is a binary matrix, which CBM can hold.
+        scale: set where `values` is left[row]·right[column], rounded to float32: what remains is a binary matrix, which
+            CBM can hold. Products in float64 take the factors as they are.
     """
 
     indptr: Tensor
@@ -100,7 +101,8 @@ class CSR:
 
     def to_dense(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """[rows, columns]; duplicate entries are added."""
-        values = torch.ones(self.entries, dtype=dtype) if self.values is None else self.values.to(dtype)
+        weights = self.weights(dtype)
+        values = torch.ones(self.entries, dtype=dtype) if weights is None else weights
         dense = torch.zeros(self.shape, dtype=dtype)
         return dense.index_put_((self.rows, self.indices.long()), values, accumulate=True)
 
@@ -137,6 +139,23 @@ class CSR:
         turned = CSR(indptr, columns, shape)
         same = shape == self.shape and torch.equal(turned.indptr, self.indptr) and torch.equal(columns, self.indices)
         return Transpose(self.binary() if same else turned, order)
+
+    def weights(self, dtype: torch.dtype) -> Tensor | None:
+        """`values` in `dtype`, of a scale from its factors. None: all are one."""
+        if dtype == torch.float64 and self.scale is not None:
+            return self._double
+        return None if self.values is None else self.values.to(dtype)
+
+    @cached_property
+    def _double(self) -> Tensor:
+        return self._scaled_ones(torch.float64)
+
+    def _scaled_ones(self, dtype: torch.dtype) -> Tensor:
+        """The values of a scaled matrix, [entries]."""
+        values = torch.ones(self.entries, dtype=dtype, device=self.device)
+        for diagonal, ids in zip(self.scale or (), (self.rows, self.indices), strict=True):
+            values = values if diagonal is None else values * diagonal[ids].to(dtype)
+        return values
 
     def _by_column(self, starts: Tensor) -> tuple[Tensor, Tensor]:
         """The row of each entry and its place, column by column; `starts` [columns + 1] of the columns."""
@@ -199,7 +218,7 @@ class CSR:
             raise UserError("The matrix has weights already.", do="normalise a binary matrix: matrix.binary()")
         if kind not in ("row", "symmetric"):
             raise UserError(f"normalised(kind={kind!r}) is not known.", do="kind = 'row' or 'symmetric'")
-        degrees = self.degrees.float()
+        degrees = self.degrees.double()
         if kind == "row":
             return self.scaled(DiagonalScale(torch.where(degrees > 0, 1 / degrees, 0.0), None))
         self._need_square("normalised('symmetric')")
@@ -209,16 +228,15 @@ class CSR:
     def scaled(self, scale: DiagonalScale) -> CSR:
         """diag(left)·A·diag(right) of a binary matrix. `left` [rows], `right` [columns]."""
         assert self.values is None
-        values = torch.ones(self.entries, dtype=torch.float32)
-        for diagonal, ids, size in zip(scale, (self.rows, self.indices), self.shape, strict=True):
+        for diagonal, size in zip(scale, self.shape, strict=True):
             if diagonal is not None and diagonal.shape != (size,):
                 raise UserError(
                     f"A diagonal of the scale has shape {tuple(diagonal.shape)}.",
                     why=f"the matrix has {size} there",
                     do="scale = (left [rows], right [columns])",
                 )
-            values = values if diagonal is None else values * diagonal[ids]
-        return CSR(self.indptr, self.indices, self.shape, values, scale)
+        scaled = replace(self, scale=scale)
+        return replace(scaled, values=scaled._scaled_ones(torch.float32))
 
     @cached_property
     def cuts(self) -> Any:
@@ -271,13 +289,19 @@ def _integers(array: Any, name: str, dims: int = 1) -> Tensor:
 
 def _values(values: Any, entries: int) -> Tensor:
     tensor = torch.as_tensor(values).detach()
-    if tensor.shape != (entries,):
-        raise UserError(
-            f"values has shape {tuple(tensor.shape)}.", why=f"there are {entries} entries", do="give one for each"
-        )
+    _check_length(tensor, entries)
     if tensor.is_complex():
         raise UserError("values are complex.", why="weights are real", do="values.real, or values.abs()")
     return tensor if tensor.dtype in (torch.float32, torch.float64) else tensor.float()
+
+
+def _check_length(values: Tensor, entries: int) -> None:
+    if values.shape != (entries,):
+        raise UserError(
+            f"values has shape {tuple(values.shape)}.",
+            why=f"the matrix has {entries} entries",
+            do="give one for each, in the order of its entries",
+        )
 
 
 def _check_shape(shape: tuple[int, int]) -> None:
@@ -323,7 +347,7 @@ def balanced_cuts(indptr: Any) -> Any:
 
 
 def _offsets(ids: Tensor, size: int) -> Tensor:
-    offsets = torch.zeros(size + 1, dtype=torch.int64)
+    offsets = torch.zeros(size + 1, dtype=torch.int64, device=ids.device)
     offsets[1:] = torch.bincount(ids, minlength=size).cumsum(0)
     return offsets
 
@@ -361,29 +385,23 @@ def matmul(
             raise UserError(
                 f"{name} is {type(operand).__name__}.", why="a product takes tensors", do="torch.as_tensor(…)"
             )
+        if operand is not None and not operand.is_floating_point():
+            raise UserError(f"{name} is of type {str(operand.dtype).removeprefix('torch.')}.", do=f"{name}.float()")
     if x.dim() == 0 or x.shape[0] != columns:
         raise UserError(
             f"x has shape {tuple(x.shape)}.",
             why=f"a matrix {rows} x {columns} needs [{columns}, ...]",
             do="one row of x for each column of the matrix",
         )
-    for name, operand in (("x", x), ("values", values)):
-        if operand is not None and not operand.is_floating_point():
-            raise UserError(f"{name} is of type {str(operand.dtype).removeprefix('torch.')}.", do=f"{name}.float()")
     if not isinstance(adjacency, CSR):
         if values is not None:
             raise UserError("A CBM has no values of its own to replace.", do="use the CSR matrix: cbm.to_csr()")
         product = adjacency.product(x)
         return product if start is None else product + start
-    if values is not None and values.shape != (adjacency.entries,):
-        raise UserError(
-            f"values has shape {tuple(values.shape)}.",
-            why=f"the matrix has {adjacency.entries} entries",
-            do="give one for each, in the order of its entries",
-        )
-    weights = adjacency.values if values is None else values
+    if values is not None:
+        _check_length(values, adjacency.entries)
     dense = as_columns(x)
-    weights = None if weights is None else weights.to(dense.dtype)
+    weights = adjacency.weights(dense.dtype) if values is None else values.to(dense.dtype)
     if start is not None and (start.dtype != dense.dtype or start.shape[-1] != dense.shape[1]):
         return shaped_as(x, csr_matmul(adjacency, dense, weights)) + start
     return shaped_as(x, csr_matmul(adjacency, dense, weights, start))
@@ -480,8 +498,8 @@ class _Dots(torch.autograd.Function):
 def turned(adjacency: CSR, x: Tensor, values: Tensor | None) -> tuple[CSR, Tensor, Tensor | None]:
     """The arguments of the product with the transposed matrix; `values` in the order of `adjacency`'s entries."""
     pattern, order = adjacency.transpose
-    if values is not None and values is adjacency.values:
-        return pattern, x, adjacency.transposed.values
+    if values is not None and values is adjacency.weights(values.dtype):
+        return pattern, x, adjacency.transposed.weights(values.dtype)
     return pattern, x, None if values is None else values[order]
 
 

@@ -147,7 +147,7 @@ CODED = {
     "rows that are summed, dropped too": ({"kind": "gcn", "depth": 3, "dropout": 0.5}, {"kind": "a2q"}, {}),
     "rows of one width": ({"kind": "gin", "depth": 3}, {"kind": "uniform", "messages": 0}, {}),
     "attention": ({"kind": "gat", "heads": 2}, {"kind": "mega", "messages": 3}, {}),
-    "late": ({"depth": 3}, {"kind": "a2q"}, {"synchronize": 0}),
+    "late": ({"depth": 3}, {"kind": "a2q"}, {"synchronize": 0, "late": True}),
     "few bits of gradients": ({"kind": "sage", "depth": 3}, {"kind": "mega"}, {"bits": 2, "by_degree": True}),
 }
 
@@ -262,7 +262,7 @@ def test_sums_cross_around_hubs_and_train_as_one_rank(kind, monkeypatch, tmp_pat
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("options", [{}, {"bits": 2, "synchronize": 2}])
+@pytest.mark.parametrize("options", [{}, {"bits": 2, "synchronize": 2, "late": True}])
 def test_bf16_rows_and_sums_cross_too(options, monkeypatch, tmp_path):
     """To two roundings of bf16. Two bits change losses by a seventh, from the first step on and in fp32 alike."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -297,7 +297,7 @@ def test_a_checkpoint_goes_on_with_another_number_of_parts(tmp_path):
 def test_bytes_of_a_step_are_those_of_the_plan(kind):
     model = {"activation": "maxk", "k": 3} if kind == "maxk" else {"kind": kind}
     every = [({}, "fp32"), ({"bits": 2}, "fp32"), ({}, "bf16")]
-    every += [({"synchronize": 0}, "fp32"), ({"bits": 2}, "bf16")] if kind != "maxk" else []
+    every += [({"synchronize": 0, "late": True}, "fp32"), ({"bits": 2}, "bf16")] if kind != "maxk" else []
     for options, precision in every:
         recipe = recipe_of({**model, "depth": 3}, {"halo": options}, precision=precision)
         halos, shares, _ = sent_by_plan(recipe, (20, 60))
@@ -347,7 +347,7 @@ def test_the_plan_says_what_crosses_each_link_how_long_it_takes_and_when_one_ran
     assert "over 1 Mbit/s between machines" in said
     assert "one rank would be faster" in said
     assert "graph.halo.bits=1" in said
-    *_, low = over_machines({"bits": 1, "synchronize": 5})
+    *_, low = over_machines({"bits": 1, "synchronize": 5, "late": True})
     assert low.predicted.terms["halo"] < 0.1 * plan.predicted.terms["halo"]
     assert any("rows are one step late, and every 5th step waits" in one for one in low.why)
 
@@ -396,7 +396,7 @@ def test_links_carry_the_bits_that_they_have_time_for():
 
 
 def test_rows_inside_a_machine_are_fresh_where_those_between_machines_are_late():
-    halos = asked({"bits": 1, "synchronize": 4}, 3).profile.facts["halo_exchange"]
+    halos = asked({"bits": 1, "synchronize": 4, "late": True}, 3).profile.facts["halo_exchange"]
     here = decide.decide(asked({}, 3), machines(1, 0)).taken
     ranks = tuple(msgspec.structs.replace(one, node=at) for at, one in zip((0, 1, 1), here.ranks, strict=True))
 
@@ -412,7 +412,7 @@ def test_rows_inside_a_machine_are_fresh_where_those_between_machines_are_late()
     assert halo_parallel.crossings(halos.options, plan, [0, 1, 2], 1).ages == [1, 0, 0]
     assert halo_parallel.crossings(halos.options, plan, [0, 1, 2], 0).ages == [1, 1, 1]
     assert halo_parallel.crossings(halos.options, planned(1e-9), [0, 1, 2], 1).ages is None
-    recipe = recipe_of({"depth": 3}, {"halo": {"synchronize": 4}}, precision="fp32")
+    recipe = recipe_of({"depth": 3}, {"halo": {"synchronize": 4, "late": True}}, precision="fp32")
     late = train(recipe, made(), (20, 60), choices=plan.choices, nodes=(0, 2, 3))["losses"]
     mixed = train(recipe, made(), (20, 60), choices=plan.choices, nodes=(0, 1, 1))["losses"]
     assert late[0] == mixed[0]
@@ -431,7 +431,9 @@ def test_rows_over_fast_links_are_fresh_and_over_slow_ones_as_old_as_their_laten
     plan = msgspec.structs.replace(here, ranks=ranks, why=(), predicted=predicted)
     took = {}
     for staleness in (1, 2, 9):
-        halos = asked({"bits": 1, "synchronize": 0, "staleness": staleness}, 3).profile.facts["halo_exchange"]
+        halos = asked({"bits": 1, "synchronize": 0, "late": True, "staleness": staleness}, 3).profile.facts[
+            "halo_exchange"
+        ]
         found = halo_exchange.with_halos(plan, halos, known)
         oldest = min(staleness, 2)  # four exchanges of 300 ms each take over one step and under two
         ages = found.state(HaloExchangeState).halo_ages
@@ -527,7 +529,7 @@ def test_bits_by_degree_are_a_rule_of_the_plan_and_what_it_says_is_sent():
 @pytest.mark.parametrize("by_degree", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_what_adapts_follows_from_the_losses_in_the_log_also_after_a_stop(tmp_path, by_degree, monkeypatch):
     monkeypatch.setattr("espalier.sparse.partition.installed", lambda: False)  # over METIS's parts no bit changes
-    halo = {"bits": 1, "synchronize": 4, "adapt": True, "by_degree": by_degree}
+    halo = {"bits": 1, "synchronize": 4, "late": True, "adapt": True, "by_degree": by_degree}
     recipe = recipe_of({"kind": "gcn"}, {"halo": halo}, precision="fp32", steps=60)
     whole = train(recipe, made(), (50,), tmp_path / "whole")
     policy = Adaptive(1, 4)

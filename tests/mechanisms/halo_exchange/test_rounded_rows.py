@@ -113,7 +113,7 @@ def test_one_bit_rows_differences_and_late_rows_are_within_half_a_point_of_whole
     path = "planted:nodes=6000,degree=20,classes=8,features=32,homophily=0.6,skew=1,signal=0.7"
     graph = synthetic.load(path, tmp_path)
     goal, found = 0.5, {}
-    halos = {"whole": {"bits": 32}, "rows": {"bits": 1}, "late": {"bits": 1, "synchronize": 5}}
+    halos = {"whole": {"bits": 32}, "rows": {"bits": 1}, "late": {"bits": 1, "synchronize": 5, "late": True}}
     for name, options in {**halos, "differences": {"bits": 1, "delta": True}}.items():
         held_out = []
         for seed in range(5):
@@ -143,7 +143,7 @@ def test_every_step_of_age_costs_accuracy_early_in_training(tmp_path, monkeypatc
         late = {"halo_exchange": HaloExchangeState(halo_ages=ages)}
         for seed in range(3):
             rates = {"optimizer": {"kind": "adamw", "learning_rate": 0.01}, "seed": seed, "steps": 40}
-            halo_ = {"synchronize": 0 if age else 1}
+            halo_ = {"synchronize": 0 if age else 1, "late": True}
             recipe = recipe_of({"kind": "sage", "width": 64, "norm": True}, {"halo": halo_}, precision="fp32", **rates)
             figures = train_recipe(recipe, graph, (25, 50, 75), choices=late)["validation"][-1]
             found[age] += (figures["accuracy"] + figures["test_accuracy"]) / 6

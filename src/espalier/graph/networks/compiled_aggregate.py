@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from espalier.graph.networks import base
+from espalier.graph.networks import base, gpu_products
 from espalier.graph.networks.base import Kept, MessageBlock, Rows
 from espalier.graph.networks.gnn import Gnn
 from espalier.kernels.dropout import activated
@@ -19,6 +19,17 @@ from espalier.sparse import CSR, DiagonalScale, attention_aggregate, cbsr_aggreg
 
 SPARSE = 4
 """A dense product does an addition some four times as fast as the kernel that adds chosen rows (bench/graph.py)."""
+
+
+def form_on(block: MessageBlock, kind: str) -> Literal["cbm", "csr", "gathered", "measured"]:
+    """How rows are summed over `block` on a device of this `kind` ("cpu", "cuda"): what plans say and runs do.
+
+    Kernels of CBM and CSR are for processors. On a GPU messages are gathered (`base.aggregate`), or, over a graph that
+    `stands`, summed by the fastest of `gpu_products`.
+    """
+    if kind == "cpu":
+        return "cbm" if "compressed" in block.forms.known else "csr"
+    return "measured" if "stands" in block.forms.known else "gathered"
 
 
 def equip(model: nn.Module) -> nn.Module:
@@ -45,7 +56,7 @@ def matrix(block: MessageBlock) -> CSR:
         return CSR(pattern.indptr, pattern.indices, pattern.shape, values)
 
     scale = next((factors for factors in (block.weights, block.left, block.right) if factors is not None), None)
-    return block.forms.get(f"matrix {None if scale is None else scale.dtype}", make)
+    return block.forms.get(f"matrix {None if scale is None else scale.dtype} on {block.indptr.device}", make)
 
 
 def pattern(block: MessageBlock) -> CSR:
@@ -55,16 +66,21 @@ def pattern(block: MessageBlock) -> CSR:
 
 def aggregate(block: MessageBlock, rows: Rows, start: Tensor | None = None) -> Tensor:
     """See `base.aggregate`; of rows that are the same at every step, once."""
-    if block.indptr.device.type != "cpu":
-        return base.aggregate(block, rows, start)
-    if isinstance(rows, Kept):
+    form = form_on(block, block.indptr.device.type)
+    if isinstance(rows, Kept) and form in ("cbm", "csr"):
         sums = cbsr_aggregate(matrix(block), rows.values, rows.columns, rows.width)
         return sums if start is None else sums + start
-    compressed = block.forms.known.get("compressed")
-    chosen = matrix(block) if compressed is None else compressed
+    if isinstance(rows, Kept) or form == "gathered":
+        return base.aggregate(block, rows, start)
+
+    def product() -> Tensor:
+        if form == "measured":
+            return gpu_products.product(block, rows, start, matrix(block))
+        return matmul(block.forms.known["compressed"] if form == "cbm" else matrix(block), rows, start=start)
+
     if start is not None or rows.requires_grad or rows.is_inference():
-        return matmul(chosen, rows, start=start)
-    return _once(block, rows, lambda: matmul(chosen, rows))
+        return product()
+    return _once(block, rows, product)
 
 
 def _once(block: MessageBlock, rows: Tensor, make: Callable[[], Tensor]) -> Tensor:

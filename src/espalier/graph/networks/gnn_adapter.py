@@ -92,7 +92,8 @@ class GnnAdapter(NetworkAdapter):
         halo.equip(model)
 
     def formatted(self, model: Any, block: MessageBlock) -> None:
-        """For kernels of processors."""
+        """For kernels of processors; products of GPUs are measured."""
+        block.forms.known["stands"] = True
         if next(model.parameters()).device.type == "cpu":
             self._format_of(block, model.layers)
 

@@ -14,9 +14,11 @@ import numpy as np
 import torch
 
 from espalier.graph.data.graph import Array, Graph, relabelled
+from espalier.graph.networks import gpu_products
 from espalier.graph.networks.base import MessageBlock
 from espalier.graph.networks.compiled_aggregate import matrix
 from espalier.graph.networks.gnn import GraphAttention, Layer
+from espalier.graph.networks.gpu_products import SMALL
 from espalier.recipe import data_hash
 from espalier.recipe.cache_dir import cache_folder, hashed, keep_made
 from espalier.recipe.units import show_seconds
@@ -32,9 +34,6 @@ from espalier.track.progress import Stages
 
 Reordered = tuple[Array, str]
 """A permutation of the nodes, and the sentence that says why."""
-SMALL = 1 << 20
-"""Edges times columns below which a product is a matter of microseconds, whatever the order."""
-
 ORDERS = 2
 """Of kept orders: another number where the same edges are ordered otherwise."""
 CLUSTER = 256
@@ -95,10 +94,14 @@ def formatted(block: MessageBlock, layers: Sequence[Layer], wanted: str, steps: 
     """Gives `block` its format: CSR, or CBM where that is predicted to repay its making in `steps`. A sentence."""
     if isinstance(layers[0], GraphAttention):
         return "Format: CSR; attention weighs every edge anew."
+    block.forms.known["stands"] = True
     plain = matrix(block)
     width = max(min(layer.inputs, layer.outputs) for layer in layers)
-    threads = torch.get_num_threads()
-    csr = float(cost(block.targets, block.edges, width, threads).seconds["aggregate"])
+
+    def seconds(additions: int) -> float:
+        return float(cost(block.targets, additions, width, torch.get_num_threads()).seconds["aggregate"])
+
+    csr = seconds(block.edges)
     if wanted == "csr":
         return f"Format: CSR (graph.format = csr), {show_seconds(csr)} per product of {width} columns by estimate."
     if plain.values is not None and plain.scale is None:
@@ -109,7 +112,7 @@ def formatted(block: MessageBlock, layers: Sequence[Layer], wanted: str, steps: 
             f"Format: CSR, {show_seconds(csr)} per product by estimate; rows are too unlike for CBM to save additions."
         )
     additions = compressed.deltas.additions
-    cbm = float(cost(block.targets, additions, width, threads).seconds["aggregate"])
+    cbm = seconds(additions)
     if wanted != "cbm" and not pays(block.edges, additions, block.targets, width):
         return f"Format: CSR; {additions:,} additions of {width} columns save no time, for rows are short."
     saved = 2 * len(layers) * steps * (csr - cbm)
@@ -118,6 +121,12 @@ def formatted(block: MessageBlock, layers: Sequence[Layer], wanted: str, steps: 
         return f"Format: CSR; {estimates}; making it takes longer than {steps:,} steps would save."
     block.forms.known["compressed"] = compressed
     return f"Format: CBM, {additions:,} additions per column instead of {block.edges:,}; {estimates}."
+
+
+def on_gpus(sentences: Sequence[str]) -> dict[str, str]:
+    """Those of `sentences` that are of processors' products, and what is said where ranks are on GPUs."""
+    of_processors = (sentence for sentence in sentences if sentence.startswith("Format: ") and "estimate" in sentence)
+    return dict.fromkeys(of_processors, gpu_products.SENTENCE)
 
 
 def passes(layers: Sequence[Layer], k: int | None, once: bool) -> list[str]:

@@ -10,6 +10,10 @@ from espalier.recipe.sections import GraphParts, RecipeBase
 
 WHOLE, MOST = 32, 8
 """Bits of a value that crosses as it is, and the most of one that is rounded."""
+LATE_ACCURACY = (
+    "after 61 epochs of a planted graph of 200,000 nodes 82.7 % of the held-out ones were right, 97.4 % with fresh rows"
+)
+"""Of 1 bit, every fifth epoch fresh (bench/sylvie.py, one run): more than the half a point that is taken unasked."""
 
 
 class HaloOptions(GraphParts, frozen=True):
@@ -19,7 +23,8 @@ class HaloOptions(GraphParts, frozen=True):
     inside and between machines carry while ranks compute; `by_degree`: more for rows of nodes with more neighbours.
     Every `synchronize`-th step waits for fresh rows, the others take those of the step before (1: all wait; 0: none but
     the first), or of up to `staleness` steps before where a link takes so long, and fresh ones from machines whose link
-    is fast. `adapt`: bits and late rows follow how fast the loss changes.
+    is fast. Late rows cost accuracy and are refused without `late`. `adapt`: bits and late rows follow how fast
+    the loss changes.
     `delta`: what crosses is the difference to what crossed before, with what rounding lost of it.
     A graph transformer takes none of these options: each rank has a range of the tokens, and computes some heads.
     """
@@ -28,6 +33,7 @@ class HaloOptions(GraphParts, frozen=True):
     by_degree: bool = False
     synchronize: int = 1
     staleness: int = 1
+    late: bool = False
     adapt: bool = False
     delta: bool = False
     parts: str = ""
@@ -60,6 +66,12 @@ class HaloOptions(GraphParts, frozen=True):
                 f'graph.halo.bits = {self.bits!r} is not possible with train.precision = "fp16".',
                 why="a step whose scaled gradients overflow is left out, and few bits cannot say that one did",
                 do='train.precision = "bf16", or graph.halo.bits = 32',
+            )
+        if self.synchronize != 1 and not self.late:
+            raise UserError(
+                f"graph.halo.synchronize = {self.synchronize} makes rows late, which costs accuracy.",
+                why=LATE_ACCURACY,
+                do="graph.halo.synchronize = 1, or graph.halo.late = true where an epoch's time counts for more",
             )
 
     def _check_bits(self) -> None:

@@ -134,6 +134,8 @@ class CBM:
         """`matmul` of what it has checked."""
         if self.plain is not None:
             return self.plain.matmul(x)
+        if x.device.type != "cpu":
+            raise UserError(f"CBM's kernels are for processors; x is on {x.device}.", do="cbm.to_csr(), or x.cpu()")
         dense = as_columns(x)
         assert self.deltas is not None
         if self.automatic and not pays(self.entries, self.deltas.additions, self.shape[0], dense.shape[1]):
