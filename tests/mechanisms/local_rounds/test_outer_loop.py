@@ -27,6 +27,8 @@ from espalier.recipe.errors import UserError
 Make = Callable[..., OuterSync]
 FORMS = {
     "co2": OuterMethod(momentum=0.5, scaled=True),
+    "co2, gap": replace(METHODS["co2"], warm=4),
+    "co2, gap, plain form, clip": OuterMethod(momentum=0.6, penalty="gap", rate=0.5, clip=0.2),
     "co2, parameters": OuterMethod(average="parameters", momentum=0.2, scaled=True),
     "co2, plain form, clip": OuterMethod(momentum=0.6, clip=0.05),
     "eager": METHODS["eager"],
@@ -312,6 +314,9 @@ def test_what_cannot_be_is_refused() -> None:
         (lambda: OuterMethod(mixing=0.5), "sync.mixing"),
         (lambda: OuterMethod(average="parameters", codec="int4"), "sync.codec"),
         (lambda: OuterMethod(penalty="constant", constant=0.5), "sync.constant"),
+        (lambda: OuterMethod(penalty="gap", delay=0.0), "sync.penalty"),
+        (lambda: OuterMethod(penalty="gap", eager=True), "sync.penalty"),
+        (lambda: OuterMethod(penalty="gap", nesterov=True), "sync.penalty"),
         (lambda: Rounds(0), "sync.steps"),
         (lambda: Rounds(4, pace=0.0), "pace"),
         (lambda: split([torch.zeros(3)], 2), "sync.fragments"),
