@@ -77,18 +77,21 @@ class OuterMethod:
                 why="a replica keeps its own difference for the round in which the mean of all travels",
                 do="sync.delay=1 and sync.average='differences', or sync.eager=false",
             )
-        if self.penalty == "gap" and (self.delay != 1 or self.eager or self.nesterov):
-            raise UserError(
-                f"sync.penalty = 'gap' with sync.delay = {self.delay}, sync.eager = {self.eager} and sync.nesterov = "
-                f"{self.nesterov}.",
-                why="it takes back what x moved while a difference travelled; its momentum is a mean of differences",
-                do="sync.penalty='none', or sync.kind='co2'",
-            )
+        self._check_gap()
         if self.average == "parameters" and self.codec not in ("exact", "split", "mpc"):
             raise UserError(
                 f"sync.codec = {self.codec!r} with sync.average = 'parameters'.",
                 why="rounding errors of parameters are as large as a round's progress",
                 do="sync.average='differences'",
+            )
+
+    def _check_gap(self) -> None:
+        if self.penalty == "gap" and (self.delay != 1 or self.eager or self.nesterov):
+            raise UserError(
+                f"sync.penalty = 'gap' with sync.delay = {self.delay}, sync.eager = {self.eager} and sync.nesterov = "
+                f"{self.nesterov}.",
+                why="it takes back what x moved while a difference travelled; its momentum is a mean of differences",
+                do="sync.penalty='none'",
             )
 
 
@@ -103,8 +106,17 @@ METHODS = {
     "eager": OuterMethod(delay=1.0, eager=True),
 }
 """Local SGD (Stich, arXiv 1805.09767), SlowMo (1910.00643), DiLoCo (2311.08105), Streaming DiLoCo (2501.18512; it too
-keeps half of a replica's progress and rounds what travels to 4 bits) and CO2 (2401.16265; its authors' setting for small
-clusters, `momentum` 0 to 0.2 and no penalty, swings for hundreds of rounds). `eager` is CO2 whose replicas keep their own progress until its mean is there, an idea of
-Kale et al. (2502.12996), with the outer optimizer of Local SGD. Why: where a round goes the share c of the way to where
-it leads, CO2's x_(t+1) = x_t - c x_(t-1) has roots of size sqrt(c), so it swings for c near 1, and momentum makes that
-grow; replicas that keep their own progress contract by 1 - c."""
+keeps half of a replica's progress and rounds what travels to 4 bits) and CO2 (2401.16265). `eager` is CO2 whose
+replicas keep their own progress until its mean is there, an idea of Kale et al. (2502.12996), with the outer optimizer
+of Local SGD. Why: where a round goes the share c of the way to where it leads, CO2's x_(t+1) = x_t - c x_(t-1) has
+roots of size sqrt(c), so it swings for c near 1, and momentum makes that grow; replicas that keep their own progress
+contract by 1 - c. So CO2 has a penalty of the gap here; its authors' setting for small clusters is momentum = 0 to 0.2
+and penalty = "none"."""
+
+WARM = 16
+"""Rounds of CO2 at the beginning of a run that are used at once: while the model still changes much in each."""
+
+
+def warm_rounds(rounds: int) -> int:
+    """How many of a run's `rounds` are used at once before CO2's are late: `WARM`, at most half of them."""
+    return min(WARM, rounds // 2)
