@@ -113,10 +113,10 @@ roots of size sqrt(c), so it swings for c near 1, and momentum makes that grow; 
 contract by 1 - c. So CO2 has a penalty of the gap here; its authors' setting for small clusters is momentum = 0 to 0.2
 and penalty = "none"."""
 
-WARM = 16
-"""Rounds of CO2 at the beginning of a run that are used at once: while the model still changes much in each."""
+WARM = 4
+"""CO2's rounds are used at once in one of so many parts of a run, at its beginning: there each changes the model much."""
 
 
 def warm_rounds(rounds: int) -> int:
-    """How many of a run's `rounds` are used at once before CO2's are late: `WARM`, at most half of them."""
-    return min(WARM, rounds // 2)
+    """How many of a run's `rounds` are used at once before CO2's are late."""
+    return rounds // WARM

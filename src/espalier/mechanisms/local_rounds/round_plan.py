@@ -49,8 +49,12 @@ LONG = 50
 WAITING = 0.05
 """Share of a round that a method which waits for its exchange may wait."""
 LEARNS = (
-    "sync.kind = \"co2\" in a run of {rounds}: the first {warm} wait for their exchange and are used at once. XX"
+    'sync.kind = "co2" in a run of {rounds}: {warm} at the beginning wait for their exchange and are used at once, the '
+    "others come a round late. Measured (docs/measured/rounds.md): after 250 rounds of 8 steps the loss is 7 % above "
+    "that of an exchange at every step, 1 % above Local SGD's. For no number of rounds is it known to be within 1 % of "
+    'an exchange at every step, so sync.kind = "auto" never chooses it.'
 )
+"""Of CO2 in a plan."""
 CODECS = "int8", "int4"
 """What may travel instead of full precision, the mildest first."""
 
@@ -283,10 +287,10 @@ def _late(options: ByRounds, request: Request, chosen: RoundChoice) -> tuple[dic
     """How many rounds of CO2 are used at once, and what the plan says of what CO2 learns."""
     if not isinstance(options, Co2):
         return {}, []
-    steps = request.recipe.train.steps or 0
-    rounds = steps // chosen.steps
+    rounds = (request.recipe.train.steps or 0) // chosen.steps
     warm = warm_rounds(rounds) if options.delay is None else 0
-    return {"warm": warm} if warm else {}, [LEARNS.format(rounds=units.plural(rounds, "round"), warm=warm)]
+    sentence = LEARNS.format(rounds=units.plural(rounds, "round"), warm=warm)
+    return ({"warm": warm} if warm else {}), [sentence]
 
 
 def settings_of(options: ByRounds, codec_name: str) -> dict[str, float | str | bool]:
