@@ -114,7 +114,7 @@ contract by 1 - c. So CO2 has a penalty of the gap here; its authors' setting fo
 and penalty = "none"."""
 
 WARM = 4
-"""CO2's rounds are used at once in one of so many parts of a run, at its beginning: there each changes the model much."""
+"""In the first of so many parts of a run CO2's rounds are used at once: there each changes the model much."""
 
 
 def warm_rounds(rounds: int) -> int:
