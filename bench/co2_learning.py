@@ -31,7 +31,7 @@ from espalier.recipe import Stable
 from table import Row
 
 REPLICAS, LENGTH, WORDS = 4, 8, 128
-BEFORE = {"penalty": "none", "momentum": 0.2}
+BEFORE = {"penalty": "none"}
 """CO2 as its authors' code has it."""
 
 

@@ -88,8 +88,7 @@ class OuterMethod:
     def _check_gap(self) -> None:
         if self.penalty == "gap" and (self.delay != 1 or self.eager or self.nesterov):
             raise UserError(
-                f"sync.penalty = 'gap' with sync.delay = {self.delay}, sync.eager = {self.eager} and sync.nesterov = "
-                f"{self.nesterov}.",
+                "sync.penalty = 'gap' with another sync.delay than 1, sync.eager or sync.nesterov.",
                 why="it takes back what x moved while a difference travelled; its momentum is a mean of differences",
                 do="sync.penalty='none'",
             )
@@ -110,8 +109,14 @@ keeps half of a replica's progress and rounds what travels to 4 bits) and CO2 (2
 replicas keep their own progress until its mean is there, an idea of Kale et al. (2502.12996), with the outer optimizer
 of Local SGD. Why: where a round goes the share c of the way to where it leads, CO2's x_(t+1) = x_t - c x_(t-1) has
 roots of size sqrt(c), so it swings for c near 1, and momentum makes that grow; replicas that keep their own progress
-contract by 1 - c. So CO2 has a penalty of the gap here; its authors' setting for small clusters is momentum = 0 to 0.2
-and penalty = "none"."""
+contract by 1 - c. So CO2 has a penalty of the gap here."""
+
+
+def defaults_of(method: str, penalty: object = None) -> OuterMethod:
+    """A method's choices; for CO2 with another penalty than its own its authors', of small clusters."""
+    late = method == "co2" and penalty not in (None, "gap")
+    return OuterMethod(momentum=0.2, scaled=True) if late else METHODS[method]
+
 
 WARM = 4
 """In the first of so many parts of a run CO2's rounds are used at once: there each changes the model much."""

@@ -125,7 +125,7 @@ def learnt(settings: dict[str, Any] | None) -> float:
 
 
 def test_it_learns_nearly_as_data_parallel_training_does() -> None:
-    exact, ours, former = (learnt(settings) for settings in (None, {}, {"penalty": "none", "momentum": 0.2}))
+    exact, ours, former = (learnt(settings) for settings in (None, {}, {"penalty": "none"}))
     assert ours == learnt({})
     assert ours < exact + 0.06, "a model that has learnt nothing has a loss of about 3.5"
     assert ours < 0.2 * former
@@ -164,6 +164,12 @@ def test_alone_it_is_its_own_mean() -> None:
         step(plain, other, 0, number)
     outer.finish()
     torch.testing.assert_close(flat(net), flat(plain))
+
+
+def test_another_penalty_brings_the_authors_momentum() -> None:
+    assert chosen_of("co2", {}).momentum == 0.8
+    assert chosen_of("co2", {"penalty": "norm"}).momentum == 0.2
+    assert chosen_of("co2", {"penalty": "none", "momentum": 0.8}).momentum == 0.8
 
 
 def test_what_it_cannot_average_is_refused() -> None:

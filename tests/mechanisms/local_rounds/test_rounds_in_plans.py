@@ -87,6 +87,19 @@ def test_the_mildest_codec_is_taken_with_which_rounds_are_not_long(between: str)
     assert (f"{name} rounds what travels" in quality) == (name != "exact")
 
 
+def test_late_rounds_begin_with_some_at_once_and_a_plan_says_what_they_learn() -> None:
+    request = asked(Co2(codec="exact", steps=2))  # 10 steps of the run are 5 rounds
+    plan = planned(request, office())
+    assert dict(plan.state(LocalRoundsState).settings) == {"warm": 1}
+    (learns,) = (sentence for sentence in plan.why if "never chooses it" in sentence)
+    assert "a run of 5 rounds: 1 at the beginning" in learns
+    former = planned(request.changed(sync=Co2(codec="exact", steps=2, penalty="none", momentum=0.8)), office())
+    settings = dict(former.state(LocalRoundsState).settings)
+    assert settings == {"penalty": "none", "momentum": 0.8}
+    assert chosen_of("co2", settings).momentum == 0.8
+    assert not any("never chooses it" in sentence for sentence in planned(asked(Eager()), office()).why)
+
+
 def test_replicas_share_the_batch_and_cut_their_optimizer_among_their_ranks() -> None:
     plan = planned(asked(Co2(), ranks=8), office())
     assert plan.replicas

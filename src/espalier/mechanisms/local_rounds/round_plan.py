@@ -21,7 +21,7 @@ from espalier.mechanisms.local_rounds.co2 import chosen_of, refuse_pieces
 from espalier.mechanisms.local_rounds.fragment import cut as cut_sizes
 from espalier.mechanisms.local_rounds.options import ByRounds, Co2
 from espalier.mechanisms.local_rounds.state import LocalRoundsState
-from espalier.optim.diloco_slowmo import METHODS, OuterMethod, warm_rounds
+from espalier.optim.diloco_slowmo import METHODS, OuterMethod, defaults_of, warm_rounds
 from espalier.plan import collective_time
 from espalier.plan.axes import offload
 from espalier.plan.axes.placement import ShardFactors
@@ -51,8 +51,8 @@ WAITING = 0.05
 LEARNS = (
     'sync.kind = "co2" in a run of {rounds}: {warm} at the beginning wait for their exchange and are used at once, the '
     "others come a round late. Measured (docs/measured/rounds.md): after 250 rounds of 8 steps the loss is 6.5 % above "
-    "that of an exchange at every step, 1.1 % above Local SGD's. For no number of rounds is it known to be within 1 % of "
-    'an exchange at every step, so sync.kind = "auto" never chooses it.'
+    "that of an exchange at every step, 1.1 % above Local SGD's. It is not known to be within 1 % of an exchange at "
+    'every step for any number of rounds, so sync.kind = "auto" never chooses it.'
 )
 """Of CO2 in a plan."""
 CODECS = "int8", "int4"
@@ -295,10 +295,10 @@ def _late(options: ByRounds, request: Request, chosen: RoundChoice) -> tuple[dic
 
 def settings_of(options: ByRounds, codec_name: str) -> dict[str, float | str | bool]:
     """What differs from the method's own choices."""
-    defaults = METHODS[method_of(options)]
+    defaults = defaults_of(method_of(options), options.penalty)
     given = {name: value for name in vars(defaults) if (value := getattr(options, name, None)) is not None}
     given["codec"] = codec_name
-    return {key: value for key, value in given.items() if value != getattr(defaults, key)}
+    return {key: value for key, value in given.items() if key == "penalty" or value != getattr(defaults, key)}
 
 
 def _fragments(step: CostInputs, nodes: Sequence[int], count: int) -> Sequence[Sequence[float]]:
