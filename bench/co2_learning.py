@@ -25,7 +25,7 @@ from espalier.mechanisms.local_rounds.co2 import chosen_of
 from espalier.mechanisms.local_rounds.membership import MemberGroup, MemberReport, OuterSum
 from espalier.mechanisms.local_rounds.outer_loop import OuterSync
 from espalier.mechanisms.local_rounds.round_length import Rounds
-from espalier.optim.diloco_slowmo import warm_rounds
+from espalier.optim.diloco_slowmo import WARM
 from espalier.optim.schedules import factor
 from espalier.recipe import Stable
 from table import Row
@@ -260,7 +260,7 @@ def _evaluate(shape: Shape, tensors: Sequence[Tensor], row: int, text: Text) -> 
 def cases(rounds: int) -> dict[str, tuple[str, dict[str, Any]]]:
     """Methods and their settings in a run of so many rounds."""
     published: dict[str, tuple[str, dict[str, Any]]] = {name: (name, {}) for name in ("local_sgd", "diloco", "eager")}
-    ours = {"co2 before": ("co2", BEFORE), "co2": ("co2", {"warm": warm_rounds(rounds)})}
+    ours = {"co2 before": ("co2", BEFORE), "co2": ("co2", {"warm": rounds // WARM})}
     return {"ddp": ("ddp", {}), **published, **ours}
 
 

@@ -120,8 +120,3 @@ def defaults_of(method: str, penalty: object = None) -> OuterMethod:
 
 WARM = 4
 """In the first of so many parts of a run CO2's rounds are used at once: there each changes the model much."""
-
-
-def warm_rounds(rounds: int) -> int:
-    """How many of a run's `rounds` are used at once before CO2's are late."""
-    return rounds // WARM

@@ -62,9 +62,10 @@ class OuterUpdate:
             difference.div_(rate)
         self._divide(difference, gap)
         factor = choices.rate * (rate if choices.scaled else 1.0)
+        behind = factor * late
         step = difference
         if self.last is not None:
-            step = self._without_gap(difference, factor, late)
+            self._close_gap(self.last, difference, behind)
         elif self.momentum is not None:
             self.momentum.mul_(choices.momentum).add_(difference)
             step = difference.add_(self.momentum, alpha=choices.momentum) if choices.nesterov else self.momentum
@@ -72,20 +73,18 @@ class OuterUpdate:
             step = step.clamp(-choices.clip, choices.clip)
         self.x.sub_(step, alpha=factor)
         if self.last is not None:
-            torch.mul(step, factor if late else 0.0, out=self.last)
+            torch.mul(step, behind, out=self.last)
         if choices.penalty in ("norm", "per_tensor"):
-            self.moved = self._norms(step) * (factor if late else 0.0)
+            self.moved = self._norms(step) * behind
         return gap
 
-    def _without_gap(self, difference: Tensor, factor: float, late: bool) -> Tensor:
-        """See the class."""
+    def _close_gap(self, last: Tensor, difference: Tensor, factor: float) -> None:
+        """See the class; `factor` 0: x has not moved."""
         share = self.choices.momentum
-        if self.momentum is None or self.last is None:
-            return difference
-        self.momentum.lerp_(difference, 1 - share)
-        if late:
-            difference.sub_(self.last, alpha=share / factor).add_(self.momentum, alpha=share)
-        return difference
+        if self.momentum is not None:
+            self.momentum.lerp_(difference, 1 - share)
+            if factor:
+                difference.sub_(last, alpha=share / factor).add_(self.momentum, alpha=share)
 
     def _gap(self, difference: Tensor) -> Tensor:
         if self.choices.penalty in ("none", "gap"):
@@ -96,7 +95,7 @@ class OuterUpdate:
         return 1 + torch.where(self.scale > 0, self.moved / self.scale, 0.0)
 
     def _divide(self, difference: Tensor, gap: Tensor) -> None:
-        if self.choices.penalty in ("none", "gap"):
+        if self.choices.penalty == "none":
             return
         if len(gap) == 1:
             difference.div_(float(gap))
@@ -118,4 +117,5 @@ class OuterUpdate:
 
     def load_state_dict(self, state: StateDict) -> None:
         for name, tensor in self.state_dict().items():
-            tensor.copy_(state[name])
+            if name in state:  # a run from before the gap was a penalty has no last update
+                tensor.copy_(state[name])

@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from espalier.mechanisms.local_rounds.fragment import split
 from espalier.mechanisms.local_rounds.outer_loop import OuterSync
 from espalier.mechanisms.local_rounds.round_length import Rounds
-from espalier.optim.diloco_slowmo import METHODS, OuterMethod, warm_rounds
+from espalier.optim.diloco_slowmo import METHODS, OuterMethod
 from espalier.optim.outer_optimizer import OuterUpdate
 from espalier.recipe.errors import UserError
 
@@ -370,10 +370,6 @@ def test_rounds_of_the_beginning_that_are_not_late_are_local_sgd() -> None:
     ):
         assert all(map(torch.equal, ours, theirs))
         assert torch.equal(end, other)
-
-
-def test_the_rounds_that_are_not_late_are_a_quarter_of_a_run() -> None:
-    assert [warm_rounds(rounds) for rounds in (0, 3, 4, 30, 250)] == [0, 0, 1, 7, 62]
 
 
 def test_fragments_are_cut_evenly() -> None:

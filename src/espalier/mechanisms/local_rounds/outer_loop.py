@@ -168,7 +168,8 @@ class OuterSync:
 
     def _depart(self, fragment: Fragment, rate: float) -> bool:
         """A copy leaves; with a delay of a round, what left before is used. Returns whether live tensors were set."""
-        choices, delay = self.choices, 0 if self.warm else self.choices.delay
+        choices = self.choices
+        delay = 0 if self.warm else choices.delay
         weight = self._weight()
         if fragment.due is not None:  # this round is shorter than the one in which it left
             self._land(fragment)

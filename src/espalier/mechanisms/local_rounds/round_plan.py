@@ -21,7 +21,7 @@ from espalier.mechanisms.local_rounds.co2 import chosen_of, refuse_pieces
 from espalier.mechanisms.local_rounds.fragment import cut as cut_sizes
 from espalier.mechanisms.local_rounds.options import ByRounds, Co2
 from espalier.mechanisms.local_rounds.state import LocalRoundsState
-from espalier.optim.diloco_slowmo import METHODS, OuterMethod, defaults_of, warm_rounds
+from espalier.optim.diloco_slowmo import METHODS, WARM, OuterMethod, defaults_of
 from espalier.plan import collective_time
 from espalier.plan.axes import offload
 from espalier.plan.axes.placement import ShardFactors
@@ -288,9 +288,8 @@ def _late(options: ByRounds, request: Request, chosen: RoundChoice) -> tuple[dic
     if not isinstance(options, Co2):
         return {}, []
     rounds = (request.recipe.train.steps or 0) // chosen.steps
-    warm = warm_rounds(rounds) if options.delay is None and options.penalty in (None, "gap") else 0
-    sentence = LEARNS.format(rounds=units.plural(rounds, "round"), warm=warm)
-    return ({"warm": warm} if warm else {}), [sentence]
+    warm = rounds // WARM if options.penalty in (None, "gap") else 0
+    return {"warm": warm} if warm else {}, [LEARNS.format(rounds=units.plural(rounds, "round"), warm=warm)]
 
 
 def settings_of(options: ByRounds, codec_name: str) -> dict[str, float | str | bool]:
