@@ -73,7 +73,7 @@ class OuterUpdate:
             step = step.clamp(-choices.clip, choices.clip)
         self.x.sub_(step, alpha=factor)
         if self.last is not None:
-            torch.mul(step, behind, out=self.last)
+            self.last.copy_(step).mul_(behind)
         if choices.penalty in ("norm", "per_tensor"):
             self.moved = self._norms(step) * behind
         return gap
