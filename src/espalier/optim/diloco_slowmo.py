@@ -112,10 +112,11 @@ roots of size sqrt(c), so it swings for c near 1, and momentum makes that grow; 
 contract by 1 - c. So CO2 has a penalty of the gap here."""
 
 
-def defaults_of(method: str, penalty: object = None) -> OuterMethod:
+def defaults_of(method: str, penalty: object) -> OuterMethod:
     """A method's choices; for CO2 with another penalty than its own its authors', of small clusters."""
-    late = method == "co2" and penalty not in (None, "gap")
-    return OuterMethod(momentum=0.2, scaled=True) if late else METHODS[method]
+    if method == "co2" and penalty not in (None, "gap"):
+        return OuterMethod(momentum=0.2, scaled=True)
+    return METHODS[method]
 
 
 WARM = 4

@@ -95,7 +95,7 @@ class OuterUpdate:
         return 1 + torch.where(self.scale > 0, self.moved / self.scale, 0.0)
 
     def _divide(self, difference: Tensor, gap: Tensor) -> None:
-        if self.choices.penalty == "none":
+        if self.choices.penalty in ("none", "gap"):
             return
         if len(gap) == 1:
             difference.div_(float(gap))
