@@ -212,7 +212,8 @@ def test_steps_by_hand_say_what_stays_in_view() -> None:
 
 
 def test_settings_are_those_that_differ() -> None:
-    assert co2.settings_of(Co2(momentum=0.2, clip=0.5), "exact") == {"clip": 0.5}
+    assert co2.settings_of(Co2(momentum=0.8, clip=0.5), "exact") == {"clip": 0.5}
+    assert co2.settings_of(Co2(momentum=0.2, penalty="none"), "exact") == {"penalty": "none"}
     assert co2.method_of(DiLoCo()) == "diloco"
     assert co2.sharded(asked(EveryStep()), 2).pin.shard == ShardPin(optimizer=2)
     kept = asked(EveryStep(), shard={"params": 1, "grads": 1})
