@@ -2,6 +2,7 @@
 
     python bench/co2.py [--quick] [--seconds N] [--json FILE] [--rates 50,100] [--only KIND,...] [--torchft PYTHON]
     python bench/co2.py --equal STEPS [--quick] [--json FILE]
+    python bench/co2.py --only learning [--quick] [--json FILE]
 
 A decoder of 10.8 M parameters on real text (Python's library as bytes), 1,024 tokens for each host and step, AdamW.
 Each contestant trains for as many seconds of its own, in fresh processes: DistributedDataParallel (PyTorch's Gloo);
@@ -12,6 +13,9 @@ time at most. DistributedDataParallel trains three times as long, since it takes
 half as long: the same hosts exchanging nothing (`alone`), and the eager forms on links without a limit (`unlimited`).
 All hosts share this machine's cores, so the kernel's time for TCP is part of every figure; it is told too. Needs root
 (bench/netlab.py).
+
+`learning`: what rounds of 8 steps learn beside data parallel training from equal tokens, 2,000 steps of four replicas,
+three seeds, in one process (bench/co2_learning.py). Needs no links and no root.
 """
 
 from __future__ import annotations
@@ -26,6 +30,7 @@ from typing import Any
 import msgspec
 
 sys.path.insert(0, str(Path(__file__).parent))
+from co2_learning import learning
 from co2_rank import Outcome, Task
 from espalier.comm.codecs import codec
 from espalier.machine.cluster import Link
@@ -208,6 +213,9 @@ def main() -> None:
     task = Task("alone", depth, width, sequence=128, batch=8, steps=1, seconds=seconds, held_out=held)
     note = ", quick" if asked.quick else ""
     made: list[Row] = []
+    if asked.only == "learning":
+        publish(learning(240 if asked.quick else 2000, (1, 2, 3)), asked.json)
+        return
     if asked.equal:
         publish(equal(task, asked.equal, 4), asked.json)
         return

@@ -79,11 +79,12 @@ def together(count: int, run: Callable[[int, Callable[..., OuterSync]], Any], **
 
 def simulated(count: int, choices: OuterMethod, steps: int, rounds: int) -> list[Tensor]:
     """x after every round by the paper's recurrence, in one process, means in rank order. CO2 with delay 1, SlowMo with
-    delay 0, eager where asked; no penalty, no codec, one fragment."""
+    delay 0, eager and a penalty of the gap where asked, and rounds without delay first; no codec, one fragment."""
     replicas = [Replica(member) for member in range(count)]
     x = replicas[0].flat()
-    starts, m, before, found = [x] * count, torch.zeros_like(x), None, []
-    for _ in range(rounds):
+    starts, m, before, found, last = [x] * count, torch.zeros_like(x), None, [], torch.zeros_like(x)
+    factor = choices.rate * (RATE if choices.scaled else 1.0)
+    for number in range(rounds):
         ends = []
         for replica in replicas:
             for _ in range(steps):
@@ -91,17 +92,25 @@ def simulated(count: int, choices: OuterMethod, steps: int, rounds: int) -> list
             ends.append(replica.flat())
         own = [start - end for start, end in zip(starts, ends, strict=True)]
         now = (starts, ends)
-        late = now if choices.delay == 0 else before
+        at_once = choices.delay == 0 or number < choices.warm
+        late = now if at_once else before
         if late is not None:
             x = x.clone()
             difference = _difference(choices, *late) / (RATE if choices.scaled else 1.0)
-            m = choices.momentum * m + difference
-            step = torch.add(difference, m, alpha=choices.momentum) if choices.nesterov else m
+            if choices.penalty == "gap":
+                m = torch.lerp(m, difference, 1 - choices.momentum)
+                step = difference
+                if not at_once:
+                    step = difference.sub(last, alpha=choices.momentum / factor).add(m, alpha=choices.momentum)
+            else:
+                m = choices.momentum * m + difference
+                step = torch.add(difference, m, alpha=choices.momentum) if choices.nesterov else m
             if choices.clip:
                 step = step.clamp(-choices.clip, choices.clip)
-            x = torch.sub(x, step, alpha=choices.rate * (RATE if choices.scaled else 1.0))
-        before = now
-        starts = [x - one if choices.eager else x.clone() for one in own]
+            x = torch.sub(x, step, alpha=factor)
+            last = step * (0.0 if at_once else factor)
+        before = None if at_once else now
+        starts = [x - one if choices.eager and not at_once else x.clone() for one in own]
         for replica, start in zip(replicas, starts, strict=True):
             for tensor, part in zip(replica.live, start.split(SIZES), strict=True):
                 tensor.copy_(part)

@@ -80,5 +80,7 @@ def test_more_is_kept_by_those_that_keep_more() -> None:
     plain = METHODS["local_sgd"]
     assert copies(replace(plain, momentum=0.9)) == copies(plain) + 1
     assert copies(replace(plain, delay=1.0, eager=True)) == copies(replace(plain, delay=1.0)) + 2
+    late = replace(plain, delay=1.0)
+    assert copies(replace(late, penalty="gap")) == copies(late) + 1
     assert copies(replace(plain, delay=1.0, fragments=4)) < copies(replace(plain, delay=1.0))
     assert copies(plain, on_host=False) == pytest.approx(copies(plain) - 2, rel=1e-3)

@@ -22,11 +22,14 @@ from espalier.mechanisms.local_rounds.fragment import split
 from espalier.mechanisms.local_rounds.outer_loop import OuterSync
 from espalier.mechanisms.local_rounds.round_length import Rounds
 from espalier.optim.diloco_slowmo import METHODS, OuterMethod
+from espalier.optim.outer_optimizer import OuterUpdate
 from espalier.recipe.errors import UserError
 
 Make = Callable[..., OuterSync]
 FORMS = {
     "co2": OuterMethod(momentum=0.5, scaled=True),
+    "co2, gap": replace(METHODS["co2"], warm=4),
+    "co2, gap, plain form, clip": OuterMethod(momentum=0.6, penalty="gap", rate=0.5, clip=0.2),
     "co2, parameters": OuterMethod(average="parameters", momentum=0.2, scaled=True),
     "co2, plain form, clip": OuterMethod(momentum=0.6, clip=0.05),
     "eager": METHODS["eager"],
@@ -151,8 +154,6 @@ def test_the_clip_binds() -> None:
 
 @pytest.mark.parametrize("penalty", ["norm", "per_tensor", "constant"])
 def test_a_penalty_is_at_least_one_and_exactly_one_for_a_model_that_rests(penalty: Any) -> None:
-    from espalier.optim.outer_optimizer import OuterUpdate
-
     x = torch.randn(sum(SIZES), dtype=torch.float64)
     choices = OuterMethod(momentum=0.3, penalty=penalty, constant=2.0 if penalty == "constant" else 1.0)
     cuts = [0, *itertools.accumulate(SIZES)]
@@ -175,6 +176,37 @@ def test_a_penalty_is_at_least_one_and_exactly_one_for_a_model_that_rests(penalt
         assert (resting.apply(torch.zeros_like(x), RATE) == 1).all()
 
 
+def rests(choices: OuterMethod, share: float) -> float:
+    """How far x is from where rounds lead in the last of 40, each of which goes `share` of the way from 1 to 0."""
+    x, travelling, far = torch.ones(1, dtype=torch.float64), None, []
+    update = OuterUpdate(x, choices)
+    for _ in range(40):
+        departed = share * x
+        if travelling is not None:
+            update.apply(travelling, RATE)
+        travelling = departed
+        far.append(abs(float(x)))
+    return max(far[-6:])
+
+
+@pytest.mark.parametrize("share", [0.1, 0.2, 0.3, 0.5, 0.7, 0.9, 1.0, 1.1, 1.2, 1.3])
+def test_late_rounds_of_any_length_come_to_rest(share: float) -> None:
+    assert rests(METHODS["co2"], share) < 2e-3
+    if share >= 1:
+        former = replace(METHODS["co2"], penalty="none", momentum=0.2)
+        assert rests(former, share) > 10
+
+
+def test_a_penalty_of_the_gap_leaves_a_steady_move_as_it_is() -> None:
+    x = torch.zeros(3, dtype=torch.float64)
+    update = OuterUpdate(x, METHODS["co2"])
+    for _ in range(60):
+        update.apply(torch.full_like(x, 0.25), RATE)
+    before = x.clone()
+    update.apply(torch.full_like(x, 0.25), RATE)
+    torch.testing.assert_close(before - x, torch.full_like(x, 0.25), rtol=1e-4, atol=0)
+
+
 def test_a_constant_gradient_gives_the_analytic_path() -> None:
     """Each round's progress is -3 RATE, and with delay 1 x_t = x_0 - 3 RATE (t - 1)."""
 
@@ -193,12 +225,11 @@ def test_a_constant_gradient_gives_the_analytic_path() -> None:
             torch.testing.assert_close(x, found[0] - 3 * RATE * (t - 1), rtol=0, atol=1e-12)
 
 
-OFTEN = ("co2", "streaming_diloco", "co2, parameters")
+OFTEN = ("co2", "streaming_diloco", "co2, parameters", "co2, gap")
+SAVED = [*METHODS, "co2, parameters", "co2, gap"]
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(one, marks=() if one in OFTEN else pytest.mark.slow) for one in [*METHODS, "co2, parameters"]]
-)
+@pytest.mark.parametrize("name", [pytest.param(one, marks=() if one in OFTEN else pytest.mark.slow) for one in SAVED])
 def test_saved_in_flight_and_taken_up_again_to_the_bit(name: str) -> None:
     choices = METHODS.get(name) or FORMS[name]
 
@@ -312,12 +343,33 @@ def test_what_cannot_be_is_refused() -> None:
         (lambda: OuterMethod(mixing=0.5), "sync.mixing"),
         (lambda: OuterMethod(average="parameters", codec="int4"), "sync.codec"),
         (lambda: OuterMethod(penalty="constant", constant=0.5), "sync.constant"),
+        (lambda: OuterMethod(penalty="gap", delay=0.0), "sync.penalty"),
+        (lambda: OuterMethod(penalty="gap", eager=True), "sync.penalty"),
+        (lambda: OuterMethod(penalty="gap", nesterov=True), "sync.penalty"),
         (lambda: Rounds(0), "sync.steps"),
         (lambda: Rounds(4, pace=0.0), "pace"),
         (lambda: split([torch.zeros(3)], 2), "sync.fragments"),
     ):
         with pytest.raises(UserError, match=name):
             wrong()
+
+
+def test_rounds_of_the_beginning_that_are_not_late_are_local_sgd() -> None:
+    def run(member: int, make: Make, choices: OuterMethod) -> tuple[list[Tensor], Tensor]:
+        replica = Replica(member)
+        engine = make(replica, choices, Rounds(3))
+        path = train(replica, engine, 5)
+        replica.step()
+        engine.finish(RATE)
+        return path, replica.flat()
+
+    plain = replace(METHODS["local_sgd"], scaled=True)
+    warm = replace(METHODS["co2"], warm=6)
+    for (ours, end), (theirs, other) in zip(
+        *(together(2, partial(run, choices=each)) for each in (warm, plain)), strict=True
+    ):
+        assert all(map(torch.equal, ours, theirs))
+        assert torch.equal(end, other)
 
 
 def test_fragments_are_cut_evenly() -> None:

@@ -87,6 +87,19 @@ def test_the_mildest_codec_is_taken_with_which_rounds_are_not_long(between: str)
     assert (f"{name} rounds what travels" in quality) == (name != "exact")
 
 
+def test_late_rounds_begin_with_some_at_once_and_a_plan_says_what_they_learn() -> None:
+    request = asked(Co2(codec="exact", steps=2))  # 10 steps of the run are 5 rounds
+    plan = planned(request, office())
+    assert dict(plan.state(LocalRoundsState).settings) == {"warm": 1}
+    (learns,) = (sentence for sentence in plan.why if "never chooses it" in sentence)
+    assert "a run of 5 rounds: 1 at the beginning" in learns
+    former = planned(request.changed(sync=Co2(codec="exact", steps=2, penalty="none", momentum=0.8)), office())
+    settings = dict(former.state(LocalRoundsState).settings)
+    assert settings == {"penalty": "none", "momentum": 0.8}
+    assert chosen_of("co2", settings).momentum == 0.8
+    assert not any("never chooses it" in sentence for sentence in planned(asked(Eager()), office()).why)
+
+
 def test_replicas_share_the_batch_and_cut_their_optimizer_among_their_ranks() -> None:
     plan = planned(asked(Co2(), ranks=8), office())
     assert plan.replicas
@@ -199,7 +212,8 @@ def test_steps_by_hand_say_what_stays_in_view() -> None:
 
 
 def test_settings_are_those_that_differ() -> None:
-    assert co2.settings_of(Co2(momentum=0.2, clip=0.5), "exact") == {"clip": 0.5}
+    assert co2.settings_of(Co2(momentum=0.8, clip=0.5), "exact") == {"clip": 0.5}
+    assert co2.settings_of(Co2(momentum=0.2, penalty="none"), "exact") == {"penalty": "none"}
     assert co2.method_of(DiLoCo()) == "diloco"
     assert co2.sharded(asked(EveryStep()), 2).pin.shard == ShardPin(optimizer=2)
     kept = asked(EveryStep(), shard={"params": 1, "grads": 1})
@@ -256,7 +270,7 @@ def test_rounds_whose_states_do_not_fit_are_refused_with_their_bytes() -> None:
     assert planned(shape("llama-13b", EveryStep()), hosts(machines=1)).executable
     with pytest.raises(DoesNotFit, match="most of it outer") as caught:
         planned(shape("llama-13b", Co2()), hosts())
-    assert "outer 42" in caught.value.why
+    assert "outer 48.5" in caught.value.why, "eight copies: x, momentum, the last update, five for a flight"
     assert caught.value.do.startswith('sync.kind="every_step", which keeps no outer states (')
     kept = planned(shape("llama-13b", Auto()), hosts())
     assert not kept.replicas

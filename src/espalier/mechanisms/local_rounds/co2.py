@@ -20,7 +20,7 @@ from espalier.comm.codecs import codec
 from espalier.mechanisms.local_rounds.membership import MemberGroup, Members
 from espalier.mechanisms.local_rounds.outer_loop import OuterSync
 from espalier.mechanisms.local_rounds.round_length import Rounds
-from espalier.optim.diloco_slowmo import METHODS, OuterMethod
+from espalier.optim.diloco_slowmo import METHODS, OuterMethod, defaults_of
 from espalier.plan.compose import Claim
 from espalier.recipe.errors import UserError
 
@@ -120,7 +120,7 @@ def chosen_of(method: str, settings: dict[str, Any]) -> OuterMethod:
     wrong = sorted(set(settings) - known)
     if wrong:
         raise UserError(f"{wrong[0]!r} is not an option of sync.", why=f"there are {', '.join(sorted(known))}")
-    chosen = replace(METHODS[method], **settings)
+    chosen = replace(defaults_of(method, settings.get("penalty")), **settings)
     check_feedback(codec(chosen.codec))
     return chosen
 

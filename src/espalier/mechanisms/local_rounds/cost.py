@@ -19,14 +19,15 @@ MARGIN = 1.1
 def copies(chosen: OuterMethod, on_host: bool = True) -> float:
     """Copies of what a rank moves that the outer engine holds at its fullest. Law: `test_cost.py`.
 
-    All the time: the outer parameters, the momentum, what a lossy codec keeps back, and with `eager` a replica's own
-    difference before and after a departure. For a fragment in flight: what was sent, its sum, what the codec will have
-    kept back, and the bytes on their way out and in (of a processor; a GPU's lie in host memory). Another sum is
-    released late: two fragments count, and one more sum where flights are used late.
+    All the time: the outer parameters, the momentum, with a penalty of the `gap` the last update, what a lossy codec
+    keeps back, and with `eager` a replica's own difference before and after a departure. For a fragment in flight: what
+    was sent, its sum, what the codec will have kept back, and the bytes on their way out and in (of a processor; a
+    GPU's lie in host memory). Another sum is released late: two fragments count, and one more sum where flights are
+    used late.
     """
     lossy = not codec_of(chosen.codec).lossless
     wire = 2.0 / compressed_collectives.ratio(codec_of(chosen.codec)) if on_host else 0.0
-    copies_kept = 1 + (chosen.momentum > 0) + lossy + 2 * chosen.eager
+    copies_kept = 1 + (chosen.momentum > 0) + (chosen.penalty == "gap") + lossy + 2 * chosen.eager
     flying = 2 + lossy + (chosen.average == "parameters") + wire
     return copies_kept + min(1.0, 2 / chosen.fragments) * flying + (chosen.delay > 0) / chosen.fragments
 

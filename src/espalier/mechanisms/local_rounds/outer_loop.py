@@ -78,6 +78,11 @@ class OuterSync:
         members = self.members
         return members is None or (len(members.members) == len(members.crew.members) and not self.summoned())
 
+    @property
+    def warm(self) -> bool:
+        """Whether this round's flights are used at once, whatever the delay."""
+        return self.rounds < self.choices.warm
+
     # --- local steps -----------------------------------------------------------------------------------------------
 
     @property
@@ -130,7 +135,7 @@ class OuterSync:
         now = time.perf_counter()
         self.waited = self._still
         self._still = 0.0
-        if self.members is not None and self.length.adapt:
+        if self.members is not None and self.length.adapt and not self.warm:
             wish = self.length.wished(now - self._begun, self.waited, self.flown)
             self.length = self.length._replace(wish=self._largest(wish))
         self._begun = now
@@ -164,6 +169,7 @@ class OuterSync:
     def _depart(self, fragment: Fragment, rate: float) -> bool:
         """A copy leaves; with a delay of a round, what left before is used. Returns whether live tensors were set."""
         choices = self.choices
+        delay = 0 if self.warm else choices.delay
         weight = self._weight()
         if fragment.due is not None:  # this round is shorter than the one in which it left
             self._land(fragment)
@@ -172,14 +178,14 @@ class OuterSync:
         own_values = sent.clone() if choices.eager else None
         if weight != 1.0:
             sent.mul_(weight)
-        if choices.delay == 1:
+        if delay == 1:
             self._use(fragment)
         self._launch(fragment, (sent, weight), base, rate)
-        if choices.delay == 1:
+        if delay == 1:
             fragment.own_change = own_values
             self._put(fragment)
             return True
-        if choices.delay == 0:
+        if delay == 0:
             return self._land(fragment)
         fragment.due = self._due()
         return False
@@ -231,7 +237,7 @@ class OuterSync:
             mean = torch.sub(fragment.base, mean, out=mean)
             fragment.base = None
         first = min(member for member, note in arrived.notes.items() if note.weight)
-        fragment.update.apply(mean, arrived.notes[first].rate)
+        fragment.update.apply(mean, arrived.notes[first].rate, late=not self.warm)
         if fragment is self.fragments[-1]:
             self._listen(arrived.notes)
 
