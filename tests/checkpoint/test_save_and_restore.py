@@ -146,7 +146,9 @@ def test_a_save_that_training_waits_for_copies_nothing(tmp_path: Path, always: b
     assert restored.state_dict()["x"].sum() == 100
 
 
-def test_what_writes_leaves_the_cores_to_what_trains_unless_that_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_writes_leaves_the_cores_to_training_unless_that_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     seen, usual, plain = [], os.getpriority(os.PRIO_PROCESS, threading.get_native_id()), Write.run
 
     def run(self: Write) -> int:

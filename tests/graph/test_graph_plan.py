@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from clique_graphs import cliques, workload_of
 
+from clique_graphs import cliques, workload_of
 from espalier.graph.data.graph import relabelled
 from espalier.graph.networks import graph_plan
 from espalier.mechanisms.pattern_attention.pattern import pattern as tokens
