@@ -306,7 +306,8 @@ def test_the_figure_of_fp32_is_left_out_where_nobody_wants_it(make_graph):
         return sizes.rows[-1][0]
 
     assert label(fp32=False) == "fp32 (not trained: quant.fp32 = true trains it)"
-    assert label().startswith("fp32 (") and label().endswith("without [quant])")
+    assert label().startswith("fp32 (")
+    assert label().endswith("without [quant])")
 
 
 def test_the_packed_export_is_as_long_as_its_parts_and_reads_back(run):
