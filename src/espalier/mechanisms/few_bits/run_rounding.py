@@ -62,7 +62,8 @@ class QuantizedRounding(Rounding):
             seen = task.train.graph
         classified = isinstance(task, GraphTask)
         stored = run.recipe.store is not None
-        return QuantizedGraph(run.network.told(run), classified, nodes, places, stored, hidden, seen, run.signs)
+        steps = run.recipe.train.steps or 0
+        return QuantizedGraph(run.network.told(run), classified, nodes, places, stored, hidden, seen, run.signs, steps)
 
     @property
     def signs(self) -> Signs:
