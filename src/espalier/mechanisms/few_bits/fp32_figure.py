@@ -11,25 +11,25 @@ import torch
 from torch import nn
 
 from espalier.graph.networks.base import placement
-from espalier.optim import adamw, muon, schedules
-from espalier.optim.base import names_of, owned_by
+from espalier.optim import adamw, schedules
+from espalier.optim.base import owned_by
 from espalier.parallel.workload import Shard, to_device
 from espalier.recipe import Adamw
 from espalier.train.trainer import seed_step
 
 if TYPE_CHECKING:
     from espalier.graph.run import GraphRun
-    from espalier.optim.base import Optimizer
 
 MOST_FLOPS = 2e11
 """Of training, up to which the network is trained without being asked for: about ten seconds on one core."""
 
 
 def plain_run(run: GraphRun) -> Any:
-    """`run` without `[quant]`; None: `quant.fp32` is false, training is long, or it needs other mechanisms."""
+    """`run` without `[quant]`; None: `quant.fp32` is false, training is long, or has other mechanisms or optimizers."""
     recipe = run.recipe
     asked = recipe.mechanisms["quant"].fp32
-    if asked is False or set(recipe.mechanisms) != {"quant"} or run.graph.partition is not None:
+    alone = set(recipe.mechanisms) == {"quant"} and run.graph.partition is None
+    if asked is False or not alone or not isinstance(recipe.train.optimizer, Adamw):
         return None
     plain: Any = run.like(recipe.changed(mechanisms={}))
     flops = plain.work(plain.global_batch, "none", "fp32").model_flops * (recipe.train.steps or 0)
@@ -41,7 +41,7 @@ def trained(run: Any, model: nn.Module) -> nn.Module:
     recipe = run.recipe.train
     device = placement(model)["device"]
     network: nn.Module = run.build(device, torch.float32)
-    optimizer = _optimizer(run, network)
+    optimizer = adamw.build(recipe.optimizer, owned_by(network))
     count = run.global_batch
     with torch.random.fork_rng(), torch.enable_grad():
         for step in range(recipe.steps):
@@ -55,11 +55,3 @@ def trained(run: Any, model: nn.Module) -> nn.Module:
             optimizer.step(schedules.factor(recipe.schedule, step, recipe.steps))
             network.zero_grad()
     return network.eval()
-
-
-def _optimizer(run: Any, network: nn.Module) -> Optimizer:
-    options = run.recipe.train.optimizer
-    if isinstance(options, Adamw):
-        return adamw.build(options, owned_by(network))
-    names = names_of(network)
-    return muon.build(options, owned_by(network), frozenset(names[table] for table in run.embeddings(network)))
