@@ -312,6 +312,8 @@ class FeatureQuantizer(nn.Module):
         last: log2 of each row's step in the last pass, before `factor`.
     """
 
+    age: Tensor
+
     def __init__(self, allocator: BitAllocator, columns: int, rule: Rule) -> None:
         super().__init__()
         self.allocator = allocator

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from espalier.graph.networks.base import placement
+from espalier.mechanisms.few_bits.options import Quant
 from espalier.optim import adamw, schedules
 from espalier.optim.base import owned_by
 from espalier.parallel.workload import Shard, to_device
@@ -27,7 +28,9 @@ MOST_FLOPS = 2e11
 def plain_run(run: GraphRun) -> Any:
     """`run` without `[quant]`; None: `quant.fp32` is false, training is long, or has other mechanisms or optimizers."""
     recipe = run.recipe
-    asked = recipe.mechanisms["quant"].fp32
+    options = recipe.options(Quant)
+    assert options is not None
+    asked = options.fp32
     alone = set(recipe.mechanisms) == {"quant"} and run.graph.partition is None
     if asked is False or not alone or not isinstance(recipe.train.optimizer, Adamw):
         return None
