@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from espalier.graph.sampling.subgraphs import SubgraphBatch
 
 NARROWED = 0.5
-"""Share of the steps over which widths come down to the target, as A2Q's do by its penalty: see docs/measured/few-bits.md."""
+"""Share of the steps over which widths come down to the target; see docs/measured/few-bits.md."""
 
 
 def equip(model: nn.Module, options: Quant, graph: QuantizedGraph) -> Quantization:
