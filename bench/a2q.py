@@ -56,8 +56,8 @@ KINDS: dict[str, dict[str, Any] | None] = {
     "uniform 2-bit": {"kind": "uniform", "bits": 2},
     "Degree-Quant 4-bit": {"kind": "uniform", "bits": 4},
     "Degree-Quant 2-bit": {"kind": "uniform", "bits": 2},
-    "a2q": {"kind": "a2q", "bits": 2},
-    "mega": {"kind": "mega", "bits": 2},
+    "a2q": {"kind": "a2q", "bits": 4},
+    "mega": {"kind": "mega", "bits": 4},
 }
 SHARE = {"a2q": 1.7, "mega": 1.85}
 """Bits a value that the target asks for, so that packages are about as large as those of 2 bits for all."""
@@ -68,8 +68,8 @@ KINDS |= {f"LSQ {bits}-bit": KINDS[f"uniform {bits}-bit"] for bits in (2, 3, 4)}
 SHARE[TASK] = SHARE["a2q"]
 for _kind in ("a2q", "mega"):
     CURVE[_kind] = (f"{_kind} 1-bit", _kind, f"{_kind} 3-bit", f"{_kind} 4-bit")
-    for _name, _bits, _share in zip(CURVE[_kind], (2, 2, 3, 4), (0.9, SHARE[_kind], 2.6, 3.5), strict=True):
-        KINDS[_name], SHARE[_name] = {"kind": _kind, "bits": _bits}, _share
+    for _name, _share in zip(CURVE[_kind], (0.9, SHARE[_kind], 2.6, 3.5), strict=True):
+        KINDS[_name], SHARE[_name] = {"kind": _kind, "bits": 4}, _share
 PLAIN = ("fp32", "uniform 2-bit", "a2q", "mega", "uniform 4-bit", "Degree-Quant 4-bit", "Degree-Quant 2-bit")
 WIDE = ("fp32", "uniform 2-bit", "a2q", "mega")
 

@@ -479,3 +479,20 @@ def test_each_rows_step_is_fitted_to_its_values_and_stored() -> None:
     assert torch.equal(trained, fitted), "in training as after it"
     assert torch.equal(quantizer(x), fitted), "nothing is kept of it"
     assert torch.equal(quantizer(x[:1], base.RowIndex(torch.tensor([0]))), fitted[:1])
+
+
+def test_widths_come_down_to_the_target_while_training_and_are_there_at_once_in_evaluation():
+    quantizer = FeatureQuantizer(NodeBits(6, bits=4), 4, Rule(local=1.0))
+    quantizer.shift = lambda: 2.0
+    quantizer.narrowing = 4.0
+    rows = torch.randn(6, 4)
+
+    def bits(learner: FeatureQuantizer) -> float:
+        return float(learner._pairs(rows, RowIndex())[0][0].detach())
+
+    assert [bits(quantizer) for _ in range(3)] == [4, 3.5, 3]
+    assert bits(quantizer.eval()) == 2
+    resumed = FeatureQuantizer(NodeBits(6, bits=4), 4, Rule(local=1.0))
+    resumed.load_state_dict(quantizer.state_dict())
+    resumed.shift, resumed.narrowing, resumed.share = quantizer.shift, 4.0, 0.5
+    assert [bits(resumed) for _ in range(4)] == [2.5, 2.25, 2, 2]

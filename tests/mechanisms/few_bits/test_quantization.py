@@ -25,6 +25,7 @@ from espalier.parallel.workload import Shard
 from espalier.recipe import defaults, recipe_file
 from espalier.recipe.errors import UserError
 from espalier.store.artifacts import Curve, Table
+from espalier.track import events
 
 
 def recipe(quant: dict | None, kind: str = "gcn", **sections) -> config.Recipe:
@@ -286,6 +287,27 @@ def test_the_example_trains_reports_and_predicts(run):
     found = espalier(run, "predict", "run", "3")
     assert found.returncode == 0, found.stderr
     assert len(found.stdout.split("\t")) == 3
+
+
+def test_the_report_shows_the_figure_that_a_run_without_quant_reaches(run):
+    table = (ROOT / "examples" / "quantized-graph.toml").read_text()
+    (run / "fp32.toml").write_text(table.replace('[quant]\nkind = "a2q"', ""))
+    command = (TRAIN[0], "fp32.toml", *TRAIN[2:], *SMALL, f"data.cache={run}", "--run", "fp32")
+    assert espalier(run, *command).returncode == 0
+    accuracy = events.last(run / "fp32" / events.NAME, "validation")["accuracy"]
+    label = f"fp32 ({100 * accuracy:.1f} % after as many steps without [quant])"
+    assert label in (run / "run" / events.NAME).read_text()
+
+
+def test_the_figure_of_fp32_is_left_out_where_nobody_wants_it(make_graph):
+    def label(**options):
+        workload, model = trained(make_graph(), recipe({"kind": "a2q", **options}), steps=1)
+        sizes = next(one for one in workload.sample(model) if isinstance(one, Table) and one.columns[0] == "features")
+        return sizes.rows[-1][0]
+
+    assert label(fp32=False) == "fp32 (not trained: quant.fp32 = true trains it)"
+    assert label().startswith("fp32 (")
+    assert label().endswith("without [quant])")
 
 
 def test_the_packed_export_is_as_long_as_its_parts_and_reads_back(run):

@@ -307,8 +307,12 @@ class FeatureQuantizer(nn.Module):
         gain: what dropout multiplies values by while training, and steps with them.
         share: of the batch that this pass is over: local gradients of several passes then add up to those of one.
         shift: taken from all widths, see `base.MemoryTarget`.
+        narrowing: steps of training over which that shift grows from nothing to all of it; 0: it is whole at once.
+        age: int64, thousandths of steps that have trained it.
         last: log2 of each row's step in the last pass, before `factor`.
     """
+
+    age: Tensor
 
     def __init__(self, allocator: BitAllocator, columns: int, rule: Rule) -> None:
         super().__init__()
@@ -319,6 +323,8 @@ class FeatureQuantizer(nn.Module):
         self.share = 1.0
         self.beginning: Total | None = None
         self.shift: Any = float
+        self.narrowing = 0.0
+        self.register_buffer("age", torch.zeros((), dtype=torch.int64))
         self.last = torch.zeros(0)
         self.kept_steps = Unchanged()
         self.kept_values = Unchanged()
@@ -336,7 +342,7 @@ class FeatureQuantizer(nn.Module):
         at = self.allocator.entries_of(x, index, self.rule.signed)
         bits = self.allocator.bits
         logarithm = self.allocator.logarithm
-        shifted = bits.abs() - self.shift()
+        shifted = bits.abs() - self._shift()
         bits = shifted + (shifted.clamp(min=1) - shifted).detach()  # what has no bits may get some again
         if at is not None:
             bits = bits[at]
@@ -355,6 +361,15 @@ class FeatureQuantizer(nn.Module):
             (fit,) = self.kept_steps(x, tag, given, lambda *rows: [fitted(rows[0], rows[1], rows[2], *tag)])
             logarithm = fit + (logarithm - logarithm.detach())
         return bits, logarithm, at
+
+    def _shift(self) -> float:
+        shift: float = self.shift()
+        if not self.training or not self.narrowing:
+            return shift
+        step = int(self.age) / 1000
+        if torch.is_grad_enabled():
+            self.age += round(1000 * self.share)
+        return shift * min(1.0, step / self.narrowing)
 
     def forward(self, x: Float[Tensor, "rows columns"], index: RowIndex | None = None) -> Float[Tensor, "rows columns"]:
         """step * code of every value."""

@@ -15,7 +15,8 @@ class Quant(Choice, frozen=True):
 
     `target`: bytes that the codes of features may take (default: 2 bits a value); `bits`: of a feature, learned from
     there on, with `uniform` as they are; `weights`, `messages`, `aggregates`: bits of the matrices, of rows that were
-    multiplied and are about to be summed, and of the sums (0: not quantized).
+    multiplied and are about to be summed, and of the sums (0: not quantized). `fp32`: also trains the network without
+    quantization, at the end, so that the report shows its figure (default: where that takes seconds).
     """
 
     target: str | int | None = None
@@ -23,6 +24,7 @@ class Quant(Choice, frozen=True):
     weights: int = 4
     messages: int = 4
     aggregates: int = 0
+    fp32: bool | None = None
 
     def check(self, recipe: RecipeBase) -> None:
         """Raises UserError for bits that cannot be, and for those that a network of your own cannot have."""

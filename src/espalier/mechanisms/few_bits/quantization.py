@@ -537,12 +537,13 @@ def curves(quantizers: Quantization, now: Callable[[], Packed] | None) -> list[C
     return [*drawn, Curve(title, "KiB", ["per cent"], points)]
 
 
-def tables(quantizers: Quantization, stored: Packed | None = None) -> list[Table]:
-    """Bits against degree, and bytes, for the report; `stored`: of the packages too, and the accuracy from them."""
+def tables(quantizers: Quantization, stored: Packed | None = None, plain: str = "") -> list[Table]:
+    """Bits against degree, and bytes, for the report; `stored`: of the packages too, and the accuracy from them;
+    `plain`: what stands behind "fp32"."""
     if not quantizers.features or quantizers.degrees is None:
         return []
     counted = stored_bytes(quantizers)
-    sizes = [("codes", counted.codes), ("widths and steps", counted.pairs), ("fp32", 4 * counted.values)]
+    sizes = [("codes", counted.codes), ("widths and steps", counted.pairs), (f"fp32{plain}", 4 * counted.values)]
     if stored is not None:
         figure = "" if stored.figure == "accuracy" else f"{stored.figure} "
         label = f"packages, everything counted ({figure}{stored.score:.1f} % from them)"

@@ -31,6 +31,7 @@ class QuantizedGraph:
         stored: features wait on disk, in a format of their own.
         hidden: nodes that training does not see; seen: the graph without their edges (None: as `graph`).
         signs: `data.signed` of the features that the network was trained on; empty: those at hand.
+        steps: of training.
     """
 
     graph: Graph
@@ -41,6 +42,7 @@ class QuantizedGraph:
     hidden: Array | None = None
     seen: Graph | None = None
     signs: Signs = ()
+    steps: int = 0
 
     def __deepcopy__(self, memo: object) -> QuantizedGraph:
         """The same: it does not change."""

@@ -34,6 +34,9 @@ from espalier.recipe.errors import UserError
 if TYPE_CHECKING:
     from espalier.graph.sampling.subgraphs import SubgraphBatch
 
+NARROWED = 0.5
+"""Share of the steps over which widths come down to the target; see docs/measured/few-bits.md."""
+
 
 def equip(model: nn.Module, options: Quant, graph: QuantizedGraph) -> Quantization:
     """Puts quantizers into `model`, whose `quantization` is what is returned. Raises UserError: a target that is too
@@ -48,6 +51,7 @@ def equip(model: nn.Module, options: Quant, graph: QuantizedGraph) -> Quantizati
     quantizers.target = MemoryTarget(layers, asked, checked=graph.trained is None)
     for feature in quantizers.features:
         feature.shift = quantizers.target.shift
+        feature.narrowing = NARROWED * graph.steps
     vars(model)[QUANTIZED] = quantizers
     return quantizers
 

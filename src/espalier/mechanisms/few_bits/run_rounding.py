@@ -20,7 +20,7 @@ from espalier.graph.sampling.subgraphs import infer
 from espalier.graph.tasks import answers
 from espalier.graph.tasks.graph_classification import GraphTask
 from espalier.graph.tasks.node_classification import NodeTask
-from espalier.mechanisms.few_bits import a2q, quantization, quantized_networks
+from espalier.mechanisms.few_bits import a2q, fp32_figure, quantization, quantized_networks
 from espalier.mechanisms.few_bits.cost import cost
 from espalier.mechanisms.few_bits.options import Quant
 from espalier.mechanisms.few_bits.quantized_graph import QuantizedGraph
@@ -62,7 +62,8 @@ class QuantizedRounding(Rounding):
             seen = task.train.graph
         classified = isinstance(task, GraphTask)
         stored = run.recipe.store is not None
-        return QuantizedGraph(run.network.told(run), classified, nodes, places, stored, hidden, seen, run.signs)
+        steps = run.recipe.train.steps or 0
+        return QuantizedGraph(run.network.told(run), classified, nodes, places, stored, hidden, seen, run.signs, steps)
 
     @property
     def signs(self) -> Signs:
@@ -105,24 +106,28 @@ class QuantizedRounding(Rounding):
         small = isinstance(run.task, NodeTask) and run.recipe.store is None and self._passes(widest)
         figure = answers.score_name(run.graph)
         now = (
-            partial(quantization.packed, quantizers, partial(self._score, model), figure) if small and widest else None
+            partial(quantization.packed, quantizers, partial(score_of, run, model), figure)
+            if small and widest
+            else None
         )
-        return [*quantization.tables(quantizers, None if now is None else now()), *quantization.curves(quantizers, now)]
+        stored = None if now is None else now()
+        plain = self._fp32(model, figure) if small else ""
+        return [*quantization.tables(quantizers, stored, plain), *quantization.curves(quantizers, now)]
+
+    def _fp32(self, model: nn.Module, figure: str) -> str:
+        """What the network without quantization reaches, in words."""
+        run = fp32_figure.plain_run(self.run)
+        if run is None:
+            return " (not trained: quant.fp32 = true trains it)"
+        score = score_of(run, fp32_figure.trained(run, model))
+        name = "" if figure == "accuracy" else f"{figure} "
+        return f" ({name}{score:.1f} % after as many steps without [quant])"
 
     def _passes(self, width: int) -> bool:
         """Whether all edges are here, and so few that rows of `width` may pass over them several times."""
         parts = self.run.graph.partition
         edges = self.run.graph.edges if parts is None else parts.edges
         return edges * width <= CURVED and (parts is None or partition_folder.complete(parts))
-
-    @torch.no_grad()
-    def _score(self, model: nn.Module) -> float:
-        """Of held-out nodes, in per cent."""
-        task = self.run.whole_task
-        logits, shard = infer(model, task.view), Shard(0, task.validation, task.validation)
-        totals = answers.held_out_figures(task, shard, lambda ids: logits[ids])
-        means = {name: total / weight for name, (total, weight) in totals.items() if weight}
-        return answers.score(self.run.summary(means))
 
     def work(self, work: Work, network: nn.Module, reach: Sequence[Reach], times: Any, precision: str) -> Work:
         """`work` of a network that `quantization.equip` was called with: its quantizers' time and memory come on top.
@@ -148,3 +153,13 @@ class QuantizedRounding(Rounding):
             saved=work.saved + sum(rounding.saved for rounding in extra),
             transient=reduce(np.maximum, (rounding.transient for rounding in extra), work.transient),
         )
+
+
+@torch.no_grad()
+def score_of(run: GraphRun, model: nn.Module) -> float:
+    """Of the held-out nodes of `run`, in per cent."""
+    task = run.whole_task
+    logits, shard = infer(model, task.view), Shard(0, task.validation, task.validation)
+    totals = answers.held_out_figures(task, shard, lambda ids: logits[ids])
+    means = {name: total / weight for name, (total, weight) in totals.items() if weight}
+    return answers.score(run.summary(means))
