@@ -18,7 +18,7 @@ from espalier.graph.networks import base, compiled_aggregate
 from espalier.graph.sampling.subgraphs import infer
 from espalier.graph.workload import GraphWorkload
 from espalier.kernels.step_codes import STEPS
-from espalier.mechanisms.few_bits import quantization
+from espalier.mechanisms.few_bits import quantization, run_rounding
 from espalier.mechanisms.few_bits.bit_allocator import BIT_RATE, BankBits, DegreeBits, RowIndex
 from espalier.mechanisms.few_bits.mega import package_file
 from espalier.parallel.workload import Shard
@@ -299,15 +299,18 @@ def test_the_report_shows_the_figure_that_a_run_without_quant_reaches(run):
     assert label in (run / "run" / events.NAME).read_text()
 
 
-def test_the_figure_of_fp32_is_left_out_where_nobody_wants_it(make_graph):
+def test_the_figure_of_fp32_is_left_out_where_nobody_wants_it(make_graph, monkeypatch):
     def label(**options):
         workload, model = trained(make_graph(), recipe({"kind": "a2q", **options}), steps=1)
         sizes = next(one for one in workload.sample(model) if isinstance(one, Table) and one.columns[0] == "features")
         return sizes.rows[-1][0]
 
-    assert label(fp32=False) == "fp32 (not trained: quant.fp32 = true trains it)"
+    assert label(fp32=False) == "fp32"
     assert label().startswith("fp32 (")
     assert label().endswith("without [quant])")
+    monkeypatch.setattr(run_rounding, "MOST_FLOPS", 0)
+    assert label() == "fp32 (not trained: quant.fp32 = true trains it)"
+    assert label(fp32=True).endswith("without [quant])")
 
 
 def test_the_packed_export_is_as_long_as_its_parts_and_reads_back(run):

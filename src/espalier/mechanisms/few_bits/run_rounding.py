@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from espalier.graph.data.graph import Signs
+from espalier.graph.networks.base import placement
 from espalier.graph.networks.gnn import Gnn
 from espalier.graph.parts import partition_folder
 from espalier.graph.run import GraphRun, Rounding
@@ -20,12 +21,16 @@ from espalier.graph.sampling.subgraphs import infer
 from espalier.graph.tasks import answers
 from espalier.graph.tasks.graph_classification import GraphTask
 from espalier.graph.tasks.node_classification import NodeTask
-from espalier.mechanisms.few_bits import a2q, fp32_figure, quantization, quantized_networks
+from espalier.mechanisms.few_bits import a2q, quantization, quantized_networks
 from espalier.mechanisms.few_bits.cost import cost
 from espalier.mechanisms.few_bits.options import Quant
 from espalier.mechanisms.few_bits.quantized_graph import QuantizedGraph
-from espalier.parallel.workload import Shard, SummedLoss
+from espalier.optim import adamw, schedules
+from espalier.optim.base import owned_by
+from espalier.parallel.workload import Shard, SummedLoss, to_device
+from espalier.recipe import Adamw
 from espalier.recipe.cost import VALUE_BYTES, Work
+from espalier.train.trainer import seed_step
 
 if TYPE_CHECKING:
     from espalier.graph.networks.layer_work import Reach
@@ -34,6 +39,8 @@ if TYPE_CHECKING:
 
 CURVED = 1 << 27
 """Edges times columns up to which packed bytes, and accuracy against them, are shown: it takes five inferences more."""
+MOST_FLOPS = 2e11
+"""Of training, up to which the network without `[quant]` is trained unasked: about ten seconds on one core."""
 
 
 class QuantizedRounding(Rounding):
@@ -116,10 +123,18 @@ class QuantizedRounding(Rounding):
 
     def _fp32(self, model: nn.Module, figure: str) -> str:
         """What the network without quantization reaches, in words."""
-        run = fp32_figure.plain_run(self.run)
-        if run is None:
+        run = self.run
+        asked = self.options.fp32
+        if asked is False:
+            return ""
+        alone = set(run.recipe.mechanisms) == {"quant"} and run.graph.partition is None
+        if not alone or not isinstance(run.recipe.train.optimizer, Adamw):
+            return " (not trained: quant.fp32 is for AdamW, without other mechanisms)" if asked else ""
+        plain: Any = run.like(run.recipe.changed(mechanisms={}))
+        step = plain.work(plain.global_batch, "none", "fp32")
+        if not asked and float(step.model_flops) * (run.recipe.train.steps or 0) > MOST_FLOPS:
             return " (not trained: quant.fp32 = true trains it)"
-        score = score_of(run, fp32_figure.trained(run, model))
+        score = score_of(plain, trained(plain, model))
         name = "" if figure == "accuracy" else f"{figure} "
         return f" ({name}{score:.1f} % after as many steps without [quant])"
 
@@ -163,3 +178,25 @@ def score_of(run: GraphRun, model: nn.Module) -> float:
     totals = answers.held_out_figures(task, shard, lambda ids: logits[ids])
     means = {name: total / weight for name, (total, weight) in totals.items() if weight}
     return answers.score(run.summary(means))
+
+
+def trained(run: Any, model: nn.Module) -> nn.Module:
+    """The network of `run`, which has no `[quant]`, trained in fp32 where `model` lies by the rank that reports: same
+    seed, batches, loss, optimizer, schedule and steps."""
+    recipe = run.recipe.train
+    device = placement(model)["device"]
+    network: nn.Module = run.build(device, torch.float32)
+    optimizer = adamw.build(recipe.optimizer, owned_by(network))
+    count = run.global_batch
+    with torch.random.fork_rng(), torch.enable_grad():
+        for step in range(recipe.steps):
+            seed_step(device, hash((recipe.seed, step, 0)) & 0x7FFF_FFFF_FFFF_FFFF)
+            network.train()
+            for batch in run.batches(step, Shard(0, count, count)):
+                total, weight = run.loss(network, to_device(batch, device))
+                (total / weight).backward()
+            if recipe.clip > 0:
+                nn.utils.clip_grad_norm_(network.parameters(), recipe.clip)
+            optimizer.step(schedules.factor(recipe.schedule, step, recipe.steps))
+            network.zero_grad()
+    return network.eval()
