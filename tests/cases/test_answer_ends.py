@@ -12,6 +12,7 @@ import torch
 from tokenizers import pre_tokenizers
 from weight_folders import TEMPLATES, TOKENIZERS, base_of, byte_level, made, quietly, theirs_of, workload_of
 
+import llama_cpp
 from espalier import recipe as config
 from espalier.language import gguf_export, gguf_file, gpt, hf, workload_row
 from espalier.language.auto_tokenizer import differences
@@ -92,6 +93,21 @@ def test_transformers_predict_and_a_gguf_file_end_an_answer_at_the_same_tokens(
     assert all(f'PARAMETER stop "{name}"\n' in modelfile for name in (ENDS[template], "</s>"))
     before = json.loads((base / "generation_config.json").read_text())
     assert {**generation, "eos_token_id": before["eos_token_id"]} == before
+
+
+def test_llama_cpp_ends_an_answer_at_the_same_tokens(tmp_path: Path) -> None:
+    for template in TEMPLATES:
+        base = base_of(tmp_path / template, "turns", TEMPLATES[template], tied=False)
+        words = open_tokenizer(str(base))
+        ids = words.table()
+        workload = workload_of(base, words, None, config.Full())
+        prompt = workload.prompt([("user", "help")])
+        for end in (ids[ENDS[template]], ids["</s>"]):
+            model = workload.build(torch.device("cpu"), torch.float32)
+            one_way(model, [prompt[-1], ids["q"], ids["z"], end, ids["j"], ids["j"]])
+            folder = tmp_path / f"{template}-{end}"
+            ROW.exports["gguf"](workload, model, folder)
+            assert llama_cpp.greedy(folder / "model.gguf", prompt, 9) == [ids["q"], ids["z"], end]
 
 
 def test_a_generation_config_that_ends_answers_is_exported_byte_for_byte(tmp_path: Path) -> None:
