@@ -328,6 +328,7 @@ NOT_OPENED = {
     "--serve": "opens the run as predict and report do, and then waits for questions",
     "--task": "reads a file that the user names",
     "--include": "reads a folder that the user names",
+    "--model": "asks a program that the user names about a log, and opens no run",
     "--data --trace --rules --score --cluster --what-if --html --parts": "name files of the user",
     "--calibrate-on": "reads the log of a run, and nothing else of it",
     "--help": "",

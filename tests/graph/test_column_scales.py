@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from table_graphs import accuracy, opened
 
 from espalier.graph.data import kept_graph
 from espalier.graph.data.column_scales import scales_of, standardised
@@ -18,6 +17,7 @@ from espalier.graph.parts import partition_folder
 from espalier.graph.parts.halo import boundary
 from espalier.graph.sampling.neighbor_sampler import Style
 from espalier.recipe.errors import UserError
+from table_graphs import accuracy, opened
 
 NODES = 240
 COLUMNS = ("age", "income", "followers", "smoker", "same")

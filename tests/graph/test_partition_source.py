@@ -148,6 +148,7 @@ QUANTIZED = {
 def test_quantized_layers_on_parts_that_were_cut_before_train_as_on_the_graph(tmp_path, name):
     """Widths by node and degree, steps that begin with the values of all ranks, answers and their packages."""
     model, quant, known = QUANTIZED[name]
+    quant = {**quant, "fp32": False}  # parts train no other network
     graph = cut(tmp_path / "parts", model, sums=False, **known)
     alone = train(recipe_of(model, quant=quant), graph)
     recipe = of_parts(tmp_path / "parts", model, quant=quant)
@@ -157,6 +158,7 @@ def test_quantized_layers_on_parts_that_were_cut_before_train_as_on_the_graph(tm
     whole = GraphWorkload(recipe_of(model, quant=quant), graph)
     network, expected = (one.build(torch.device("cpu"), torch.float32) for one in (workload, whole))
     network.load_state_dict(expected.state_dict())
+    network.eval()  # in training, widths are on their way to the target
     assert torch.equal(infer(network, workload.whole_task.view), infer(expected.eval(), whole.whole_task.view))
     first = train(recipe, workload.graph, (50,), tmp_path / "kept", stop=2)
     then = train(recipe, workload.graph, (50,), tmp_path / "kept")

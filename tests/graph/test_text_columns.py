@@ -7,11 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from table_graphs import accuracy, opened
 
 from espalier.graph.data import kept_graph
 from espalier.graph.data.text_columns import hashed, tells_rows_apart, words_of
 from espalier.recipe.errors import UserError
+from table_graphs import accuracy, opened
 
 CLASSES = ("plumber and pipes and taps", "violin or cello or bow", "wheat with barley with rye")
 FILLERS = ["a", "the", "my", "new", "old", "small", "with", "some", "more", "less", "here", "there"]

@@ -79,7 +79,7 @@ trial = false
 [plan.pin]
 ranks = 2
 """
-FIRST, REPEATED, RESILIENCE = 972, 651, 4
+FIRST, REPEATED, RESILIENCE = 978, 651, 4
 """Functions of the package before rank 0's first step, in a first run and in another of the same recipe; and of what is
 there for failures."""
 

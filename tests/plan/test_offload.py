@@ -271,7 +271,7 @@ def total_seconds(request: Request, cluster: Cluster, terms: Mapping[str, float]
 
 def test_activations_wait_on_disk_where_that_is_the_fastest_way_to_fit() -> None:
     request = decoder(1024, 16, 256, 4)
-    plan = decide(request, machine("cpu", memory=1.955, disk=1)).taken
+    plan = decide(request, machine("cpu", memory=2.032, disk=1)).taken
     assert plan.offload == Offload(optimizer="disk", activations="disk")
     assert (plan.recompute, plan.predicted is not None) == ("block", True)
     assert plan.predicted

@@ -27,7 +27,7 @@ from espalier.recipe import Recipe, defaults, recipe_file
 from espalier.train import rank_spec, trainer, worker
 from espalier.train.rank_setup import RankSetup
 
-BEYOND = ("peak", "runtime", "slack")
+BEYOND = ("peak", "runtime", "slack", "staging")
 """Kinds of memory that are no tensors."""
 BOUND = 0.05
 SHARED = 0.1

@@ -123,7 +123,7 @@ def test_a_word_that_changes_nothing_is_named_in_the_result(tmp_path: Path, name
         "normalized": False,
     }.get(key, 1)
     if table == "model" and key not in ("name", "initial"):
-        base = SPREAD if key in ("balance", "balancing", "z_loss", "normalized") else {}
+        base = SPREAD if key in ("balance", "balancing", "z_loss", "normalized", "max_iterations") else {}
         base |= {"model": {"initial": "a base"}} if key == "layers" else {}
     else:
         base, value = {}, "x"

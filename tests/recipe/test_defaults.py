@@ -26,6 +26,7 @@ def none_left(struct, path="") -> list[str]:
         "attention_scale",
         "rope",
         "local_theta",
+        "max_iterations",
     }  # None: as in Llama
     free = {"model.shape", "model.initial", "model.layers", *(f"model.{name}" for name in off)}
     names = [f"{path}{name}" for name in struct.__struct_fields__]

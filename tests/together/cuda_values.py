@@ -149,7 +149,7 @@ def everywhere() -> None:
     torch.cuda.get_device_capability = lambda device=None: (8, 0)
     torch._C._set_only_lift_cpu_tensors(True)
     accelerator.has_bf16 = accelerator.is_on
-    accelerator.peak_memory = lambda device: 0
+    accelerator.peak_memory = accelerator.peak_reserved = lambda device: 0
     torch.__future__.set_overwrite_module_params_on_conversion(True)
 
 

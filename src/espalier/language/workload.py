@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -155,20 +155,16 @@ class LanguageWorkload(DecoderWorkload):
                 first = f"of the first {len(store.skipped):,} " if count > len(store.skipped) else ""
                 notes.append(f"{was} ({first}{row_files.summary(store.skipped)})")
             notes += _split_documents(store, self.sequence) if self.packed else []
-        return [*notes, *self._passes()]
-
-    def _passes(self) -> Iterator[str]:
-        """That a run reads its text more often than helps."""
-        steps = self.recipe.train.steps or 0
-        batch = self.recipe.train.batch_tokens or 0
+        steps, batch = self.recipe.train.steps or 0, self.recipe.train.batch_tokens or 0
         tokens = sum(split.tokens for split in self.splits)
         if steps * batch > OFTEN * tokens > 0:
             fewer = max(1, FREE * tokens // batch)
-            yield (
+            notes.append(
                 f"{steps:,} steps of {batch:,} tokens read the text's {tokens:,} tokens {steps * batch / tokens:,.0f} "
                 f"times. Up to {FREE} times is nearly as good as new text (train.steps={fewer}); beyond {OFTEN} little "
                 "is gained (arXiv 2305.16264)."
             )
+        return notes
 
 
 def open_language(

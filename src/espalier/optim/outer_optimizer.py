@@ -13,6 +13,7 @@ from torch import Tensor
 
 from espalier.optim.base import StateDict
 from espalier.optim.diloco_slowmo import OuterMethod
+from espalier.recipe.errors import UserError
 
 Sum = Callable[[Tensor], Tensor]
 """Adds a small tensor over the ranks that hold the other shards of a replica, in place; returns it."""
@@ -116,6 +117,12 @@ class OuterUpdate:
         return {name: tensor for name, tensor in tensors.items() if tensor is not None}
 
     def load_state_dict(self, state: StateDict) -> None:
+        """Raises UserError where the state is of another penalty."""
         for name, tensor in self.state_dict().items():
-            if name in state:  # a run from before the gap was a penalty has no last update
-                tensor.copy_(state[name])
+            if name not in state:
+                raise UserError(
+                    f"This checkpoint's rounds were not made with sync.penalty = {self.choices.penalty!r}.",
+                    why=f"it has no {name!r} of the outer optimizer",
+                    do="a new run, or the penalty that it was made with",
+                )
+            tensor.copy_(state[name])

@@ -121,11 +121,6 @@ def with_staging(plan: Plan, cluster: Cluster) -> Plan:
     return _with(plan, f"Training waits while a checkpoint is written: {left}.", predicted)
 
 
-def waits(plan: Plan) -> bool:
-    """Whether training waits while a checkpoint is written, for want of memory."""
-    return plan.predicted is not None and plan.predicted.memory_bytes.get(STAGING) == 0
-
-
 def _holding(predicted: Predicted, kind: str, size: float, source: str) -> Predicted:
     """The same with so many more bytes, of a new kind."""
     peak = predicted.memory_bytes["peak"] + size

@@ -123,20 +123,13 @@ def stage(step: CostInputs, anatomy: Anatomy, micro_batches: Number, is_first: b
     within = sum(sizes.values()) if step.cuda else sizes["activations"] + sizes["transient"]
     slack = SLACK[device.kind] if request.system.slack is None else request.system.slack
     sizes["slack"] = factors.activations * slack * within
-    sizes["runtime"] = _runtime(step) + (0 if step.cuda else request.profile.loaded)
+    compiles = layouts.recompute != "none" or request.recipe.train.compile
+    groups = COMMUNICATION * sum(axis > 1 for axis in (layouts.tp, layouts.sp, layouts.dp, layouts.pp))
+    on_gpu = (device.runtime or CUDA_RUNTIME) + groups
+    on_cpu = max(device.runtime, CPU_RUNTIME) + compiles * CPU_COMPILER
+    sizes["runtime"] = (on_gpu if step.on.cuda else on_cpu) + (0 if step.cuda else request.profile.loaded)
     zero = 0.0 * micro_batches
     return {name: value + zero for name, value in sizes.items()}
-
-
-def _runtime(step: CostInputs) -> Number:
-    """Bytes of libraries and of buffers of communication."""
-    layouts = step.layouts
-    device = step.kind.table.device
-    if step.on.cuda:
-        groups = sum(axis > 1 for axis in [layouts.tp, layouts.sp, layouts.dp, layouts.pp])
-        return (device.runtime or CUDA_RUNTIME) + COMMUNICATION * groups
-    compiles = layouts.recompute != "none" or step.request.recipe.train.compile
-    return max(device.runtime, CPU_RUNTIME) + compiles * CPU_COMPILER
 
 
 class StagePasses(NamedTuple):

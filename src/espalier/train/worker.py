@@ -221,7 +221,8 @@ def live(trainer: Trainer) -> dict[str, Any]:
         group = saving_group(trainer.mesh.trainers)
         saved = checkpoints(recipe, setting.folder, group, setting.emit, nodes.count(nodes[place.rank]))
         why = recovery(recipe, setting.plan)
-        saved.waits = checkpoint_cost.waits(setting.plan)
+        foretold = setting.plan.predicted
+        saved.waits = foretold is not None and foretold.memory_bytes.get(checkpoint_cost.STAGING) == 0
         saved.alike = _alike(trainer, saved.team) if why == "alike" else None
         if place.refuge is not None:
             trainer.memory = _memory(trainer, saved, place.refuge, why)

@@ -231,7 +231,8 @@ def test_memory_asks_for_shards_of_gradients_and_parameters_beside_experts():
         shard = config.ShardPin(params=params, grads=grads, optimizer=optimizer)
         plan = decided(request.changed(pin=msgspec.structs.replace(pin, shard=shard)), count=4).plan
         assert plan.layout.ep == 2
-        peaks.append(plan.predicted.memory_bytes["peak"])
+        sizes = plan.predicted.memory_bytes
+        peaks.append(sizes["peak"] - sizes["staging"])  # which a plan can do without
     assert peaks == sorted(peaks, reverse=True)
     for before, least, shard in zip(peaks, peaks[1:], layouts[1:], strict=False):
         found = decided(request.changed(memory=(before + least) / 2), count=4)

@@ -152,6 +152,12 @@ def test_the_clip_binds() -> None:
     assert max(moved) > 0.69 * RATE * clip
 
 
+def test_a_state_of_another_penalty_is_refused() -> None:
+    before, after = (OuterUpdate(torch.zeros(3), OuterMethod(penalty=penalty)) for penalty in ("none", "gap"))
+    with pytest.raises(UserError, match=r"were not made with sync\.penalty = 'gap'"):
+        after.load_state_dict(before.state_dict())
+
+
 @pytest.mark.parametrize("penalty", ["norm", "per_tensor", "constant"])
 def test_a_penalty_is_at_least_one_and_exactly_one_for_a_model_that_rests(penalty: Any) -> None:
     x = torch.randn(sum(SIZES), dtype=torch.float64)

@@ -88,7 +88,7 @@ def test_the_others_take_over_what_a_lost_rank_did(plan: plans.Plan, lost: int) 
 
 
 def test_where_the_others_cannot_hold_it_that_is_said() -> None:
-    tight, deep = processors((4e10, 233 * 2**20), (1e10, 233 * 2**20)), asked(depth=24)
+    tight, deep = processors((4e10, 240 * 2**20), (1e10, 240 * 2**20)), asked(depth=24)
     made = decide(deep, tight, DATASHEET).taken
     assert len(made.ranks) == 2
     with pytest.raises(UserError, match="1 rank cannot hold this run"):

@@ -514,18 +514,20 @@ def _numeric(
     table: Table, columns: Columns, what: str, notes: list[str], texts: dict[str, Array] | None = None
 ) -> dict[str, Array]:
     """float64 columns of numbers. Columns of words alone are put into `texts`; without it, and where they have no
-    letters or are lists, they are left out, which is said in `notes`."""
+    letters or are lists, they are left out. Both are said in `notes`."""
     numbers = {}
     for name, column in columns.items():
         values, reason = _as_float(column, f"{table.shown}: {what.format(repr(printable(name)))}")
         has_letters = reason.startswith("words") and any(map(str.isalpha, "".join({*as_words(column)} - {*MISSING})))
+        note = f"column {printable(name)!r} of {table.path.name} has {reason}"
         if texts is not None and has_letters and not str(column[0]).startswith(("[", "{")):
             texts[name] = column
+            notes.append(note)
         elif values is None:
             notes.append(table.unused(name, reason))
         else:
             numbers[name] = values
-            notes += [f"column {printable(name)!r} of {table.path.name} has decimal commas"] if reason else []
+            notes += [note] if reason else []
     return numbers
 
 
