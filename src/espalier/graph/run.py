@@ -110,6 +110,9 @@ class Rounding:
         """`work` of `network`, which passes over `reach` so many `times`, with that of rounding."""
         return work
 
+    def at_step(self, model: nn.Module, step: int) -> None:
+        """Before the passes of a step of training."""
+
     def begin(self, model: nn.Module, batch: SubgraphBatch) -> None:
         """Before the loss of a batch of a run on one rank, or on ranks that draw their batches."""
 

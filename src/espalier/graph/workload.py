@@ -127,7 +127,8 @@ class GraphWorkload(Plain):
 
     def batches(self, step: int, shard: Shard) -> list[SubgraphBatch]:
         """Targets of a seeded permutation per epoch, with what they hear from; the whole graph's stay as they are."""
-        return self.network.at_step(self, self.batching.batches(step, shard), step)
+        batches = [batch._replace(step=step) for batch in self.batching.batches(step, shard)]
+        return self.network.at_step(self, batches, step)
 
     def placed(self, batch: SubgraphBatch) -> SubgraphBatch:
         """`batch` where the model is."""
@@ -146,6 +147,7 @@ class GraphWorkload(Plain):
         return self.step_loss(model, batch)
 
     def _step_loss(self, model: nn.Module, batch: SubgraphBatch) -> SummedLoss:
+        self.rounding.at_step(model, batch.step)
         return self.rounding.loss(model, self.batching.loss(model, batch))
 
     @property

@@ -10,6 +10,8 @@ import pytest
 import torch
 from programs import MACHINE
 from programs import forked as espalier
+from tests.graph.conftest import made
+from tests.graph.test_workload import recipe_of, train
 
 from espalier import recipe as config
 from espalier.graph.data import pyg, synthetic
@@ -383,3 +385,11 @@ def test_a_quantized_run_is_not_taken_up_without_quantization(run):
     found = espalier(run, *words, *SMALL, f"data.cache={run}", "train.steps=8", "--run", "run")
     assert found.returncode == 2
     assert "with quant" in found.stderr
+
+
+@pytest.mark.parametrize(("ranks", "micro_batch"), [(2, None), (1, 10)])
+def test_replicas_and_micro_batches_learn_widths_as_one_pass_does(ranks, micro_batch):
+    """Widths come down by steps, of which each may have several passes."""
+    asked = recipe_of(quant={"kind": "a2q", "fp32": False}, steps=8)
+    known = train(asked, made())
+    assert train(asked, made(), ranks, micro_batch) == pytest.approx(known, rel=1e-12)

@@ -41,7 +41,7 @@ class SubgraphBatch(NamedTuple):
             ones.
         pairs: int64 [2, links], rows of the result that are joined, when links are asked for.
         members: int64 [nodes], the small graph each row belongs to, when graphs are asked for.
-        step: that it is made for, where a graph is cut over ranks.
+        step: of training, that it is made for.
     """
 
     features: Tensor

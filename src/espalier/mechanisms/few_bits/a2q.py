@@ -308,11 +308,9 @@ class FeatureQuantizer(nn.Module):
         share: of the batch that this pass is over: local gradients of several passes then add up to those of one.
         shift: taken from all widths, see `base.MemoryTarget`.
         narrowing: steps of training over which that shift grows from nothing to all of it; 0: it is whole at once.
-        age: int64, thousandths of steps that have trained it.
+        step: of training, that passes are made for.
         last: log2 of each row's step in the last pass, before `factor`.
     """
-
-    age: Tensor
 
     def __init__(self, allocator: BitAllocator, columns: int, rule: Rule) -> None:
         super().__init__()
@@ -324,7 +322,7 @@ class FeatureQuantizer(nn.Module):
         self.beginning: Total | None = None
         self.shift: Any = float
         self.narrowing = 0.0
-        self.register_buffer("age", torch.zeros((), dtype=torch.int64))
+        self.step = 0
         self.last = torch.zeros(0)
         self.kept_steps = Unchanged()
         self.kept_values = Unchanged()
@@ -364,12 +362,7 @@ class FeatureQuantizer(nn.Module):
 
     def _shift(self) -> float:
         shift: float = self.shift()
-        if not self.training or not self.narrowing:
-            return shift
-        step = int(self.age) / 1000
-        if torch.is_grad_enabled():
-            self.age += round(1000 * self.share)
-        return shift * min(1.0, step / self.narrowing)
+        return shift * min(1.0, self.step / self.narrowing) if self.training and self.narrowing else shift
 
     def forward(self, x: Float[Tensor, "rows columns"], index: RowIndex | None = None) -> Float[Tensor, "rows columns"]:
         """step * code of every value."""

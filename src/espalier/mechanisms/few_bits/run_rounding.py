@@ -96,6 +96,11 @@ class QuantizedRounding(Rounding):
         quantized_networks.equip(model, self.options, self.graph)
         return model
 
+    def at_step(self, model: nn.Module, step: int) -> None:
+        """Bit-widths come down by steps, however many passes each has."""
+        for quantizer in a2q.quantizers_of(model):
+            quantizer.step = step
+
     def begin(self, model: nn.Module, batch: SubgraphBatch) -> None:
         """Errors of rows count by the answers of the batch."""
         known = (batch.labels >= 0) if batch.labels.ndim == 1 else ~batch.labels.isnan()
