@@ -160,7 +160,9 @@ def test_what_writes_leaves_the_cores_to_training_unless_that_waits(
     saved = Checkpoints(tmp_path)
     for step in (1, 2):
         saved.save(step, {"box": Box(weight=torch.ones(3))}, {}, wait=step == 2)
+        assert step == 1 or not saved.busy
         saved.wait()
+        assert not saved.busy
     assert seen == [max(NICE, usual), usual]
     assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == usual
     assert saved.wrote > 0

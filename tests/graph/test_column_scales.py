@@ -17,7 +17,7 @@ from espalier.graph.parts import partition_folder
 from espalier.graph.parts.halo import boundary
 from espalier.graph.sampling.neighbor_sampler import Style
 from espalier.recipe.errors import UserError
-from table_graphs import accuracy, opened
+from table_graphs import accuracy, opened, reopened
 
 NODES = 240
 COLUMNS = ("age", "income", "followers", "smoker", "same")
@@ -94,9 +94,7 @@ def test_a_column_that_is_constant_where_it_trains_is_0_in_other_rows(tmp_path: 
 def test_a_run_taken_up_again_and_other_rows_have_the_scales_of_the_run(tmp_path: Path) -> None:
     path = table(tmp_path / "a")
     workload = opened(path)
-    (tmp_path / "kept").mkdir()
-    workload.freeze(tmp_path / "kept", workload.graph)
-    run = kept_graph.read(tmp_path / "kept")
+    run = reopened(workload, tmp_path / "kept")
     assert np.array_equal(run.graph.features, workload.graph.features)
     resumed = opened(path, run)
     assert np.array_equal(resumed.graph.features, workload.graph.features)

@@ -8,10 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from espalier.graph.data import kept_graph
 from espalier.graph.data.text_columns import hashed, tells_rows_apart, words_of
 from espalier.recipe.errors import UserError
-from table_graphs import accuracy, opened
+from table_graphs import accuracy, opened, reopened
 
 CLASSES = ("plumber and pipes and taps", "violin or cello or bow", "wheat with barley with rye")
 FILLERS = ["a", "the", "my", "new", "old", "small", "with", "some", "more", "less", "here", "there"]
@@ -95,9 +94,7 @@ def test_words_alone_take_the_place_of_degrees(tmp_path: Path) -> None:
 def test_other_rows_have_the_columns_of_the_run(tmp_path: Path) -> None:
     path = table(tmp_path / "a")
     workload = opened(path)
-    (tmp_path / "kept").mkdir()
-    workload.freeze(tmp_path / "kept", workload.graph)
-    run = kept_graph.read(tmp_path / "kept")
+    run = reopened(workload, tmp_path / "kept")
     assert np.array_equal(opened(path, run).graph.features, workload.graph.features)
     few = table(tmp_path / "b", seed=2, nodes=3)  # of which no word is repeated
     lines = (tmp_path / "b" / "nodes.csv").read_text().splitlines()

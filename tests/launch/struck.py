@@ -132,6 +132,7 @@ class Struck:
                 step = self.trainer.step + 1
                 if self.orphans and any((one.rank, one.step) == (place.rank, step) for one in self.faults):
                     os.kill(supervisor, signal.SIGKILL)
+                    time.sleep(30)  # what ends a rank without supervisor comes now: it ends no step before
                 elif not (self.orphans or self.validating or self.inside):
                     strike(self.faults, place.rank, step, self.folder)
                 if self.dead is not None and place.seat == self.dead[0] and step >= self.dead[1]:

@@ -23,6 +23,13 @@ def opened(path: Path, run: kept_graph.KeptGraph | None = None, model: Any = Non
     return open_graph(defaults.resolve(recipe_file.from_table(recipe))[0], run_graph=run)
 
 
+def reopened(workload: GraphWorkload, folder: Path) -> kept_graph.KeptGraph:
+    """What a run of `workload` keeps of its graph, as it is read again."""
+    folder.mkdir()
+    workload.freeze(folder, workload.graph)
+    return kept_graph.read(folder)
+
+
 def accuracy(workload: GraphWorkload, steps: int = 60) -> float:
     model = workload.build(torch.device("cpu"), torch.float32)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
